@@ -8,7 +8,14 @@ from unittest import mock
 
 import torch
 
-UNBUILT = ("lm_head", "embed_out", "kv_b_proj", "project_in", "project_out")
+UNBUILT = (
+    "lm_head",
+    "embed_out",
+    "kv_b_proj",
+    "project_in",
+    "project_out",
+    "per_layer_model_projection",
+)
 """Products that have no adapters here."""
 
 

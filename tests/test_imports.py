@@ -52,7 +52,7 @@ NARROW = {  # part: what it may import of the parts before it, where that is not
 HEAVY = {  # third-party package: the parts that may import it
     "torch": (
         *("platform", "kernels", "model", "worker", "evals", "compress"),
-        *("bench.adapters.transformers", "cli.doctor"),
+        "bench.adapters.transformers",
     ),
     "triton": ("platform", "kernels.triton"),
     "transformers": ("bench.adapters.transformers",),
@@ -213,7 +213,7 @@ OWN_TORCH = {
     "bench.adapters.transformers": {
         "cuda": "it measures another engine, and has only torch for it"
     },
-    "cli.doctor": {"version": "it shows what torch was built for"},
+    "worker.start.diagnosis": {"version": "it shows what torch was built for"},
     "kernels.cpu.torch_ops": {"backends": "it asks for the library that it calls, on a CPU"},
     "kernels.triton.cuda": {"version": "which NVRTC came with torch"},
 }

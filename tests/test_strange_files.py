@@ -185,7 +185,7 @@ def test_an_index_names_files_beside_it(model_copy, named):
         json.dumps({"weight_map": {"a": named}})
     )
     shutil.copy(model_copy / "model.safetensors", model_copy.parent / "outside.safetensors")
-    with pytest.raises(CheckpointError, match="beside it"):
+    with pytest.raises(CheckpointError, match="next to it"):
         safetensors_files(model_copy)
 
 

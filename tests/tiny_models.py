@@ -88,6 +88,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 20,
     },
+    "gemma4_text": {  # shared keys and values, inputs of the layers
+        **_LLAMA,
+        "model_type": "gemma4_text",
+        "rope_theta": None,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "initializer_range": 0.2,
+    },
     "gptj": {**_GPT, "model_type": "gptj", "rotary_dim": 4},
     "gpt2": {**_GPT, "model_type": "gpt2"},
     "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
@@ -215,6 +230,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+GEMMA4_MOE = {
+    **dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True),
+    **dict(num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2),
+    "moe_intermediate_size": 24,
+}
+"""What makes of `gemma4_text` a model like the 26B-A4B."""
 
 
 def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
@@ -235,10 +256,19 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.abs().sum() > 0, name
-        for buffer in correction_buffers(model):
-            buffer.normal_(0.0, 0.3)
+            if family == "gemma4_text" and name.endswith("q_norm.weight"):
+                parameter.mul_(0.3)  # else its scores, which are not scaled, would be one-hot
+        shake_buffers(model)
     model.save_pretrained(path)
     return model
+
+
+def shake_buffers(model: Any) -> None:
+    """Gives what models learn beside gradients other numbers than those that they begin with."""
+    for buffer in correction_buffers(model):
+        buffer.normal_(0.0, 0.3)
+    for buffer in scalar_buffers(model):
+        buffer.uniform_(0.5, 1.5)
 
 
 _written: dict[str, tuple[dict[str, bytes], Any]] = {}
@@ -302,6 +332,11 @@ def correction_buffers(model: Any) -> list[Any]:
     return [
         buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
     ]
+
+
+def scalar_buffers(model: Any) -> list[Any]:
+    """Gemma 4's factors of the residual."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
 
 
 def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> Any:
@@ -419,7 +454,14 @@ ENCODERS |= {
     "eurobert": _rotary(model_type="eurobert", num_key_value_heads=2, **_NO_SPECIAL),
     "mpnet": {**_BERT, "model_type": "mpnet", "pad_token_id": 1},
     "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},
+    "electra-small": {**_BERT, "model_type": "electra", "embedding_size": 16},
+    "gemma3-encoder": {**FAMILIES["gemma3_text"], "use_bidirectional_attention": True},
+    "t5-encoder": {**_T5, "model_type": "t5"},
+    "umt5-encoder": {**_T5, "model_type": "umt5", "feed_forward_proj": "gated-gelu"},
 }
+SCORING = [f for f in ENCODERS if f != "eurobert" and not f.endswith("-encoder")]
+"""Those with a head for scores in transformers."""
+T5_ENCODERS = {"t5-encoder": "T5EncoderModel", "umt5-encoder": "UMT5EncoderModel"}
 T5S: dict[str, dict[str, Any]] = {
     "t5": {**_T5, "feed_forward_proj": "relu"},
     "flan-t5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -440,12 +482,16 @@ def build_encoder(
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    settings = {**ENCODERS[family], **more}
+    settings = {k: v for k, v in {**ENCODERS[family], **more}.items() if k != "rope_theta"}
     if num_labels is not None:
         settings["num_labels"] = num_labels
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
-    kind = AutoModel if num_labels is None else AutoModelForSequenceClassification
+    kind: Any = AutoModel if num_labels is None else AutoModelForSequenceClassification
+    if family in T5_ENCODERS:
+        import transformers
+
+        return _shaken(getattr(transformers, T5_ENCODERS[family])(config).eval(), path, noise)
     return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path, noise)
 
 

@@ -15,7 +15,7 @@ struct Route : RowOp {
     int64_t num_experts, each;
     bool sigmoid, normalize;
     float weight_scale;
-    const float* correction;             // may be null
+    const float *correction, *scales;    // may be null
     int64_t num_groups, num_chosen_groups;  // of experts; 0: none
     bool best_two;
     int64_t first, held;  // the experts that are here
@@ -79,6 +79,7 @@ struct Route : RowOp {
         for (int64_t j = 0; j < each; j++) {
             const bool here = chosen[j] >= first && chosen[j] < first + held;
             weights[j] = here ? (normalize ? weights[j] / total : weights[j]) * weight_scale : 0.0f;
+            if (scales) weights[j] *= scales[chosen[j]];
         }
     }
 };
@@ -209,11 +210,11 @@ struct Combine : RowOp {  // the weighted sum over a token's experts, in the ord
 }  // namespace
 
 void ss_add_route(ss_program* p, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
-                  float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups, int32_t best_two,
-                  int64_t first, int64_t held) {
+                  float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
+                  int32_t best_two, int64_t first, int64_t held) {
     auto* op = add<Route>(p);
     op->logits = logits, op->num_experts = num_experts, op->each = each, op->sigmoid = sigmoid, op->normalize = normalize;
-    op->weight_scale = weight_scale, op->correction = correction;
+    op->weight_scale = weight_scale, op->correction = correction, op->scales = scales;
     op->num_groups = num_groups, op->num_chosen_groups = num_chosen_groups, op->best_two = best_two;
     op->first = first, op->held = held;
 }

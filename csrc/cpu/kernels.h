@@ -85,6 +85,8 @@ struct AttentionArgs {
     int64_t rotary_dim;
     bool interleaved;
     float norm_eps, norm_offset;
+    float value_eps;  // below 0: values have no norm
+    bool own_values;  // else they are the keys before their norm
 };
 
 static inline bool latent(const AttentionArgs& a) { return a.value_dim < a.head_dim; }
@@ -110,6 +112,66 @@ struct KeyRange {  // keys of a sequence and kv head that a decode task reads
     int64_t seq, kv_head, begin, end;
 };
 
+struct StateStep {  // the tokens of a step's sequences; the slots that they read and keep, 0 for none (StateMetadata)
+    const int32_t *starts, *read, *write;
+};
+
+struct ConvArgs {
+    StateStep step;
+    const float *x, *factor, *gate;  // one row stride. `factor` multiplies inputs, `gate` results; both may be null
+    int64_t x_stride, channels, width;
+    const float *weight, *bias;  // [width, channels], the newest input's row last; the bias may be null
+    bool silu, bf16;             // bf16: the type of `state`, else float32
+    uint8_t* state;              // [N, width − 1, channels]
+    int32_t form;
+    uint8_t* out;  // may be x, in float32
+    int64_t out_stride;
+};
+
+struct DeltaArgs {
+    StateStep step;
+    const float *x, *beta, *decay;  // [T, q, k and v], [T, H], [T, H] or by channel [T, H · K]
+    int64_t x_stride, beta_stride, decay_stride;
+    const float *rate, *time;  // −exp(A) [H]; [H] or [H · K]
+    int64_t num_key_heads, num_heads, key_dim, value_dim;
+    bool by_channel;
+    float beta_scale;
+    float* states;  // [N, H, K, V]
+    float* out;     // [T, H · V]
+    int64_t out_stride;
+};
+
+struct SsdArgs {
+    StateStep step;
+    const float *x, *dt;  // [T, x, B and C], [T, H]
+    int64_t x_stride, dt_stride;
+    const float *rate, *time, *skip;  // −exp(A), the bias of dt, D: [H]
+    int64_t num_groups, num_heads, key_dim, value_dim;
+    float least, most;
+    float *states, *out;
+    int64_t out_stride;
+};
+
+struct ScanArgs {
+    StateStep step;
+    const float *x, *dt, *b, *c;
+    int64_t x_stride, dt_stride, b_stride, c_stride;
+    const float *rate, *time, *skip;  // −exp(A) · log₂ e [⌈C / 16⌉, K, 16]; [C]
+    int64_t channels, key_dim;
+    float *states, *out;  // [N, C, K]
+    int64_t out_stride;
+};
+
+struct GatedNormArgs {
+    const float *x, *z, *weight;  // weight [size], null: no norm
+    int64_t x_stride, z_stride, size, group;
+    float eps;
+    bool silu, gate_first;  // silu: z · σ(z), else σ(z)
+    int32_t form;
+    uint8_t* out;
+    int64_t out_stride;
+};
+
 struct Kernels {
     const char* name;
     // scratch: linear_scratch() floats from a multiple of 64 bytes
@@ -129,6 +191,16 @@ struct Kernels {
     int64_t (*decode_scratch)(const AttentionArgs&);  // floats
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
     void (*widen)(const uint8_t* row, int64_t size, uint8_t* to);  // from 8 bits to bfloat16; null where products have no use for it
+    // Recurrent layers. scratch: the number of floats that the function with its name and `_scratch` tells
+    void (*conv)(const ConvArgs&, int64_t seq, int64_t c0, int64_t c1, float* scratch) = nullptr;
+    void (*delta)(const DeltaArgs&, int64_t seq, int64_t head, int64_t v0, int64_t v1, float* scratch) = nullptr;
+    void (*ssd)(const SsdArgs&, int64_t seq, int64_t head, int64_t v0, int64_t v1, float* scratch) = nullptr;
+    void (*scan)(const ScanArgs&, int64_t seq, int64_t c0, int64_t c1, float* scratch) = nullptr;
+    void (*gated_norm)(const GatedNormArgs&, int64_t row, float* scratch) = nullptr;
+    int64_t (*conv_scratch)(const ConvArgs&) = nullptr;
+    int64_t (*delta_scratch)(const DeltaArgs&) = nullptr;
+    int64_t (*ssd_scratch)(const SsdArgs&) = nullptr;
+    int64_t (*scan_scratch)(const ScanArgs&) = nullptr;
 };
 
 // Room for two pairs of panels of whole numbers, unpacked to I8 or bfloat16 for many tokens.

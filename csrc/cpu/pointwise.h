@@ -61,7 +61,7 @@ static inline void norm_head(float* x, const float* weight, int64_t n, float eps
     float squares = 0.0f;
     for (int64_t i = 0; i < n; i++) squares += x[i] * x[i];
     const float scale = 1.0f / sqrtf(squares / n + eps);
-    for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale * (weight[i] + offset);
+    for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale * (weight ? weight[i] + offset : 1.0f);
 }
 
 static inline void turn_head(float* __restrict__ x, const float* __restrict__ cos_sin, int64_t rotary, bool interleaved) {
@@ -106,11 +106,16 @@ static inline void write_cache(const AttentionArgs& a, uint8_t* cache, const flo
     }
 }
 
-// Rotates q in place in qkv, and writes k, rotated, and v to the cache.
+// Rotates q in place in qkv, and writes k, rotated, and v to the cache. `scratch` has room for a head.
 static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch) {
-    (void)scratch;
     float* row = a.qkv + token * a.qkv_stride;
     const int64_t d = a.head_dim, heads = a.num_heads + a.num_kv_heads;
+    if (!a.own_values || a.value_eps >= 0)
+        for (int64_t h = 0; h < a.num_kv_heads; h++) {
+            memcpy(scratch, row + (a.own_values ? heads + h : a.num_heads + h) * d, d * 4);
+            if (a.value_eps >= 0) norm_head(scratch, nullptr, d, a.value_eps, 0.0f);
+            write_cache(a, a.v, a.v_scale, h, a.slots[token], scratch);
+        }
     for (int64_t h = 0; h < heads; h++) {
         float* x = row + h * d;
         if (a.q_norm) norm_head(x, h < a.num_heads ? a.q_norm : a.k_norm, d, a.norm_eps, a.norm_offset);
@@ -118,7 +123,7 @@ static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch
     }
     for (int64_t h = 0; h < a.num_kv_heads; h++) {
         write_cache(a, a.k, a.k_scale, h, a.slots[token], row + (a.num_heads + h) * d);
-        write_cache(a, a.v, a.v_scale, h, a.slots[token], row + (heads + h) * d);
+        if (a.own_values && a.value_eps < 0) write_cache(a, a.v, a.v_scale, h, a.slots[token], row + (heads + h) * d);
     }
 }
 

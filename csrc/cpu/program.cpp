@@ -40,6 +40,51 @@ struct Embed : RowOp {
     }
 };
 
+struct Sum : RowOp {
+    int32_t x, y;
+    int64_t size;
+    float factor;
+    void row(Program& p, int64_t t, float*) override {
+        float* to = (float*)p.row(y, t);
+        const float* from = x < 0 ? nullptr : (float*)p.row(x, t);
+        for (int64_t i = 0; i < size; i++) to[i] = (from ? from[i] + to[i] : to[i]) * factor;
+    }
+};
+
+struct LayerInputs : RowOp {
+    int32_t x, kind;
+    int64_t rows, inner, size;
+    const uint8_t* packed;
+    const float* norm;
+    float scale, eps, offset, factor;
+    int64_t scratch_floats(Program&) override { return inner; }
+    void row(Program& p, int64_t t, float* scratch) override {
+        float* to = (float*)p.row(x, t);
+        unpack_row(kind, rows, inner, packed, p.step().token_ids[t], scratch);
+        for (int64_t at = 0; at < inner; at += size) {
+            float squares = 0.0f;
+            for (int64_t i = 0; i < size; i++) squares += to[at + i] * to[at + i];
+            const float less = 1.0f / std::sqrt(squares / size + eps);
+            for (int64_t i = 0; i < size; i++)
+                to[at + i] = (to[at + i] * less * (norm[i] + offset) + scratch[at + i] * scale) * factor;
+        }
+    }
+};
+
+struct GatedBy : RowOp {
+    int32_t x, inputs, out;
+    int64_t column;
+    ActivationArgs args;
+    int64_t scratch_floats(Program&) override { return padded(2 * args.size) + padded(args.size); }
+    void row(Program& p, int64_t t, float* scratch) override {
+        ActivationArgs own = args;
+        memcpy(scratch, p.row(x, t), own.size * 4);
+        memcpy(scratch + own.size, (float*)p.row(inputs, t) + column, own.size * 4);
+        own.x = scratch, own.x_stride = 0, own.out = p.row(out, t), own.out_stride = 0;
+        p.kernels().activation(own, 0, scratch + padded(2 * own.size));
+    }
+};
+
 struct Norm : RowOp {
     int32_t x, residual, out;
     NormArgs args;
@@ -62,8 +107,10 @@ struct Convert : RowOp {
 
 struct Place : RowOp {
     int32_t x, out;
-    int64_t column, size;
-    void row(Program& p, int64_t t, float*) override { memcpy((float*)p.row(out, t) + column, p.row(x, t), size * sizeof(float)); }
+    int64_t start, column, size;
+    void row(Program& p, int64_t t, float*) override {
+        memcpy((float*)p.row(out, t) + column, (const float*)p.row(x, t) + start, size * sizeof(float));
+    }
 };
 
 struct Activate : RowOp {
@@ -480,6 +527,25 @@ void ss_add_embed(ss_program* p, int32_t out, int32_t by_position, int64_t offse
     op->packed = (const uint8_t*)packed, op->scale = scale, op->accumulate = accumulate;
 }
 
+void ss_add_sum(ss_program* p, int32_t x, int32_t y, int64_t size, float factor) {
+    auto* op = add<Sum>(p);
+    op->x = x, op->y = y, op->size = size, op->factor = factor;
+}
+
+void ss_add_layer_inputs(ss_program* p, int32_t x, int32_t kind, int64_t rows, int64_t inner, const void* packed, float scale,
+                         int64_t size, const float* norm, float eps, float offset, float factor) {
+    auto* op = add<LayerInputs>(p);
+    op->x = x, op->kind = kind, op->rows = rows, op->inner = inner, op->packed = (const uint8_t*)packed, op->scale = scale;
+    op->size = size, op->norm = norm, op->eps = eps, op->offset = offset, op->factor = factor;
+}
+
+void ss_add_gated_by(ss_program* p, int32_t x, int32_t inputs, int32_t out, int64_t column, int32_t form, int32_t activation,
+                     float alpha, float limit, int64_t size) {
+    auto* op = add<GatedBy>(p);
+    op->x = x, op->inputs = inputs, op->out = out, op->column = column, op->args = {};
+    op->args.activation = {activation, alpha, limit}, op->args.form = form, op->args.gated = true, op->args.size = size;
+}
+
 void ss_add_norm(ss_program* p, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                  const float* weight, const float* bias, float eps, float offset) {
     auto* op = add<Norm>(p);
@@ -493,9 +559,9 @@ void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t
     op->x = x, op->out = out, op->form = form, op->size = size, op->rows_a_token = rows_a_token;
 }
 
-void ss_add_place(ss_program* p, int32_t x, int32_t out, int64_t column, int64_t size) {
+void ss_add_place(ss_program* p, int32_t x, int64_t start, int32_t out, int64_t column, int64_t size) {
     auto* op = add<Place>(p);
-    op->x = x, op->out = out, op->column = column, op->size = size;
+    op->x = x, op->start = start, op->out = out, op->column = column, op->size = size;
 }
 
 void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
@@ -531,12 +597,13 @@ void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int3
 
 void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads, int64_t num_kv_heads,
                            int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved, const float* q_norm,
-                           const float* k_norm, float eps, float offset) {
+                           const float* k_norm, float eps, float offset, float value_eps, int32_t own_values) {
     auto* op = add<Rope>(p);
     op->q = qkv, op->layer = layer, op->group = group, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.cos_sin = cos_sin, a.rotary_dim = rotary_dim;
     a.interleaved = interleaved, a.q_norm = q_norm, a.k_norm = k_norm, a.norm_eps = eps, a.norm_offset = offset;
+    a.value_eps = value_eps, a.own_values = own_values;
 }
 
 void ss_add_latent_queries(ss_program* p, int32_t q, int32_t row, int32_t queries, int32_t plain, int32_t form, int32_t layer,

@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 26  // changes with any declaration in this file
+#define SS_ABI 28  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -64,8 +64,17 @@ SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t 
 SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                         const float* weight, const float* bias, float eps, float offset);
 SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
-// float32 rows of x → columns of out's rows, from `column` on.
-SS_API void ss_add_place(ss_program*, int32_t x, int32_t out, int64_t column, int64_t size);
+// `size` float32 columns of x's rows, from `start` on → columns of out's rows, from `column` on.
+SS_API void ss_add_place(ss_program*, int32_t x, int64_t start, int32_t out, int64_t column, int64_t size);
+// y = (x + y) · factor, in place; without x y · factor.
+SS_API void ss_add_sum(ss_program*, int32_t x, int32_t y, int64_t size, float factor);
+// x = (norm(x) + scale · row) · factor, in place; an RMS norm over each `size` of x's `inner` numbers. The token's row of a table is
+// read as by `ss_add_embed`.
+SS_API void ss_add_layer_inputs(ss_program*, int32_t x, int32_t kind, int64_t rows, int64_t inner, const void* packed, float scale,
+                                int64_t size, const float* norm, float eps, float offset, float factor);
+// act(x) · inputs[column : column + size] → out in `form`.
+SS_API void ss_add_gated_by(ss_program*, int32_t x, int32_t inputs, int32_t out, int64_t column, int32_t form, int32_t activation,
+                            float alpha, float limit, int64_t size);
 // A weight of the kind S8 may also be there as I8, `dense` (else null), which steps of `dense_from` tokens and more read.
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
                           const void* packed, const float* bias, int32_t accumulate, const void* dense, int64_t dense_from);
@@ -82,7 +91,7 @@ SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form,
 // the weighted sum over each token's. counts: a buffer for int64 [experts], bound if tokens are counted. Weights
 // and biases are of the `held` experts from `first` on; the sum leaves the others out.
 SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
-                         float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups,
+                         float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
                          int32_t best_two, int64_t first, int64_t held);
 // In the place of `route`, where the choice was made elsewhere: a row of x has the token's experts and then their weights, float32
 // [2 · each]. An expert below 0 is none.
@@ -96,10 +105,12 @@ SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t co
 // shared: a row for each token that is added, if there is a shared_weight times the logistic function of its one number.
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
                            int32_t accumulate);
-// group: the one of `ss_step.groups` whose table and slots are used.
+// group: the one of `ss_step.groups` whose table and slots are used. value_eps ≥ 0: an RMS norm of each value. Without own_values
+// the values are the keys before their norm, and the row ends with these.
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
                                   int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
-                                  const float* q_norm, const float* k_norm, float eps, float offset);
+                                  const float* q_norm, const float* k_norm, float eps, float offset, float value_eps,
+                                  int32_t own_values);
 // Latent attention (`OpSet.mla_queries`) without its product. q is float32 [H, nope_dim + rotary_dim], row float32
 // [rank + rotary_dim].
 // 1. The cache gets the row as [rotary_dim rotated, rank normed].
@@ -113,6 +124,27 @@ SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer,
                              int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, float scale, int64_t window,
                              float softcap, const float* slopes, const float* sinks, const float* distance_bias,
                              int64_t bias_range, int32_t causal);
+// Recurrent layers (slipstream/spec/recurrent.py). States are those of the layer's slots: `ss_step` says which a sequence reads and
+// keeps. Columns are those of x's rows.
+// conv: the layer's convolution of `channels` columns from `column` on. factor, gate: the first column of what the inputs and the
+// results are multiplied by, or −1. weight [width, channels]. out: float32 in place (out = x), or a row of results in `form`.
+SS_API void ss_add_conv(ss_program*, int32_t x, int64_t column, int64_t factor, int64_t gate, int32_t out, int32_t form,
+                        int32_t layer, int64_t channels, int64_t width, const float* weight, const float* bias, int32_t silu);
+// delta: the gated delta rule. x has q, k and v after the convolution; rate is −exp(A).
+SS_API void ss_add_delta(ss_program*, int32_t x, int32_t beta, int32_t decay, int64_t decay_column, int32_t out, int32_t layer,
+                         int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, int32_t by_channel,
+                         float beta_scale, const float* rate, const float* time);
+// ssd: Mamba-2. x has x, B and C after the convolution, from `column` on.
+SS_API void ss_add_ssd(ss_program*, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer,
+                       int64_t num_groups, int64_t num_heads, int64_t key_dim, int64_t value_dim, float least, float most,
+                       const float* rate, const float* time, const float* skip);
+// scan: Mamba-1 without its gate. rate is −exp(A) · log₂ e, [⌈channels / 16⌉, key_dim, 16].
+SS_API void ss_add_scan(ss_program*, int32_t x, int32_t dt, int32_t b, int32_t c, int32_t out, int32_t layer, int64_t channels,
+                        int64_t key_dim, const float* rate, const float* time, const float* skip);
+// gated_norm: x times the gate of z (silu: z · σ(z), else σ(z)), RMS-normed in groups after that (gate_first) or before; without a
+// weight [size] not normed.
+SS_API void ss_add_gated_norm(ss_program*, int32_t x, int32_t z, int64_t z_column, int32_t out, int32_t form, int64_t size,
+                              int64_t group, const float* weight, float eps, int32_t silu, int32_t gate_first);
 // Every thread only reads, or only multiplies and adds (formats.h's Ceiling). `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator on all threads
@@ -124,6 +156,9 @@ SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t ki
 typedef struct {
     void *k, *v;  // [B, K, block_size, D]; with latents v points into the first key
     const float *k_scale, *v_scale;
+    void* conv;        // a recurrent layer's states: [N, width − 1, channels] of the type conv_type, and
+    float* recurrent;  // [N, H, K, V], or [N, channels, K]
+    int32_t conv_type;  // 0 float32, 1 bfloat16
 } ss_layer_kv;
 
 typedef struct {  // the block tables and slots of a group of layers
@@ -139,6 +174,7 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/metad
     const int64_t* positions;
     const ss_group* groups;
     const ss_layer_kv* layers;
+    const int32_t *state_read, *state_write;  // by sequence, by token: slots of recurrent states; 0: none
 } ss_step;
 
 SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then` runs next, over the same tokens; or null

@@ -1,4 +1,5 @@
-"""`python -m slipstream`, and where the command `slipstream` begins: an interrupt is quiet from the first import on."""
+"""`python -m slipstream`, and the entry point of the command `slipstream`. An interrupt is quiet
+even during imports."""
 
 
 def command() -> int:

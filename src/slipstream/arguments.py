@@ -1,4 +1,5 @@
-"""A misspelt argument of a public call is answered with the likely one, and another library's with ours."""
+"""Helpful errors for a public call's unknown arguments: the likely one for a misspelling, ours for
+another library's."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ OTHERS = {
     "stop_strings": "stop",
     "num_return_sequences": "n",
 }
-"""Arguments that vLLM and transformers have, and the nearest that can be had here."""
+"""Arguments of vLLM and transformers, and our nearest equivalent."""
 
 SETTINGS = {
     "swap_space": "kv_host_bytes",
@@ -57,7 +58,8 @@ SETTINGS = {
     "dist_init_addr": "rank_address",
     "nnodes": "local_ranks",
 }
-"""The same of settings, also llama.cpp's, SGLang's and text-generation-inference's. On the command line they are options."""
+"""Settings of these and of llama.cpp, SGLang and text-generation-inference, and our nearest. On the
+command line they are options."""
 
 VALUES = {
     "fp16": "float16",
@@ -67,12 +69,12 @@ VALUES = {
     "float": "float32",
     "full": "float32",
 }
-"""Values of settings that other engines know, and what they are here."""
+"""Values of settings in other engines, and ours."""
 
-_READ = "leave it out: what the model does is read from its files, and each gives vectors"
+_READ = "leave it out: the model's task is read from its files, and every model gives vectors"
 _CONFIG = "leave it out: the model's config.json has it"
-_REPLICAS = "`slipstream fleet` makes one of several replicas (docs/fleet.md); expert_parallel_size alone deals out requests"
-_METRICS = "leave it out: /metrics is always there"
+_REPLICAS = "use `slipstream fleet` for several replicas (docs/fleet.md); expert_parallel_size alone distributes requests"
+_METRICS = "leave it out: /metrics is always on"
 _GENERATION = (
     "leave it out: the model's generation_config.json has it, and a request's own fields go first"
 )
@@ -82,7 +84,7 @@ NEEDLESS = {
     "distributed_executor_backend": "leave it out: ranks are processes (docs/parallelism.md)",
     "disable_log_requests": "leave it out: the log has a line a request, without its texts",
     "enable_auto_tool_choice": "leave it out: calls are read wherever the chat template knows tools",
-    "chat_template": "lay it into the model's folder as chat_template.jinja, also beside one GGUF file; or give it to LLM.chat",
+    "chat_template": "put it into the model's folder (or next to a GGUF file) as chat_template.jinja, or give it to LLM.chat",
     "task": _READ,
     "runner": _READ,
     "embedding": _READ,
@@ -95,24 +97,25 @@ NEEDLESS = {
     "override_generation_config": _GENERATION,
     "compilation_config": "leave it out: enforce_eager turns CUDA graphs off",
     "guided_decoding_backend": "leave it out: grammars are llguidance's",
-    "max_logprobs": "leave it out: a request may have 20",
+    "max_logprobs": "leave it out: a request may ask for up to 20",
     **dict.fromkeys(("data_parallel_size", "dp_size", "dp"), _REPLICAS),
     **dict.fromkeys(("disable_log_stats", "enable_metrics", "metrics"), _METRICS),
-    "node_rank": "leave it out: ranks take their numbers in the order in which they come (docs/parallelism.md)",
+    "node_rank": "leave it out: ranks are numbered in the order in which they join (docs/parallelism.md)",
     "mm_processor_kwargs": "leave it out: preprocessor_config.json has it, and a request's `detail` reads a picture smaller",
     "language_model_only": "max_images=0 leaves the image encoder out",
-    "enable_multimodal": "leave it out: a model that sees takes pictures unless max_images is 0",
+    "enable_multimodal": "leave it out: a model with an image encoder takes pictures unless max_images is 0",
     "allowed_local_media_path": "leave it out: no files of the server are read; send pictures as data: URIs",
     "n_gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
     "gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
     "flash_attn": "leave it out: attention never holds its whole matrix",
     "mmproj": "leave it out: image encoders are read from safetensors",
 }
-"""Settings of other engines that are not missed here, and why."""
+"""Settings of other engines that are not needed here, with the reason."""
 
 
 def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, R]:
-    """`function`, whose TypeError over an unknown keyword argument, which it calls `what`, names the likely one."""
+    """Wrap `function`: its TypeError for an unknown keyword argument (a `what`) names the likely
+    one."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -129,14 +132,14 @@ def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, 
 
 
 def suggesting_init(cls: C, what: str = "argument") -> C:
-    """The same for the arguments that make an object of a class."""
+    """Apply `suggesting` to the constructor of a class."""
     initialise: Any = cls.__init__  # type: ignore[misc]
     cls.__init__ = suggesting(initialise, what)  # type: ignore[misc]
     return cls
 
 
 def likely_value(value: str, allowed: Sequence[str]) -> str:
-    """The end of a message that refuses `value`: "; did you mean …?", or nothing."""
+    """ "; did you mean …?" to end a message that refuses `value`; empty if nothing is similar."""
     own = VALUES.get(value.lower(), value.lower())
     near = [own] if own in allowed else difflib.get_close_matches(own, allowed, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -153,16 +156,17 @@ def _message(name: str, known: list[str], what: str) -> str:
 
 @functools.cache
 def types_of(owner: type) -> dict[str, Any]:
-    """Returns the types of a dataclass's fields.
-
-    Python evaluates each from its text, which takes 2 ms for all of an engine's.
-    """
+    """The types of a dataclass's fields, by name. They are cached: Python evaluates each from its
+    text, which takes 2 ms for an engine's."""
     return get_type_hints(owner)
 
 
 def wrong_type(value: Any, hint: Any) -> str:
-    """The type that a value declared as `hint` must have, such as "int or None"; "" if it has it. A whole number does
-    for a float, and a list for a tuple. Of what is in a dict nothing is said."""
+    """The type that a value declared as `hint` must have, such as "int or None"; "" if the value
+    fits.
+
+    An int is accepted for a float, and a list for a tuple. The contents of a dict are not checked.
+    """
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in options]
     takes = {float: (float, int), tuple: (tuple, list)}

@@ -1,4 +1,4 @@
-"""How a child process ended, and when one that dies again and again is started next."""
+"""How a child process ended, and the pause before it is started again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections import deque
 
 MAX_DEATHS, WINDOW_S = 5, 60.0
-"""Deaths in the window after which whoever can gives up."""
+"""Deaths within the window after which the parent gives up."""
 
 MAX_PAUSE_S = 30.0
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, by its return code."""
+    """The end of a process in words, from its return code."""
     if code >= 0:
         return f"ended with code {code}"
     names = {number.value: f" ({number.name})" for number in signal.Signals}
@@ -21,7 +21,8 @@ def describe_exit(code: int) -> str:
 
 
 class Deaths:
-    """The recent deaths of one process. It is started again at once after the first, then after a pause that doubles."""
+    """The recent deaths of one process. After the first it is restarted at once, then after a pause
+    that doubles."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -35,7 +36,7 @@ class Deaths:
 
     @property
     def pause_s(self) -> float:
-        """Before the next start."""
+        """Seconds to wait before the next start."""
         number = len(self._times)
         return min(2.0 ** (min(number, 10) - 3), MAX_PAUSE_S) if number > 1 else 0.0
 

@@ -24,9 +24,11 @@ from __future__ import annotations
 
 
 class SlipstreamError(Exception):
-    """Base of all errors raised on purpose. `field` names the setting or input at fault, if one is.
+    """Base of all errors raised on purpose. `field` names the wrong setting or input, if there is
+    one.
 
-    A message quotes what was found, which may be millions of characters of somebody's file: its middle is left out.
+    A message quotes its input, which may be millions of characters of a user's file, so a long one
+    is cut in the middle.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -58,23 +60,25 @@ class DownloadError(SlipstreamError):
 
 
 class BudgetError(SlipstreamError):
-    """Raised when a compression costs more than was allowed, as measured."""
+    """A compression costs more than was allowed, as measured."""
 
 
 class RequestError(SlipstreamError, ValueError):
-    """One request is wrong. Nothing else is affected. `text`: which one is, of a request of several texts."""
+    """One request is wrong; others are not affected. `text`: index of the wrong text, in a request
+    of several."""
 
     text: int | None = None
 
 
 class AdapterError(RequestError):
-    """An adapter can't be loaded: its files, or what the model, the settings or the memory allow."""
+    """An adapter can't be loaded: because of its files, the model, the settings or the memory."""
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt with the answer asked for, is longer than the context.
+    """The prompt, or the prompt and the requested answer together, is longer than the context.
 
-    `lengths`: tokens of the prompt, tokens asked for (None: the prompt alone is too long), and the context, where known.
+    `lengths`, if known: tokens of the prompt, tokens asked for (None: the prompt alone is too
+    long), tokens of the context.
     """
 
     lengths: tuple[int, int | None, int] | None = None
@@ -85,7 +89,7 @@ class EngineError(SlipstreamError, RuntimeError):
 
 
 class OutOfMemoryError(EngineError):
-    """Weights or KV cache do not fit in the memory there is."""
+    """Weights or KV cache do not fit in memory."""
 
 
 class EngineOverloadedError(EngineError):
@@ -93,7 +97,7 @@ class EngineOverloadedError(EngineError):
 
 
 class EngineAsleepError(EngineError):
-    """The engine gave its memory back; nothing runs before it is woken."""
+    """The engine sleeps without its memory; nothing runs before it is woken."""
 
 
 class EngineDeadError(EngineError):
@@ -101,7 +105,7 @@ class EngineDeadError(EngineError):
 
 
 def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
-    """Another process's error, as an exception of this one."""
+    """Another process's error, as an exception in this process."""
     known = globals().get(kind)
     if isinstance(known, type) and issubclass(known, SlipstreamError):
         return known(message, field=field)
@@ -109,12 +113,12 @@ def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
 
 
 def first_line(error: Exception) -> str:
-    """The text of another library's error, for a log."""
+    """The first line of another library's error, for a log."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 def missing_torch(error: Exception) -> ConfigError | None:
-    """The advice to install torch, if `error` says that it is missing; else None."""
+    """The advice to install torch, if `error` says that it is missing; otherwise None."""
     if not isinstance(error, ModuleNotFoundError) or error.name != "torch":
         return None
     return ConfigError(

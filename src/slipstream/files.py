@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all, folders that others may write, JSON and YAML from strangers, and digests."""
+"""Files: atomic writes, files in folders that others may write to, JSON and YAML from strangers,
+digests."""
 
 from __future__ import annotations
 
@@ -20,18 +21,17 @@ MAX_YAML_VALUES = 100_000
 _PID_BYTES = 20
 MAX_YAML_BYTES = 2**20
 MAX_YAML_DIGITS = 100
-"""Most digits of a number. In a long one with colons, which YAML reads as sixtieths, every digit costs as much as all
-before it."""
+"""Most digits of a number. YAML reads a number with colons in base 60, in quadratic time."""
 
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 )
-"""Errors of a disk that is full, read-only, or another user's."""
+"""Errors of a disk that is full or read-only, or of missing permission."""
 
 
 @contextmanager
 def writing(path: str | Path, field: str) -> Iterator[None]:
-    """ConfigError, about the setting that named `path`, if nothing can be written there."""
+    """Raise ConfigError, about the setting that named `path`, if the code inside can't write."""
     try:
         yield
     except OSError as error:
@@ -39,8 +39,8 @@ def writing(path: str | Path, field: str) -> Iterator[None]:
 
 
 def disk_refusal(error: Exception) -> str | None:
-    """The refusal of a disk, with the file where that is known. None: the error is another. The writer of safetensors has an
-    error of its own, which quotes the system's number."""
+    """The reason why the disk refused a write, with the file if known. None: the error is another
+    one. safetensors has its own error for writes, which quotes the system's number."""
     if isinstance(error, OSError):
         number, named = error.errno, error.filename2 or error.filename
     else:
@@ -56,9 +56,11 @@ def disk_refusal(error: Exception) -> str | None:
 
 
 def open_private(path: str | Path, *, append: bool = False) -> int:
-    """Open a file that is kept, such as a lock, for reading and writing. It is made for this user alone if it is not there;
-    what it holds stays. Others may be able to write in its folder, so a symbolic link is not followed: it would lead to any
-    file of this user. OSError."""
+    """Open a lasting file, such as a lock, for reading and writing. OSError if that fails.
+
+    A missing file is created for this user alone; existing content stays. Others may be able to
+    write in its folder, so a symbolic link is not followed: it could lead to any file of this user.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags | (os.O_APPEND if append else 0), 0o600)
@@ -69,8 +71,11 @@ def open_private(path: str | Path, *, append: bool = False) -> int:
 
 
 def open_new(path: str | Path, mode: int = 0o666) -> int:
-    """Open a new file for writing. One of this name, such as a dead process left, is removed; a link is, too, and never
-    followed, as in `open_private`. OSError."""
+    """Create a file for writing. OSError if that fails.
+
+    An existing file of this name, which a dead process may have left, is removed first. So is a
+    link, which is never followed (see `open_private`).
+    """
     with suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -78,7 +83,8 @@ def open_new(path: str | Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def waited_for(path: Path) -> Iterator[None]:
-    """Lock the file `path`, which is made if it is not there, once nobody else holds it. OSError."""
+    """Lock the file `path`, waiting until it is free. A missing file is created. OSError if that
+    fails."""
     lock = open_private(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -89,9 +95,12 @@ def waited_for(path: Path) -> Iterator[None]:
 
 @contextmanager
 def sole_writer(out: Path) -> Iterator[None]:
-    """Hold the lock of a folder that a command makes, so that two commands don't mix what they write. ConfigError names the
-    process that holds it. The lock is a file next to the folder, `.OUT.lock`, which is removed at the end. One that a dead
-    process left is taken over. On a file system without locks there is none."""
+    """Hold the lock of a folder that a command makes, so that two commands don't mix their output.
+
+    ConfigError names the process that holds it. The lock is the file `.OUT.lock` next to the
+    folder, which is removed at the end. One that a dead process left is taken over. On a file
+    system without locks there is none.
+    """
     out = Path(os.path.abspath(out.expanduser()))
     path = out.with_name(f".{out.name}.lock")
     with writing(path, "out"):
@@ -121,15 +130,16 @@ def _lock_of(path: Path, out: Path) -> int | None:
                 f"{who} writes {out}; wait until it has ended, or give another --out", field="out"
             )
         if locks.is_file_of(lock, path):
-            if os.fstat(lock).st_nlink == 1:  # else it is a file of ours that somebody linked here
+            if os.fstat(lock).st_nlink == 1:  # otherwise a file of ours that somebody linked here
                 os.pwrite(lock, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
             return lock
-        os.close(lock)  # its holder has removed it since it was opened
+        os.close(lock)  # its holder removed it after we opened it
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file atomically: whoever reads it meanwhile has the old one or the new one. Text is UTF-8."""
-    # Of this process alone: two that write the same file do not mix.
+    """Replace the file atomically: a reader gets the old content or the new. Text is written as
+    UTF-8."""
+    # Named by process, so that two writers of the same file do not mix.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(open_new(partial), "wb") as file:
@@ -140,7 +150,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """ValueError for what is no JSON, also where it is nested deeper than Python reads it."""
+    """Parse JSON. ValueError for invalid text, or for nesting deeper than Python can read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -148,9 +158,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The file's one document. ValueError says where it is none; a bad date, a file that refers to itself, one that is longer
-    than `MAX_YAML_BYTES`, and one whose aliases stand for more than `MAX_YAML_VALUES` are none, too. OSError if there is no
-    file."""
+    """The single document of a YAML file. OSError if there is no file.
+
+    ValueError, with the place, for invalid text, a bad date, a document that contains itself, more
+    than `MAX_YAML_BYTES`, or more than `MAX_YAML_VALUES` values after aliases are expanded.
+    """
     import yaml
 
     if path.stat().st_size > MAX_YAML_BYTES:
@@ -181,7 +193,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def _num_values(node: Any, known: dict[int, int | None]) -> int:
-    """How many values a reader meets who follows aliases. `known`: those counted, by `id`; None while it is counted."""
+    """The number of values after aliases are expanded. `known`: counts by `id`; None for a node
+    that is being counted."""
     if (found := known.get(id(node), 0)) is None:
         raise ValueError(f"line {node.start_mark.line + 1}: it refers to itself")
     if not found:
@@ -199,5 +212,6 @@ def _num_values(node: Any, known: dict[int, int | None]) -> int:
 
 
 def digest(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
-    """SHA-256 of `value` as JSON, in hexadecimal; `default` as of `json.dumps`. The order of keys counts for nothing."""
+    """SHA-256 of `value` as JSON, in hexadecimal, independent of the order of keys. `default` is
+    `json.dumps`'s."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""HTML pages in one file, without outside resources, which open from disk. No torch."""
+"""HTML pages in one file, without external resources, which open from disk. No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def head(*, scripts: bool = False, connect: bool = False) -> str:
-    """Returns the beginning of a page; the template continues with its title.
+    """The beginning of a page; the template continues with its title.
 
-    The content security policy allows the page's own scripts only with `scripts`, and requests to
-    its own server only with `connect`.
+    The content security policy allows the page's scripts only with `scripts`, and requests to its
+    own server only with `connect`.
     """
     allowed = "script-src 'unsafe-inline'; " if scripts else ""
     allowed += "connect-src 'self'; " if connect else ""
@@ -26,7 +26,7 @@ def head(*, scripts: bool = False, connect: bool = False) -> str:
 
 
 def render(template: Path, filters: Mapping[str, Any], **values: object) -> str:
-    """Renders a Jinja template to a page without scripts. `values` are escaped; a missing one is an
+    """Render a Jinja template to a page without scripts. `values` are escaped; a missing one is an
     error."""
     from jinja2 import Environment, StrictUndefined
 

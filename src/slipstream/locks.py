@@ -1,4 +1,4 @@
-"""Locks of files, which the kernel frees when their holder ends, also by SIGKILL."""
+"""Locks on files, which the kernel frees when their holder ends, even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def take(descriptor: int) -> bool:
-    """Lock the open file for us alone, and do not wait. False: another holds it. OSError: the file system has no locks."""
+    """Lock the open file exclusively, without waiting. False: another process holds it. OSError:
+    the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -17,7 +18,7 @@ def take(descriptor: int) -> bool:
 
 
 def is_file_of(descriptor: int, path: str | Path) -> bool:
-    """Whether the path leads to the open file, and not to another or to none."""
+    """Whether the path leads to the open file, not to another one or to none."""
     try:
         named, own = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
     except FileNotFoundError:

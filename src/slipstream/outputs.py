@@ -10,13 +10,13 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One alternative at one position, decoded."""
+    """A token's log-probability at one position, with its text."""
 
     token_id: int
     token: str
     logprob: float
     rank: int | None = None
-    token_bytes: bytes = b""  # what the token stands for, also where it is part of a character
+    token_bytes: bytes = b""  # the token's bytes, even if they are part of a character
 
     @property
     def decoded_token(self) -> str:
@@ -32,8 +32,8 @@ class PositionLogprobs:
     top: tuple[Logprob, ...] = ()
 
     def __getitem__(self, token_id: int) -> Logprob:
-        """Log-probabilities by token id, as in vLLM: `logprobs[i][token_id].logprob`. KeyError for a token that is
-        not among them."""
+        """Log-probability by token id, as in vLLM: `logprobs[i][token_id].logprob`. KeyError for a
+        token that is not among them."""
         for entry in (self.chosen, *self.top):
             if entry.token_id == token_id:
                 return entry
@@ -49,7 +49,8 @@ class PositionLogprobs:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one did."""
+    """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one
+    did."""
 
     index: int
     text: str
@@ -57,13 +58,14 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    num_drafted: int = 0  # tokens that speculative decoding guessed
-    num_accepted: int = 0  # and of them those that the model confirmed
-    message: ChatMessage | None = None  # of `LLM.chat`: the text in its parts
+    num_drafted: int = 0  # tokens proposed by speculative decoding
+    num_accepted: int = 0  # proposed tokens that the model confirmed
+    message: ChatMessage | None = None  # of `LLM.chat`: the answer in its parts
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The answer's log-probability, the sum of its tokens' (nats). None where `logprobs` was not asked for, as in vLLM."""
+        """The sum of the answer's token log-probabilities (nats). None without `logprobs`, as in
+        vLLM."""
         return (
             None
             if self.logprobs is None
@@ -73,8 +75,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called. `arguments` are JSON as the model wrote it, which may be broken where no grammar
-    held it."""
+    """A function that the model wants to call. `arguments` are JSON as the model wrote it; without
+    a grammar it may be broken."""
 
     id: str
     name: str
@@ -83,14 +85,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """An answer in its parts. `content` is None where there are calls and no text beside them."""
+    """An answer in its parts. `content` is None if there are calls and no text."""
 
     content: str | None
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The call in the form of OpenAI's API, which the next turn's messages take."""
+        """The message in the format of OpenAI's API, for the next turn's messages."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning_content:
             made["reasoning_content"] = self.reasoning_content
@@ -108,7 +110,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Times of a request, in seconds of time.monotonic(); None for what has not."""
+    """Times of a request, in seconds of time.monotonic(). None: not reached yet."""
 
     arrival: float
     first_token: float | None = None
@@ -117,23 +119,24 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` each one is what is *new*."""
+    """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` it has
+    only what is *new*."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = (
-        None  # None for the first token, which nothing precedes
-    )
+    # The first entry is None: nothing precedes the first token.
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vectors:
-    """Numbers that a model gives for the texts of one call, in their order. `data`: float32 [N, E] in the machine's order."""
+    """A model's vectors for the texts of one call, in order. `data`: float32 [N, E] in the
+    machine's byte order."""
 
     prompts: list[str | None]
     prompt_token_ids: list[list[int]]
@@ -142,8 +145,12 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A text as a vector. `data` holds it as float32 in the machine's order, as it goes over the wire in base64. Where tokens
-    were given, `prompt_token_ids` is the caller's own list: copies of many cost as much as a small encoder's products."""
+    """A text as a vector. `data` is float32 in the machine's byte order, which base64 sends as it
+    is.
+
+    If tokens were given, `prompt_token_ids` is the caller's list itself: copying many costs as much
+    as a small encoder's products.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -161,10 +168,10 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
-    """How well two texts go together: the higher the better."""
+    """How well two texts match: the higher the better."""
 
     score: float
-    num_tokens: int  # that were computed for it
+    num_tokens: int  # computed for it
 
     @property
     def outputs(self) -> Self:
@@ -174,9 +181,10 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankResult:
-    """A document and how well it answers the query: the higher the better. `index`: its place among those given."""
+    """A document and how well it answers the query: the higher the better. `index`: its place in
+    the request."""
 
     index: int
     document: str
     relevance_score: float
-    num_tokens: int  # that were computed for it
+    num_tokens: int  # computed for it

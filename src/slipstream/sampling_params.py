@@ -1,5 +1,7 @@
-"""Sampling parameters: how tokens are drawn, when an answer ends, and what it must look like. Values are checked when an
-object is made; RequestError names a field that is wrong. No torch."""
+"""Sampling parameters: how tokens are drawn, when an answer ends, and which form it has. No torch.
+
+Values are checked when an object is made; RequestError names a wrong field.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from slipstream.arguments import suggesting_init
 from slipstream.errors import RequestError
 
 MAX_LOGPROBS = 20
-"""The most alternatives a request may ask for at each token (OpenAI's limit for chat)."""
+"""Most alternatives that a request may ask for at each token (OpenAI's limit for chat)."""
 
 MAX_CHOICES = 128
 """The largest `n` (OpenAI's limit)."""
@@ -32,13 +34,13 @@ SAMPLERS = (
         "xtc",
     ),
 )
-"""The samplers by llama.cpp's names, in our order. `no_repeat_ngram` is ours."""
+"""Samplers by llama.cpp's names, in our order. `no_repeat_ngram` is ours."""
 
 TRUNCATING = ("top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc")
-"""Samplers that leave fewer tokens; mirostat stands in their place."""
+"""Samplers that drop tokens; mirostat replaces them."""
 
 SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
-"""llama.cpp's for DRY."""
+"""Default of llama.cpp's DRY."""
 
 
 FLAGS = (
@@ -50,25 +52,25 @@ FLAGS = (
 )
 
 MAX_PENALTY = 10
-"""Greatest penalty of a length: even a million tokens to this power are a finite number."""
+"""Largest length penalty: even a million to this power is a finite number."""
 
 
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form of the answer. Exactly one of these is given:
+    """The form of an answer. Exactly one of these is given:
 
     `json`: a JSON schema, as text, a dict or a bool.
-    `regex`: a regular expression of the whole answer.
+    `regex`: a regular expression for the whole answer.
     `choice`: texts, one of which is the answer.
     `grammar`: EBNF as in llama.cpp, or Lark.
     `json_object`: any JSON object.
 
-    The others go with them:
+    The others modify it:
 
-    `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON.
-    `disable_any_whitespace`: nothing may stand there.
-    `around`: a Lark grammar that contains the answer as @answer, for instance behind reasoning.
+    `whitespace_pattern`: a regular expression for the text between two tokens of JSON.
+    `disable_any_whitespace`: no text between them.
+    `around`: a Lark grammar that contains the answer as @answer, for example after reasoning.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -120,36 +122,45 @@ class StructuredOutputsParams:
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen, and when generation ends.
+    """Parameters of an answer: how the next token is chosen, and when generation ends.
 
-    A token is chosen in this order: structured_outputs, allowed_token_ids, bad_words and logit_bias, logits_processors,
-    penalties, dry, no_repeat_ngram_size, temperature, top_n_sigma, min_p, top_k, typical_p, top_p, xtc, then one draw.
+    A token is chosen in this order: structured_outputs, allowed_token_ids, bad_words and
+    logit_bias, logits_processors, penalties, dry, no_repeat_ngram_size, temperature, top_n_sigma,
+    min_p, top_k, typical_p, top_p, xtc, then one draw.
 
-    `temperature`: 0 is greedy.
-    `top_k`, `top_p`: 0 and 1 switch these filters off.
-    `repetition_penalty` counts tokens of prompt and answer (Keskar et al. 2019, CTRL); `presence_penalty` and
-    `frequency_penalty` those of the answer (OpenAI).
-    `typical_p`: tokens whose surprise is nearest to the expected one, which hold this probability together (Meister et al.
-    2023). `top_n_sigma`: tokens at most so many standard deviations of the logits below the largest (Tang et al. 2024).
-    `xtc_probability`: how often, at a token, all but the least likely of the tokens with a probability of `xtc_threshold` or
-    more are left out. `dry_multiplier`: what is taken off a token that would repeat an earlier run longer, times `dry_base`
-    to the power of the run's tokens beyond `dry_allowed_length`. Runs end at `dry_sequence_breakers`; `dry_penalty_last_n`
-    tokens are looked at (−1: all). `no_repeat_ngram_size`: no run of so many tokens comes twice, prompt included.
-    `mirostat_mode=2`: tokens as surprising as `mirostat_tau` bits on average (Basu et al. 2021); `mirostat_eta` is how fast
-    it learns.
-    `samplers`: llama.cpp's list of the samplers that take part, in their order. What is not in it is off.
-    `logits_processors`: functions (prompt_token_ids, token_ids, logits) → logits, or their names "module:function". Logits are
-    a NumPy array float32 [V].
-    `seed`: the draw at a position depends on the seed and the position alone.
-    `logprobs`: the log-probabilities of the chosen token and of the k best, before temperature and filters;
-    `prompt_logprobs` the same for the prompt.
-    `bad_words`: a token that would complete such a word in the answer is not drawn while another token is allowed. A word is
-    tokenised as at the beginning of a text, and as after a space. `bad_words_token_ids` gives words as tokens.
-    `allowed_token_ids`: no other token is drawn.
-    `truncate_prompt_tokens`: the prompt keeps its last k tokens; −1: as many as there is room for.
-    `detokenize`: False leaves texts empty.
-    `best_of`: so many answers are drawn, and the `n` with the highest log-probability per token are given.
-    `spaces_between_special_tokens` has no effect, since no tokenizer that we read adds such spaces.
+    - `temperature`: 0 is greedy.
+    - `top_k`, `top_p`: 0 and 1 disable these filters.
+    - `repetition_penalty` counts tokens of prompt and answer (Keskar et al. 2019, CTRL);
+      `presence_penalty` and `frequency_penalty` count the answer's (OpenAI).
+    - `typical_p`: keeps the tokens whose surprise is nearest to the expected one, with this
+      probability together (Meister et al. 2023).
+    - `top_n_sigma`: keeps tokens within this many standard deviations of the largest logit (Tang et
+      al. 2024).
+    - `xtc_probability`: the chance, at each token, that of the tokens with a probability of at
+      least `xtc_threshold` all but the least likely are dropped.
+    - `dry_multiplier`: lowers the logit of a token that would continue a repetition of an earlier
+      run, by this number times `dry_base` to the power of the run's tokens beyond
+      `dry_allowed_length`. `dry_sequence_breakers` end runs; `dry_penalty_last_n` is the number of
+      tokens looked at (−1: all).
+    - `no_repeat_ngram_size`: no run of this many tokens occurs twice, prompt included.
+    - `mirostat_mode=2`: keeps the mean surprise at `mirostat_tau` bits (Basu et al. 2021);
+      `mirostat_eta` is its learning rate.
+    - `samplers`: the samplers to use, in this order, by llama.cpp's names. Others are off.
+    - `logits_processors`: functions (prompt_token_ids, token_ids, logits) → logits, or their names
+      "module:function". Logits are a NumPy array float32 [V].
+    - `seed`: the draw at a position depends only on the seed and the position.
+    - `logprobs`: the log-probabilities of the chosen token and of the k best, before temperature
+      and filters; `prompt_logprobs` is the same for the prompt.
+    - `bad_words`: a token that would complete such a word in the answer is not drawn while another
+      token is allowed. A word is tokenised both as at the beginning of a text and as after a space.
+      `bad_words_token_ids` has words as tokens.
+    - `allowed_token_ids`: only these tokens are drawn.
+    - `truncate_prompt_tokens`: the prompt keeps its last k tokens; −1: as many as fit.
+    - `detokenize`: False leaves texts empty.
+    - `best_of`: this many answers are drawn, and the `n` with the highest log-probability per token
+      are returned.
+    - `spaces_between_special_tokens` has no effect, because none of our tokenizers adds such
+      spaces.
     """
 
     n: int = 1
@@ -178,7 +189,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
-    best_of: int | None = None  # None after it was checked if it is n
+    best_of: int | None = None  # None after the check if it equals n
     typical_p: float = 1.0
     top_n_sigma: float = -1.0
     xtc_probability: float = 0.0
@@ -231,12 +242,13 @@ class SamplingParams:
 
     @property
     def num_drawn(self) -> int:
-        """Answers that are drawn, of which `n` are given."""
+        """Number of answers that are drawn; the best `n` of them are returned."""
         return self.best_of or self.n
 
     @property
     def by_chain(self) -> bool:
-        """Whether a row is drawn by the chain of samplers (`worker/sampling/sampler_chain.py`) and not with the whole batch."""
+        """Whether a row is drawn by the chain of samplers (`worker/sampling/sampler_chain.py`), not
+        with the whole batch."""
         return bool(
             self.samplers is not None
             or self.logits_processors
@@ -249,7 +261,7 @@ class SamplingParams:
         )
 
     def takes(self, sampler: str) -> bool:
-        """Whether the sampler would leave tokens out, or change their logits."""
+        """Whether the sampler is in use: it would drop tokens or change their logits."""
         if self.samplers is not None and sampler not in self.samplers:
             return False
         values: dict[str, object] = {
@@ -440,7 +452,7 @@ def _finite(value: object) -> bool:
 
 
 def _flag(value: object) -> bool:
-    """Not a text: "false" would be true."""
+    """Whether the value is a flag. A text is not: "false" would be true."""
     return isinstance(value, int) and value in (0, 1)
 
 
@@ -449,7 +461,7 @@ def _whole(value: object) -> bool:
 
 
 def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
-    """`logit_bias` by token id. JSON has the ids as texts, in which "0" and "00" are one id."""
+    """`logit_bias` by token id. JSON has the ids as texts, so "0" and "00" are the same id."""
     try:
         made = {int(token): float(bias) for token, bias in given.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
@@ -463,7 +475,7 @@ def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
 
 
 def _items(name: str, given: Any) -> tuple[Any, ...]:
-    """The items of a list. A string is refused: its items are letters."""
+    """The items of a list. A string is refused, because its items would be letters."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise RequestError(f"{name} must be a list, got {given!r}", field=name)
     return tuple(given)
@@ -472,10 +484,11 @@ def _items(name: str, given: Any) -> tuple[Any, ...]:
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search. The names are vLLM's, and transformers'.
+    """Parameters of a beam search, by vLLM's and transformers' names.
 
-    `num_beam_groups` above 1 (Vijayakumar et al. 2018): so many groups of beams, one after another at each step; a token loses
-    `diversity_penalty` for each beam of an earlier group that has just taken it.
+    `num_beam_groups` above 1 (Vijayakumar et al. 2018): this many groups of beams take turns at
+    each step. A token loses `diversity_penalty` for each beam of an earlier group that has just
+    taken it.
     """
 
     beam_width: int

@@ -1,6 +1,8 @@
-"""Messages of a process that runs a model, or a rank's part of one, as it starts and when it fails. No torch.
+"""Messages of a process that runs a model, or a rank of one, about its start and its failure. No
+torch.
 
-An engine core sends them to the process that started it, a rank to its executor."""
+An engine core sends them to the process that started it, a rank to its executor.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from slipstream.stats import CanaryResult
 
 
 class Phase(msgspec.Struct, tag=True):
-    """A phase of the start begins."""
+    """Begin of a phase of the start."""
 
     name: str
 
@@ -29,7 +31,7 @@ class Started(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The process ends after it."""
+    """Error that ends the process."""
 
     error: str
     message: str
@@ -41,5 +43,5 @@ class Failed(msgspec.Struct, tag=True):
 
     @property
     def as_error(self) -> SlipstreamError:
-        """The same error, in this process."""
+        """The error as an exception of the receiving process."""
         return as_error(self.error, self.message, self.field)

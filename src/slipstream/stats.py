@@ -1,4 +1,5 @@
-"""Figures that the engine tells of itself: of its adapters, tiers, scheduler and steps, and what a canary said. No torch."""
+"""Statistics of the engine: adapters, tiers, scheduler, steps, and the result of a canary. No
+torch."""
 
 from __future__ import annotations
 
@@ -6,21 +7,26 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 ExpertTokens: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""Index of each layer with experts, and the tokens for which each expert was chosen."""
+"""(index of a layer with experts, the number of tokens that chose each expert), for each such
+layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBalance:
-    """Balance of experts that are dealt out to ranks. `rank_imbalance`: in the recent load the choices of the rank
-    with the most over the mean, each layer having a rank with the most; 1: even, or not known yet."""
+    """Balance of experts that are distributed over ranks.
 
-    moved_total: int = 0  # experts that changed ranks since the start
+    `rank_imbalance`: in the recent load, choices of each layer's busiest rank divided by the mean
+    of all ranks; 1: even, or unknown yet.
+    """
+
+    moved_total: int = 0  # experts that changed ranks, from the start
     rank_imbalance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStats:
-    """How many adapters are where, and totals since the start: read from files, and copied to the device."""
+    """Number of adapters in each place, and totals from the start: reads from files, and copies to
+    the device."""
 
     num_on_device: int = 0
     num_on_host: int = 0
@@ -30,27 +36,26 @@ class AdapterStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Blocks of KV cache below the device: what the tiers hold and hold at most, and totals since the start. Rates are the last
-    ones measured; 0: none yet."""
+    """KV cache blocks in tiers below the device: bytes in use, limits, and totals from the start.
+    Rates are the last measured ones; 0: none yet."""
 
     host_bytes: int = 0
     host_limit_bytes: int = 0
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
-    disk_is_written: bool = (
-        False  # False: another server writes to the folder, and this one only reads
-    )
+    # False: another server writes to the folder, and this one only reads.
+    disk_is_written: bool = False
     stored_blocks: int = 0
     stored_bytes: int = 0
-    dropped_blocks: int = 0  # that could not be stored: no room, or the disk refused
+    dropped_blocks: int = 0  # not stored: no space, or the disk refused
     loaded_blocks: int = 0
     loaded_bytes: int = 0
-    failed_blocks: int = 0  # that were gone or damaged when they were wanted
-    queried_tokens: int = 0  # of prompts, that the device's cache did not have
+    failed_blocks: int = 0  # gone or damaged when they were needed
+    queried_tokens: int = 0  # of prompts, missing in the device's cache
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
-    declined_tokens: int = 0  # found, and computed, since loading would have taken longer
-    late_loads: int = 0  # that a request did not wait for any longer
+    declined_tokens: int = 0  # found, but computed again because loading takes longer
+    late_loads: int = 0  # for which a request stopped waiting
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -58,38 +63,36 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """The scheduler's state at a moment, and totals since it started. Counts of tokens and blocks."""
+    """The scheduler's current state, and totals from its start. Counts of tokens and blocks."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_blocks: int = 0  # that sequences can hold
+    num_blocks: int = 0  # usable by sequences
     num_free_blocks: int = 0
     kv_cache_usage: float = 0.0
     prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # of them found
+    prefix_hits: int = 0  # tokens of these that were found
     num_preemptions: int = 0
-    kv_allocated_tokens: int = (
-        0  # that the blocks in use have room for, each in the layers of its group
-    )
-    kv_wasted_tokens: int = 0  # of them allocated and not written
-    spec_num_drafts: int = 0  # runs of guessed tokens that steps verified
-    spec_draft_tokens: int = 0  # the tokens in them
-    spec_accepted_tokens: int = 0  # those that were right
-    spec_accepted_by_position: tuple[
-        int, ...
-    ] = ()  # how often the first of a run was, the second, …
-    forced_tokens: int = 0  # that grammars forced, and for which nothing was sampled
-    tiers: TierStats | None = None  # None: the device's cache has none below it
+    # Capacity of the blocks in use, each in its group's layers.
+    kv_allocated_tokens: int = 0
+    kv_wasted_tokens: int = 0  # capacity that is allocated but not written
+    spec_num_drafts: int = 0  # runs of proposed tokens that steps verified
+    spec_draft_tokens: int = 0  # tokens in these runs
+    spec_accepted_tokens: int = 0  # accepted ones
+    # Accepted tokens by their position in the run.
+    spec_accepted_by_position: tuple[int, ...] = ()
+    forced_tokens: int = 0  # forced by grammars without sampling
+    tiers: TierStats | None = None  # None: there are no tiers below the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerStats):
-    """The scheduler's figures and the engine's own. `_s` are seconds. `expert_load` is there if it was asked for."""
+    """Statistics of the scheduler and the engine. `_s` are seconds. `expert_load` is collected on
+    request."""
 
     num_steps: int = 0
-    step_seconds_total: float = (
-        0.0  # of the steps: from the launch, or the end of the step before, to the result
-    )
+    # From a step's launch, or the end of the step before, to its result.
+    step_seconds_total: float = 0.0
     last_step_age_s: float = 0.0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
@@ -97,13 +100,16 @@ class EngineStats(SchedulerStats):
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
     adapters: AdapterStats | None = None  # None: adapters are not enabled
-    expert_balance: ExpertBalance | None = None  # None: no experts are dealt out to ranks
+    expert_balance: ExpertBalance | None = None  # None: experts are not distributed over ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryResult:
-    """The result of a checkpoint's canary at the start: how far this model, with these kernels and this form of the
-    cache, is from what was stored when the checkpoint was made (KL in nats, over `num_tokens`)."""
+    """The result of a checkpoint's canary at the start.
+
+    It compares this model, with these kernels and this cache format, to logits stored when the
+    checkpoint was made (KL in nats, over `num_tokens`).
+    """
 
     ok: bool
     kl_mean: float

@@ -1,8 +1,9 @@
 """The messages between front end, engine core, scheduler and worker. No torch.
 
-1. They are made of plain Python values, so that msgpack can carry them.
+1. They consist of plain Python values, so that msgpack can carry them.
 2. Requests, plans and results are frozen: nobody can change a request that the scheduler has.
-3. What is made for each request of each step is a named tuple, which costs a third of a frozen dataclass.
+3. Messages made for each request of each step are named tuples, which cost a third of a frozen
+   dataclass.
 
     user ── SamplingParams ──> EngineRequest ──> Scheduler ── StepPlan ──> ModelRunner
     user <── RequestOutput <── EngineOutput  <── Scheduler <── StepResult <──┘
@@ -43,8 +44,12 @@ class TextPrompt(TypedDict):
 
 
 class PicturesPrompt(TypedDict, total=False):
-    """A prompt with pictures, as vLLM writes it: one of the first two, and {"image": a picture or a list of them}. A picture is
-    a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has the model's placeholder for each."""
+    """A prompt with pictures, as in vLLM: a text or tokens, and {"image": a picture or a list of
+    pictures}.
+
+    A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
+    the model's placeholder for each.
+    """
 
     prompt: str
     prompt_token_ids: list[int]
@@ -55,21 +60,21 @@ Prompt: TypeAlias = str | TokensPrompt | TextPrompt | PicturesPrompt
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # cancelled by the caller
     DEADLINE = "deadline"  # its deadline passed before it was done
     ERROR = "error"  # the engine failed
-    INVALID = "invalid"  # what it asks for turned out to be impossible
-    OVERLOADED = "overloaded"  # others were served; it may come again
+    INVALID = "invalid"  # its request turned out to be impossible
+    OVERLOADED = "overloaded"  # other requests were served first; it may be sent again
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter to answer with: a folder that PEFT saved. An `id` (above 0) stands for one folder as long as the engine runs;
-    the name is for people. The fields can be read by vLLM's names, too."""
+    """An adapter to answer with: a folder saved by PEFT. An `id` (above 0) means the same folder as
+    long as the engine runs; the name is for people. The fields can also be read by vLLM's names."""
 
     name: str
     id: int
@@ -98,12 +103,14 @@ class LoRARequest:
 
 
 Reserve: TypeAlias = Callable[[int, int], None]
-"""Told the tokens of a prompt and of the longest answer before a request is queued; it may raise."""
+"""Called with the tokens of a prompt and of its longest answer before a request is queued. It may
+raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An owner's share: among requests of one priority, owners get served tokens in proportion to their weights."""
+    """An owner and its weight: requests of one priority get served tokens in proportion to their
+    owners' weights."""
 
     owner: str
     weight: float = 1.0
@@ -112,9 +119,9 @@ class Share:
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How one request is served: all that is neither its prompt nor a parameter of its answer.
+    """Options of serving a request: everything but its prompt and the parameters of its answer.
 
-    `reserve` is called before the request is queued; what it raises ends the request.
+    `reserve` is called before the request is queued; an exception from it ends the request.
     `answer_token_ids` continues an answer that another engine began; its sink gets these tokens
     first.
     """
@@ -122,10 +129,10 @@ class RequestOptions:
     request_id: str | None = None  # None: one is made up
     priority: int = 0  # lower goes first
     deadline_s: float | None = None  # from now
-    add_special_tokens: bool = True  # the tokenizer's own around a prompt that is text
+    add_special_tokens: bool = True  # add the tokenizer's own around a text prompt
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     lora_request: LoRARequest | None = None
-    share: Share | None = None  # None: one more owner of weight 1
+    share: Share | None = None  # None: shares equally with weight 1
     client: str = ""  # the grammars of one client are compiled one after the other
     reserve: Reserve | None = None
     answer_token_ids: Sequence[int] = ()
@@ -140,14 +147,15 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
-    """A run of placeholders in a prompt, in whose place the embeddings of a picture stand, or of one of its tiles.
+    """A run of placeholders in a prompt, replaced by the embeddings of a picture or of one of its
+    tiles.
 
-    `key` is a hash of the pixels: spans with one key have the same embeddings. `pixels` are uint8 [height, width, 3], as large
-    as the image encoder reads them; none in a fork, which gets its parent's.
+    `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
+    uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
     """
 
     offset: int  # the first placeholder's position
-    rows: int  # of tokens; they stand row by row
+    rows: int  # rows of tokens, one after the other
     columns: int
     key: bytes
     height: int
@@ -165,44 +173,41 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One sequence for the engine core, with what `RequestOptions` says of it.
+    """One sequence for the engine core, with its `RequestOptions`.
 
-    A request with n > 1 arrives as n of these: `fork_of` is the id of the first, whose prompt blocks the others share.
-    `eos_token_ids` is empty if the caller ignores end-of-sequence.
-    `deadline` and `arrival` are in seconds of time.monotonic() of the machine; lower `priority` goes first.
+    A request with n > 1 arrives as n of these: `fork_of` is the id of the first, whose prompt
+    blocks the others share. `eos_token_ids` is empty if the caller ignores end-of-sequence.
+    `deadline` and `arrival` are in seconds of the machine's time.monotonic(); lower `priority` goes
+    first.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    max_tokens: int  # resolved: never beyond the end of the context
+    max_tokens: int  # resolved: within the context
     arrival: float = 0.0
     priority: int = 0
     deadline: float | None = None
     fork_of: str | None = None
     cache_salt: str = ""
-    pooled: bool = False  # wanted is an embedding, or scores, and no token: max_tokens is 0
-    encoder_token_ids: tuple[
-        int, ...
-    ] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
+    pooled: bool = False  # asks for an embedding or scores, not tokens: max_tokens is 0
+    # An encoder-decoder's prompt; prompt_token_ids then begin its answer.
+    encoder_token_ids: tuple[int, ...] = ()
     lora: LoRARequest | None = None
     share: Share | None = None
     client: str = ""
-    answer_token_ids: tuple[
-        int, ...
-    ] = ()  # of an answer that began elsewhere: it goes on behind them
+    # The start of an answer that began elsewhere and continues here.
+    answer_token_ids: tuple[int, ...] = ()
     images: tuple[ImageSpan, ...] = ()  # in the order of their offsets
-    beam_of: str | None = (
-        None  # a beam of the same search, itself if it is the first; `Scheduler.go_on` gives each token
-    )
-    marks: tuple[
-        int, ...
-    ] = ()  # positions in the prompt where others may part: recurrent states are kept there
+    # A beam of the same search; itself for the first one. `Scheduler.go_on` gives each token.
+    beam_of: str | None = None
+    # Positions of the prompt after which requests may differ: recurrent states are kept there.
+    marks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, options: RequestOptions, **own: Any) -> EngineRequest:
-        """A request that arrives now. `own` are the fields that `options` doesn't have."""
+        """A request that arrives now. `own` are the fields that `options` lacks."""
         now = time.monotonic()
         wait_s = options.deadline_s
         return cls(
@@ -219,13 +224,14 @@ class EngineRequest:
 
     @property
     def parent(self) -> str | None:
-        """The request with whose tokens it begins, which has been admitted to the queue before it."""
+        """The request whose tokens this one begins with; it has been queued before."""
         return self.fork_of or (None if self.beam_of == self.request_id else self.beam_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamsRequest:
-    """A beam search. Its steps are requests of one token, which the engine core makes. `eos_token_ids` end a beam."""
+    """A beam search. The engine core makes a request of one token for each step. `eos_token_ids`
+    end a beam."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -239,7 +245,7 @@ class BeamsRequest:
 
 
 class BeamStep(NamedTuple):
-    """How a beam goes on: with the tokens of `source`, which may be itself, and `token`."""
+    """The continuation of a beam: the tokens of `source`, which may be itself, and `token`."""
 
     beam: str
     source: str
@@ -248,28 +254,33 @@ class BeamStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextsRequest:
-    """The texts of one call that asks for a vector or scores of each: one request, however many texts. The fields of tokens and
-    texts are arrays of int32 in the machine's byte order: lists of Python's integers would take longer than an encoder's step.
+    """The texts of one call that asks for a vector or score of each: one request for any number of
+    texts.
+
+    Tokens and lengths are int32 arrays in the machine's byte order: lists of Python integers would
+    take longer than an encoder's step.
     """
 
     request_id: str
-    token_ids: bytes  # [T], one text behind the other
+    token_ids: bytes  # [T], the texts one after the other
     lengths: bytes  # [N], none of them 0
-    num_first: bytes = b""  # [N]: how many tokens are the first's, where texts are pairs and the model tells the two apart
+    # [N]: tokens of the first text of each pair, for models that distinguish the two.
+    num_first: bytes = b""
     arrival: float = 0.0
     priority: int = 0
     cache_salt: str = ""
 
 
-# --- A step ---------------------------------------------------------------------------------------------------------
+# --- A step --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the worker, or comes back after preemption (then `token_ids` holds its answer so far).
+    """A request that enters the worker, or comes back after preemption (then `token_ids` has its
+    answer so far).
 
-    `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has no such tokens: its blocks hold
-    `num_encoder_tokens` already.
+    `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has none of
+    these: its blocks hold `num_encoder_tokens` already.
     """
 
     request_id: str
@@ -281,9 +292,9 @@ class NewRequest:
     encoder_token_ids: tuple[int, ...] = ()
     num_encoder_tokens: int = 0
     lora: LoRARequest | None = None
-    mirostat_mu: float | None = None  # its sampler's state, if it was here before
+    mirostat_mu: float | None = None  # state of its sampler, if it was here before
     images: tuple[ImageSpan, ...] = ()
-    rank: int = 0  # that it belongs to, where requests are dealt out
+    rank: int = 0  # its rank, if requests are distributed
 
     @classmethod
     def of(
@@ -295,10 +306,8 @@ class NewRequest:
         mirostat_mu: float | None,
         rank: int,
     ) -> Self:
-        """Make it from an engine's request, whose known tokens are `token_ids`.
-
-        `encodes`: the encoder runs in the request's first step.
-        """
+        """Make it from an engine's request, whose known tokens are `token_ids`. `encodes`: the
+        encoder runs in the request's first step."""
         return cls(
             request_id=spec.request_id,
             token_ids=tuple(token_ids),
@@ -329,9 +338,11 @@ class StateMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """New entries of a request's block table: from `index` on, that of `group` has these blocks.
+    """New entries of a request's block table: these blocks replace or extend `group`'s table from
+    `index` on.
 
-    The one form for blocks that are appended, put in place of shared ones (copy on write) or released (the null block).
+    Used for blocks that are appended, that replace shared ones (copy on write), or that are
+    released (the null block).
     """
 
     group: int
@@ -340,16 +351,18 @@ class TableUpdate:
 
 
 FROM_MODEL = -1
-"""A draft that the worker's draft model is to propose."""
+"""Placeholder for a draft that the worker's draft model will propose."""
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
+    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens +
+    num_tokens).
 
-    The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, one more for
-    each guess. `drafts` are the last of the tokens to compute; the worker has all others. Those behind which something is
-    sampled are guesses: of what is sampled the tokens up to the first that is not the guess behind its position come back.
-    Those before are forced by a grammar or chosen by a beam search, and known to be right.
+    The last `num_sampled` of these positions are sampled: none while a prompt is incomplete, one
+    for a decode, one more for each guess. `drafts` are the last tokens to compute; the worker has
+    all others. A draft at a sampled position is a guess: the result has the sampled tokens up to
+    the first that differs from the guess after its position. Other drafts are forced by a grammar
+    or chosen by a beam search, and known to be right.
     """
 
     request_id: str
@@ -361,8 +374,8 @@ class ScheduledRequest(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """The requests [first, end) of a step, decodes, begin with the same blocks, of `num_tokens` tokens. A kernel may read them
-    once for all."""
+    """Decodes [first, end) of a step that begin with the same blocks of `num_tokens` tokens. A
+    kernel may read these once."""
 
     first: int
     end: int
@@ -374,26 +387,27 @@ class StepShape(NamedTuple):
 
     num_tokens: int
     num_decodes: int  # sequences of one token at the front
-    num_prompts: int  # sequences behind them
+    num_prompts: int  # sequences after these
     num_prompt_tokens: int
-    only_drafts: bool  # all of these sample at each token: drafts are verified
-    num_keys_again: int  # that they read more often than a mixed graph does
+    only_drafts: bool  # all prompts sample at each token: they verify drafts
+    num_keys_again: int  # number of keys that they read more often than a mixed graph does
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, as a difference to what the worker knows.
+    """The work of one step, as a difference to the worker's state.
 
     1. The rows of `released` requests are dropped.
     2. Rows for `new` ones are made.
     3. `block_copies` (source, target) are carried out.
     4. The tables of `scheduled` requests are updated.
-    5. Every request in `scheduled` is computed. Those with num_tokens == 1 stand first.
+    5. Every request in `scheduled` is computed. Those with num_tokens == 1 come first.
 
-    Where requests are dealt out to ranks, a rank gets its part of the plan
-    (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts. `copy_ranks` says in
-    whose cache each of `block_copies` is (empty: all are in rank 0's). A part has the largest numbers of all parts in
-    `largest`, since all ranks run the step in one way, and may have no request at all.
+    If requests are distributed over ranks, a rank gets its part of the plan
+    (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts.
+    `copy_ranks` says in whose cache each of `block_copies` is (empty: all are in rank 0's).
+    `largest` has the largest numbers of all parts, because all ranks must run the step in the same
+    way; a part may have no request at all.
     """
 
     step_id: int
@@ -415,28 +429,30 @@ Place: TypeAlias = Literal["device", "host", "disk"]
 
 
 class BlockCopy(NamedTuple):
-    """A block of KV cache on its way between two tiers. `number` is the order's, which comes back when it is done."""
+    """A copy of a KV cache block between two tiers. `number` identifies the order and comes back
+    when it is done."""
 
     number: int
     source: Place
     target: Place
-    key: bytes  # what the block holds; on the disk its name
+    key: bytes  # identifies the block's content; on disk the file's name
     block: int = 0  # on the device
     slot: int = 0  # in the host's memory
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32 [len(positions), words] in the
-    machine's order: token t's is bit t % 32 of word t // 32."""
+    """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32
+    [len(positions), words] in the machine's byte order: token t's is bit t % 32 of word t // 32."""
 
-    positions: tuple[int, ...]  # of the N sampled ones, in plan order
+    positions: tuple[int, ...]  # indices among the N sampled ones, in plan order
     bits: bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
 class TextsPlan:
-    """A step of an encoder: whole texts, of which nothing is kept. int32 as in `TextsRequest`."""
+    """A step of an encoder: whole texts, none of which is kept. Arrays are int32 as in
+    `TextsRequest`."""
 
     step_id: int
     token_ids: bytes  # [T]
@@ -453,7 +469,8 @@ Plan: TypeAlias = StepPlan | TextsPlan
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token that stands there (rank 1 is the most likely), and of the best."""
+    """Log-probabilities at one position: its token's (rank 1 is the most likely), and the best
+    ones."""
 
     token_id: int
     logprob: float
@@ -463,14 +480,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Log-probabilities at the N positions of a step where requests asked for some, in plan order: as arrays, in the machine's
-    order, since of a beam only the likeliest tokens are looked at."""
+    """Log-probabilities at the N positions of a step where requests asked for some, in plan order.
+
+    They are arrays in the machine's byte order, because a beam search looks only at the likeliest
+    tokens.
+    """
 
     request_ids: tuple[str, ...]  # [N]
-    token_ids: tuple[int, ...]  # [N]: what was sampled there
-    counts: tuple[
-        int, ...
-    ]  # [N]: how many of the likeliest tokens the request asked for, K at most
+    token_ids: tuple[int, ...]  # [N]: the sampled tokens
+    # [N]: the number of alternatives that the request asked for, K at most.
+    counts: tuple[int, ...]
     logprobs: bytes  # float32 [N]
     ranks: bytes  # int64 [N]
     top_ids: bytes  # int64 [N, K], the best first
@@ -480,7 +499,8 @@ class SampledLogprobs:
 def as_logprobs(
     tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Make it from tensors or arrays on the host, as `best_logprobs` returns them. Row i has counts[i] alternatives."""
+    """Log-probabilities from tensors or arrays on the host, as `best_logprobs` returns them. Row i
+    has counts[i] alternatives."""
     chosen, rank, ids, values = (t.tolist() for t in best)
     return [
         TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
@@ -490,8 +510,8 @@ def as_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Prompt log-probabilities of a request that asked for them: for each position from `start` on, those of the
-    token that *follows* it. A prompt that is computed again begins anew."""
+    """Log-probabilities of a request's prompt: for each position from `start` on, those of the
+    token that *follows* it. A prompt that is computed again starts again."""
 
     request_id: str
     start: int
@@ -500,7 +520,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PooledVector:
-    """The result of a complete pooled request: its vector or its scores, float32 in the machine's order."""
+    """The result of a complete pooled request: its vector or scores, float32 in the machine's byte
+    order."""
 
     request_id: str
     vector: bytes
@@ -508,14 +529,14 @@ class PooledVector:
 
 @dataclass(frozen=True, slots=True)
 class TextVectors:
-    """Vectors of a TextsPlan: float32 [S, E] in the machine's order."""
+    """Vectors of a TextsPlan: float32 [S, E] in the machine's byte order."""
 
     vectors: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """Mirostat's state of a request, behind the token of this step."""
+    """Mirostat's state of a request after this step's token."""
 
     request_id: str
     mirostat_mu: float
@@ -523,7 +544,7 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A function of the request's own failed; its token of this step is none."""
+    """A failure of the request's own function. Its token of this step is invalid."""
 
     request_id: str
     error: str
@@ -538,9 +559,10 @@ Extra: TypeAlias = (
 class StepResult:
     """The result of a plan.
 
-    `token_ids` are the new tokens of all requests that sample, in plan order; `num_tokens` says how many each of them got, at
-    least one and at most its `num_sampled` (None: one each). `is_cold`: the step captured a graph, ran op by op because its
-    graph is still to be captured, or caught up on tokens that its drafter had not seen. The next of its size takes less time.
+    `token_ids` are the new tokens of all requests that sample, in plan order. `num_tokens` is the
+    number of each request's tokens, from one to its `num_sampled` (None: one each). `is_cold`: the
+    step captured a graph, ran op by op because its graph is not captured yet, or its drafter caught
+    up on missed tokens. The next step of its size will be faster.
     """
 
     step_id: int
@@ -559,7 +581,7 @@ class StepResult:
 
 
 class StepTime(NamedTuple):
-    """A plan of a step in which every token is sampled."""
+    """The time of a step in which every token is sampled."""
 
     num_seqs: int
     num_tokens: int
@@ -567,24 +589,24 @@ class StepTime(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """News of a request that generates, from the engine core to whoever turns tokens into text."""
+    """New output of a generating request, from the engine core to the detokenizer."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache; with the first token
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache; set with the first token
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
-    num_drafted: int = 0  # tokens that were guessed and verified for these
-    num_accepted: int = 0  # and how many of them are among these
+    num_drafted: int = 0  # draft tokens verified for this output
+    num_accepted: int = 0  # draft tokens that are in this output
 
 
 @dataclass(frozen=True, slots=True)
 class VectorOutput:
-    """News of a request for vectors or scores: of `num_texts` of its texts from `first_text` on, float32 in the machine's
-    order. The end of a request that failed brings none."""
+    """New output of a request for vectors or scores: for `num_texts` of its texts from `first_text`
+    on. float32 in the machine's byte order; empty at the end of a request that failed."""
 
     request_id: str
     vectors: bytes = b""
@@ -596,7 +618,8 @@ class VectorOutput:
 
 @dataclass(frozen=True, slots=True)
 class BeamAnswer:
-    """`score` is `logprob`, the sum over its tokens, with the length penalty. An end token counts and is not among them."""
+    """An answer of a beam search. `logprob` is the sum over its tokens; `score` has the length
+    penalty. An end token counts in both but is not among the tokens."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -617,7 +640,8 @@ class BeamsOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikeliestTokens:
-    """Candidates of a step for beams, for their searches in the engine core: each beam's likeliest next tokens, best first."""
+    """Candidates of a step for the beam searches in the engine core: each beam's likeliest next
+    tokens, best first."""
 
     request_ids: Sequence[str]  # [N]
     num_cached_tokens: Sequence[int]  # [N]

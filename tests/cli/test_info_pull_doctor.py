@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import doctor
 from slipstream.cli.info import describe
 from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
@@ -17,6 +16,7 @@ from slipstream.costs.memory import weights_bytes
 from slipstream.hub import tiles_folder
 from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.spec.description import read_spec
+from slipstream.worker.start import diagnosis
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
@@ -171,11 +171,11 @@ def test_doctor_text(capsys):
 
 def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "gpus", lambda: (GPU, GPU))
+    monkeypatch.setattr(diagnosis, "gpus", lambda: (GPU, GPU))
     monkeypatch.setattr(
-        doctor, "cpu_choice", lambda measure: None
+        diagnosis, "cpu_choice", lambda measure: None
     )  # these measure the machine for the empty folder
-    monkeypatch.setattr(doctor, "will_use", lambda: {"device": "cpu"})
+    monkeypatch.setattr(diagnosis, "will_use", lambda: {"device": "cpu"})
     own = tiles_folder() / file_name(GPU.name)
     entries = {("gemv", "bfloat16", (64, 64)): Measured((2, 64, 4))}
     write_tiles(TileTable(device=GPU.name, entries=entries), own)
@@ -192,20 +192,22 @@ def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeyp
     assert any(str(own) in m["what"] and m["needed"] for m in found["missing"])
 
 
-@pytest.mark.parametrize("lacking", doctor.PACKAGES)
+@pytest.mark.parametrize("lacking", diagnosis.PACKAGES)
 @pytest.mark.parametrize("cards", [False, True])
 def test_doctor_does_not_say_that_nothing_is_missing_while_listing_what_is(
     monkeypatch, capsys, lacking, cards
 ):
-    monkeypatch.setattr(doctor, "gpus", lambda: (GPU,) if cards else ())
-    monkeypatch.setattr(doctor, "package_version", lambda name: None if name == lacking else "1.0")
+    monkeypatch.setattr(diagnosis, "gpus", lambda: (GPU,) if cards else ())
+    monkeypatch.setattr(
+        diagnosis, "package_version", lambda name: None if name == lacking else "1.0"
+    )
     if lacking == "torch":
-        monkeypatch.setattr(doctor, "torch_info", lambda: None)
+        monkeypatch.setattr(diagnosis, "torch_info", lambda: None)
     else:
-        monkeypatch.setattr(doctor, "torch_info", lambda: CUDA_TORCH)
-    monkeypatch.setattr(doctor, "will_use", lambda: {"device": "cpu"})
-    monkeypatch.setattr(doctor, "cpu_choice", lambda measure: None)
-    monkeypatch.setattr(doctor, "cpu_kernels_built", lambda: True)
+        monkeypatch.setattr(diagnosis, "torch_info", lambda: CUDA_TORCH)
+    monkeypatch.setattr(diagnosis, "will_use", lambda: {"device": "cpu"})
+    monkeypatch.setattr(diagnosis, "cpu_choice", lambda measure: None)
+    monkeypatch.setattr(diagnosis, "cpu_kernels_built", lambda: True)
     monkeypatch.setattr("slipstream.hub.list_cached", lambda: {"smollm2": Path("model")})
     main(["doctor"])
     listed, _, verdict = capsys.readouterr().out.partition("\n\n")
@@ -230,9 +232,9 @@ HOST = HostInfo(
     free_bytes=2**33,
 )
 GPU = GpuInfo(name="NVIDIA H200", memory_bytes=2**37, free_bytes=2**37, driver="470.1")
-CPU_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build=None, sees_gpu=False)
-CUDA_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=True)
-BLIND_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=False)
+CPU_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build=None, sees_gpu=False)
+CUDA_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=True)
+BLIND_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=False)
 ALL = {"triton": "3", "huggingface-hub": "2"}
 
 
@@ -259,12 +261,12 @@ ALL = {"triton": "3", "huggingface-hub": "2"}
     ],
 )
 def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
-    missing = doctor.find_missing(HOST, gpus, torch, packages, has_model=has_model)
+    missing = diagnosis.find_missing(HOST, gpus, torch, packages, has_model=has_model)
     assert len(missing) == len(words)
     for item, word in zip(missing, words, strict=True):
         assert word in item.what
         assert item.command
-    assert doctor.exit_code(missing) == int(needed)
+    assert diagnosis.can_run(missing) is not needed
 
 
 def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):

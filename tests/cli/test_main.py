@@ -215,7 +215,7 @@ def test_the_usage_of_many_options_is_a_line(capsys, words):
         (["-ngl", "99"], "-ngl 99; leave it out: a GPU holds all layers, but those of cpu_layers"),
         (
             ["--data-parallel-size", "2"],
-            "(docs/fleet.md); expert_parallel_size alone deals out requests",
+            "(docs/fleet.md); expert_parallel_size alone distributes requests",
         ),
         (["-m", "y"], "-m y; the model stands without it: slipstream serve MODEL"),
         (["--model=y"], "--model=y; the model stands without it: slipstream serve MODEL"),

@@ -105,7 +105,9 @@ def test_no_sizes(text):
         options.parse_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "why"), [("suffix", "is no JSON"), ("[1]", "is no JSON object")])
+@pytest.mark.parametrize(
+    ("text", "why"), [("suffix", "is not JSON"), ("[1]", "is not a JSON object")]
+)
 def test_an_object_is_json(text, why, capsys):
     with pytest.raises(SystemExit):
         parse("--speculative-config", text)

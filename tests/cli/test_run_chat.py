@@ -80,7 +80,7 @@ def test_a_picture_that_can_not_be_read_is_named_before_the_model_is_loaded(
     (tmp_path / "cat.png").write_bytes(b"no picture")
     for name, why in (
         (str(tmp_path / "cat.png"), "formats"),
-        ("https://a.example/cat.png", "nothing is fetched"),
+        ("https://a.example/cat.png", "URLs are not downloaded"),
     ):
         assert main(["run", str(tiny_model), "what?", "--image", name, *FAST]) == 2
         err = capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_settings():
     assert DraftHead(kind="eagle3", draft_vocab_size=77).vocab_size(288) == 77
     with pytest.raises(ConfigError, match=r"steps\[0\].draft_head.kind"):
         parse([{"draft_head": {"kind": "eagle2"}}])
-    with pytest.raises(ConfigError, match="stands alone"):
+    with pytest.raises(ConfigError, match="only step"):
         parse([{"draft_head": {"kind": "eagle3"}}, "quantize"])
     with pytest.raises(
         ConfigError, match="norm_output=True must be false: Medusa has no such norm"

@@ -219,5 +219,5 @@ def test_the_preset_and_what_is_refused():
     ):
         with pytest.raises(ConfigError, match=rf"steps\[0\]\.lora\.{next(iter(wrong))}"):
             parse([{"lora": wrong}])
-    with pytest.raises(ConfigError, match="stands alone"):
+    with pytest.raises(ConfigError, match="only step"):
         parse([{"lora": {}}, {"quantize": {"bits": 8}}])

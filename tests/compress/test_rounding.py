@@ -347,7 +347,7 @@ def test_factor_is_of_the_damped_inverse_with_the_mean_for_inputs_that_never_com
 def test_damping_grows_until_the_factor_exists():
     ones = torch.ones(64, 64)
     assert inverse_factor(ones, 1e-9, torch.zeros(64, dtype=torch.bool)).isfinite().all()
-    with pytest.raises(FloatingPointError, match="no positive matrix"):
+    with pytest.raises(FloatingPointError, match="not a positive definite matrix"):
         inverse_factor(-ones, 1e-3, torch.zeros(64, dtype=torch.bool))
 
 

@@ -23,6 +23,8 @@ def config(
     enable_prefix_caching: bool = True,
     groups: tuple[CacheGroup, ...] = (FULL,),
     speculation: SpeculationConfig | None = None,
+    state_slots: int = 0,
+    state_interval: int = 2 * BLOCK,
     **scheduling: Any,
 ) -> dict[str, Any]:
     """Arguments of `Scheduler` and `TextScheduler`."""
@@ -43,6 +45,8 @@ def config(
         kv_cache_bytes=None,
         enable_prefix_caching=enable_prefix_caching,
         groups=groups,
+        state_slots=state_slots,
+        state_interval=state_interval if state_slots else 0,
     )
     return {
         "scheduling": SchedulingConfig(**scheduling),

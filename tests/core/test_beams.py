@@ -112,9 +112,10 @@ def check(scheduler):
     windows=st.sampled_from([(None,), (None,), (5,), (None, 4)]),
     num_searches=st.integers(1, 3),
     others=st.integers(0, 3),
+    states=st.booleans(),
 )
 def test_no_block_leaks_and_no_shared_tail_is_written(
-    seed, num_blocks, max_num_seqs, depth, caching, windows, num_searches, others
+    seed, num_blocks, max_num_seqs, depth, caching, windows, num_searches, others, states
 ):
     chance = random.Random(seed)
     groups = tuple(FULL if w is None else window(w) for w in windows)
@@ -126,6 +127,7 @@ def test_no_block_leaks_and_no_shared_tail_is_written(
             max_num_mixed_tokens=max(8, max_num_seqs),
             enable_prefix_caching=caching,
             groups=groups,
+            state_slots=12 * max_num_seqs + 40 if states else 0,
         ),
         depth,
     )

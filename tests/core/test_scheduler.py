@@ -27,6 +27,7 @@ from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
+    STATES,
     EngineRequest,
     FinishReason,
     LikeliestTokens,
@@ -48,6 +49,10 @@ STOP_TOKEN = 7
 MAX_READ = 9  # tokens of an encoder's text
 
 
+MAX_GUESSES = 6
+"""Tests guess themselves, at any time."""
+
+
 class Worker:
     """Rows, block tables and slots, as the model runner keeps them. Tokens follow from the sequence: hash modulo 11."""
 
@@ -63,6 +68,8 @@ class Worker:
             str, tuple[int, ...]
         ] = {}  # what an encoder read, by the name that choices share
         self.num_read: dict[str, int] = {}
+        self.states: dict[int, int] = {}  # what a slot of recurrent states holds
+        self.state_slots: dict[str, list[int]] = {}  # of each row
 
     def next_token(self, name, tokens):
         return hash((name.split("/")[0], tuple(tokens))) % 11
@@ -74,9 +81,40 @@ class Worker:
             known.append((self.next_token(name, known) + (i >= num_right)) % 11)
         return known[len(known) - num_drafts :]
 
+    def read_state(self, s, known):
+        slot = self.state_slots[s.request_id][0]
+        start = s.num_computed_tokens
+        assert (slot == NULL_BLOCK) == (start == 0)
+        if start:
+            assert self.states[slot] == hash(tuple(known[:start])), "another state is read"
+
+    def write_states(self, plan, guessed):
+        reads, writes = {}, {}
+        marks = {}
+        for mark in plan.state_marks:
+            marks.setdefault(mark.request_id, []).append((mark.num_tokens, mark.slot))
+        for s in plan.scheduled:
+            read, *own = self.state_slots[s.request_id]
+            reads.setdefault(read, set()).add(s.request_id)
+            count = max(1, s.num_sampled)
+            kept = [(s.num_tokens - count + 1 + i, slot) for i, slot in enumerate(own[:count])]
+            assert len(kept) == count
+            for num_tokens, slot in (*kept, *marks.pop(s.request_id, ())):
+                assert 0 < num_tokens <= s.num_tokens
+                assert slot != NULL_BLOCK
+                assert slot not in writes, "two states are kept in one slot"
+                known = guessed[s.request_id][0]
+                position = s.num_computed_tokens + num_tokens
+                writes[slot] = s.request_id, hash(tuple(known[:position]))
+        assert not marks
+        for slot, (name, state) in writes.items():
+            assert reads.get(slot, {name}) == {name}, "a slot is read that another request writes"
+            self.states[slot] = state
+
     def launch(self, plan: StepPlan) -> StepResult:
         for request_id in plan.released:
             del self.tables[request_id], self.tokens[request_id]
+            self.state_slots.pop(request_id, None)
         for new in plan.new:
             assert new.request_id not in self.tables
             self.tables[new.request_id], self.tokens[new.request_id] = (
@@ -94,6 +132,10 @@ class Worker:
                 self.slots[target, offset] = self.slots.get((source, offset), -1)
         for s in plan.scheduled:
             for update in s.table_updates:
+                if update.group == STATES:
+                    row = self.state_slots.setdefault(s.request_id, [])
+                    row[: len(update.block_ids)] = update.block_ids
+                    continue
                 table = self.tables[s.request_id][update.group]
                 assert update.index <= len(table), "a gap"
                 table[update.index : update.index + len(update.block_ids)] = update.block_ids
@@ -120,6 +162,8 @@ class Worker:
                 right += right == i and draft == self.next_token(s.request_id, known)
                 known.append(draft)
             guessed[s.request_id] = known, right
+            if self.state_slots:
+                self.read_state(s, known)
             for position in range(start, end):
                 for g in self.own:
                     table = self.tables[s.request_id][g]
@@ -128,6 +172,8 @@ class Worker:
                     assert slot not in written, "two sequences write one slot"
                     written.add(slot)
                     self.slots[slot] = hash((g, tuple(known[: position + 1])))
+        if self.state_slots:
+            self.write_states(plan, guessed)
         sampled, counts, extras, of_beams = [], [], [], {}
         for s in plan.scheduled:
             tables, tokens = self.tables[s.request_id], self.tokens[s.request_id]
@@ -197,6 +243,8 @@ class Engine:
         self.now = 0.0
         self.scheduler = make_scheduler(**config, clock=lambda: self.now)
         self.worker, self.depth = Worker(config["cache"].groups), depth
+        if (states := self.scheduler.kv.states) is not None:
+            states.most_guesses = MAX_GUESSES
         self.in_flight: list[tuple[StepPlan, StepResult]] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
@@ -657,6 +705,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from(
             [(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]
         ),
+        states=st.sampled_from([0, 0, 2, 5]),
         speculation=st.sampled_from(
             [
                 *(None, None),
@@ -682,6 +731,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         encoder,
         windows,
         speculation,
+        states,
     ):
         self.encoder = encoder
         groups = [FULL if w is None else window(w) for w in windows] + [CROSS] * encoder
@@ -705,6 +755,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 policy=policy,
                 groups=tuple(groups),
                 speculation=speculation,
+                state_slots=0 if encoder else states * (2 + MAX_GUESSES) * max_num_seqs + states,
             ),
             depth,
         )
@@ -808,9 +859,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if reason is FinishReason.STOP and self.added[name]:
                 assert tokens[-1] == STOP_TOKEN
             assert STOP_TOKEN not in tokens[:-1] or reason is not FinishReason.STOP
-        pool = engine.scheduler.pool
-        pool.check()
-        assert pool.num_free == pool.num_usable, "a block leaked"
+        states = engine.scheduler.kv.states
+        for pool in (engine.scheduler.pool, *([] if states is None else [states.pool])):
+            pool.check()
+            assert pool.num_free == pool.num_usable, "a block or a state leaked"
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

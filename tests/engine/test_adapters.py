@@ -241,7 +241,7 @@ def test_from_the_start(made):
 
 def test_errors(made, llm, tmp_path):
     prompt = {"prompt_token_ids": [5]}
-    with pytest.raises(AdapterError, match="no adapter that PEFT saved"):
+    with pytest.raises(AdapterError, match="not an adapter saved by PEFT"):
         llm.generate(
             prompt, GREEDY, lora_request=LoRARequest("none", 7, str(tmp_path)), progress=False
         )

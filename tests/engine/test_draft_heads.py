@@ -508,7 +508,7 @@ def refused(path, head, match, method="eagle3", **more):
             {"intermediate_size": 40},
             r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]",
         ),
-        ({"parallel_drafting": True}, "P-EAGLE.*take method 'peagle'"),
+        ({"parallel_drafting": True}, "P-EAGLE.*use method 'peagle'"),
         ({"norm_before_fc": 1}, "norm_before_fc = 1"),
         (
             {"norm_before_fc": True, "fc_norm": True},
@@ -547,9 +547,7 @@ def test_other_heads_that_do_not_fit(tmp_path):
     draft_heads.medusa(tmp_path / "three")
     refused(path, tmp_path / "three", "guesses 3; lower it", "medusa", num_speculative_tokens=4)
     draft_heads.eagle(tmp_path / "no-map", drop="d2t t2d")
-    refused(
-        path, tmp_path / "no-map", "lacks d2t and t2d, one of which says what its 128 tokens are"
-    )
+    refused(path, tmp_path / "no-map", "lacks d2t and t2d, one of which must map its 128 tokens")
     refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")
     with pytest.raises(
         ConfigError, match="method 'mtp' is for safetensors checkpoints with layers that draft"
@@ -636,7 +634,7 @@ def test_a_head_of_another_kind_is_named(tmp_path, kind):
     tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[kind](tmp_path / "head")
     other = "medusa" if kind == "eagle3" else "eagle3"
-    refused(str(tmp_path / "model"), tmp_path / "head", f"a head of .*take method '{kind}'", other)
+    refused(str(tmp_path / "model"), tmp_path / "head", f"a head of .*use method '{kind}'", other)
 
 
 def test_a_head_that_is_a_pickle_is_refused(tmp_path):
@@ -727,7 +725,7 @@ def test_fields_of_eagle_config(tmp_path):
     with pytest.raises(SlipstreamError, match=r"eagle_config\.fc_norm = True"):
         read(fc_norm=True)
     draft_heads.eagle(tmp_path / "head", eagle_config={numbers: [1, 2, 3]})
-    with pytest.raises(SlipstreamError, match="is said twice"):
+    with pytest.raises(SlipstreamError, match="is given twice"):
         read_head("eagle3", tmp_path / "head", target)
 
 

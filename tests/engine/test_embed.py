@@ -401,7 +401,7 @@ def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
         llm.embed("hello")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "mixtral", "gemma3_text"])
 def test_a_decoder_with_a_classifier_scores_pairs(family, tmp_path):
     """As Qwen3-Reranker's conversions: the score of the last token, of query and document one behind the other."""
     theirs = tiny_models.build_classifier(tmp_path, family)

@@ -159,8 +159,8 @@ def test_a_misspelt_parameter_is_answered_with_the_likely_one(name, meant):
         ("max_modellen", "; did you mean 'max_model_len'?"), ("swap_space", "; the nearest is kv_host_bytes"),
         ("trust_remote_code", "; leave it out: a checkpoint's own code is never run"), ("zzz", ""),
         ("pp_size", "; the nearest is pipeline_parallel_size"),
-        ("dp", "; `slipstream fleet` makes one of several replicas (docs/fleet.md); "
-               "expert_parallel_size alone deals out requests"),
+        ("dp", "; use `slipstream fleet` for several replicas (docs/fleet.md); "
+               "expert_parallel_size alone distributes requests"),
         ("language_model_only", "; max_images=0 leaves the image encoder out"),
     ],
 )  # fmt: skip

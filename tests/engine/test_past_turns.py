@@ -74,6 +74,54 @@ def test_arguments_are_text_for_a_template_that_joins_them():
     assert kept["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
+KIMI = (
+    "<|tool_calls_section_begin|>{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{% endfor %}{% endfor %}"
+)
+R1 = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{% for m in messages %}<|turn>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "{% for r in m.tool_responses or [] %}{{ r.name }}{{ r.response }}{% endfor %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_ids_count_the_calls_of_the_conversation():
+    said = [calls("a", "b"), *results("a", "b"), calls("a"), *results("a")]
+    made = past_turns(KIMI, said)
+    ids = [call["id"] for message in made for call in message.get("tool_calls", ())]
+    assert ids == ["functions.f:0", "functions.f:1", "functions.f:2"]
+    assert [m["tool_call_id"] for m in made if m["role"] == "tool"] == ids
+
+
+def test_a_result_has_the_name_of_its_function():
+    named = {"role": "tool", "content": "", "tool_call_id": "a", "name": "own"}
+    made = past_turns("", [calls("a"), *results("a", "none"), named])
+    assert [message.get("name") for message in made[1:]] == ["f", None, "own"]
+
+
+def test_content_is_a_message_of_its_own_where_calls_have_none():
+    made = past_turns(R1, [calls("a", content="Wait.", thinking="hm") | {"content": "Wait."}])
+    assert [(m["content"], "tool_calls" in m, m.get("thinking")) for m in made] == [
+        ("Wait.", False, "hm"),
+        (None, True, None),
+    ]
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    (alone,) = past_turns(R1, [calls("a")])
+    assert alone["content"] is None
+
+
+def test_results_stand_in_the_message_of_their_calls_where_the_template_takes_them_there():
+    after = {"role": "assistant", "content": "done"}
+    made = past_turns(GEMMA, [calls("a", "b"), *results("a", "b"), after])
+    responses = [{"name": "f", "response": "of a"}, {"name": "f", "response": "of b"}]
+    assert [(m["content"], m["tool_responses"]) for m in made] == [("done", responses)]
+    later = GEMMA.replace("<|turn>{{ m.role }}", "{{ m.role }}")  # one that knows messages of tools
+    assert len(past_turns(later, [calls("a"), *results("a"), after])) == 3
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [

@@ -298,7 +298,7 @@ def test_a_draft_model_forgets_wrong_drafts(path, draft_path, monkeypatch):
     ("changes", "message"),
     [
         ({"vocab_size": 300}, "has 300 tokens and the model"),
-        ({"max_position_embeddings": 64}, "made for 64 tokens"),
+        ({"max_position_embeddings": 64}, "takes up to 64 tokens"),
         (
             {
                 "model_type": "gemma2",

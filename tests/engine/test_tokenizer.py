@@ -95,6 +95,17 @@ def test_sentencepiece_gives_llama_cpps_ids(prefix, tmp_path):
     assert ids[0] == tokenizer.bos_token_id == 1
 
 
+def test_gemma4s_merges_hold_in_the_place_of_scores(tmp_path):
+    """Its files have the same spelling, and scores that say nothing."""
+    known = GOLDEN["sentencepiece"] | {"add_space_prefix": False}
+    by_scores = Tokenizer.from_pretrained(write_gguf(tmp_path / "scores.gguf", known))
+    merges = json.loads(by_scores._backend.to_str())["model"]["merges"]
+    own = {"model": "gemma4", "scores": [-1000.0] * len(known["tokens"]), "bos_token_id": 1}
+    own |= {"merges": [" ".join(pair) for pair in merges]}
+    tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "merges.gguf", known | own))
+    assert summary(tokenizer) == summary(by_scores)
+
+
 @pytest.mark.model
 def test_smollm2_gives_llama_cpps_ids():
     path = list_cached().get("smollm2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -45,14 +46,44 @@ DS = (
     "<｜tool▁calls▁end｜>",
 )
 WEATHER, ADD = '{"city": "São \\"P\\" <x>", "days": 2}', '{"a": 1, "b": -2.5, "ok": true}'
+ARGUMENTS = (
+    [("city", 'São "P" <x>', True), ("days", "2", False)],
+    [("a", "1", False), ("b", "-2.5", False), ("ok", "true", False)],
+)
+
+
+def invocations(section, mark="", attribute=""):
+    """Calls in tags with names, several in a section."""
+    calls = [
+        f'<{mark}invoke name="{name}">\n'
+        + "".join(
+            f'<{mark}parameter name="{key}"{attribute and attribute % str(is_text).lower()}>{value}</{mark}parameter>\n'
+            for key, value, is_text in arguments
+        )
+        + f"</{mark}invoke>\n"
+        for name, arguments in zip(("get_weather", "add"), ARGUMENTS, strict=True)
+    ]
+    return f"Let me see.\n<{mark}{section}>\n{''.join(calls)}</{mark}{section}>"
+
+
+def dsml(section, mark="｜DSML｜"):
+    return invocations(section, mark, ' string="%s"')
+
+
+def json_list(begin, end):
+    calls = (("get_weather", WEATHER), ("add", ADD))
+    written = ", ".join(f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls)
+    return f"{begin}[{written}]{end}"
+
+
 SAMPLES = {  # each: two calls, get_weather and add
     "hermes": 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>\n<tool_call>\n"
     '{"name": "add", "arguments": ' + ADD + "}\n</tool_call>",
     "qwen3_coder": "Let me see.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSão \"P\" <x>\n</parameter>\n"
     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
     "<parameter=b>\n-2.5\n</parameter>\n<parameter=ok>\ntrue\n</parameter>\n</function>\n</tool_call>",
-    "glm": 'Let me see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>São "P" <x></arg_value>\n'
-    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1"
+    "glm": 'Let me see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>São "P" <x>'
+    "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1"
     "</arg_value>\n<arg_key>b</arg_key>\n<arg_value>-2.5</arg_value>\n<arg_key>ok</arg_key><arg_value>true</arg_value></tool_call>",
     "llama3_json": '{"name": "get_weather", "parameters": ' + WEATHER + '}; {"name": "add", "parameters": ' + ADD + "}",
     "pythonic": '[get_weather(city="São \\"P\\" <x>", days=2), add(a=1, b=-2.5, ok=True)]',
@@ -65,13 +96,56 @@ SAMPLES = {  # each: two calls, get_weather and add
     "harmony": "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see."
     f"<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER}<|call|>"
     f"<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{ADD}",
+    "kimi_k2": "Let me see.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    f"{WEATHER}<|tool_call_end|><|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{ADD}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "gemma4": 'Let me see.<|tool_call>call:get_weather{city:<|"|>São "P" <x><|"|>,days:2}<tool_call|>'
+    "<|tool_call>call:add{a:1,b:-2.5,ok:true}<tool_call|>",
+    "functiongemma": 'Let me see.<start_function_call>call:get_weather{city:<escape>São "P" <x><escape>,days:2}'
+    "<end_function_call><start_function_call>call:add{a:1,b:-2.5,ok:true}<end_function_call>",
+    "hy_v3": 'Let me see.<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>São "P" <x>'
+    "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>add<tool_sep>\n<arg_key>a</arg_key>\n"
+    "<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>-2.5</arg_value>\n<arg_key>ok</arg_key>\n"
+    "<arg_value>true</arg_value>\n</tool_call>\n</tool_calls>",
+    "deepseek_v32": dsml("function_calls"),
+    "deepseek_v4": dsml("tool_calls"),
+    "deepseek_v41": dsml("calls", "｜DSML｜ "),
+    "step3": 'Let me see.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+    '<steptml:parameter name="city">São "P" <x></steptml:parameter><steptml:parameter name="days">2</steptml:parameter>'
+    '</steptml:invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="add">'
+    '<steptml:parameter name="a">1</steptml:parameter><steptml:parameter name="b">-2.5</steptml:parameter>'
+    '<steptml:parameter name="ok">true</steptml:parameter></steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>',
+    "minimax_m2": invocations("minimax:tool_call"),
+    "dots": invocations("dots_function_call"),
+    "seed_oss": 'Let me see.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>São "P" <x></parameter>\n'
+    "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n"
+    "<parameter=b>-2.5</parameter>\n<parameter=ok>true</parameter>\n</function>\n</seed:tool_call>",
+    "minicpm5": 'Let me see.<function name="get_weather"><param name="city">São "P" <x></param><param name="days">2</param>'
+    '</function><function name="add"><param name="a">1</param><param name="b">-2.5</param><param name="ok">true'
+    "</param></function>",
+    "apertus": 'Let me see.<|tools_prefix|>[{"get_weather": ' + WEATHER + '}, {"add": ' + ADD + "}]<|tools_suffix|>",
+    "cohere": 'Let me see.<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": ' + WEATHER
+    + '}, {"tool_call_id": "1", "tool_name": "add", "parameters": ' + ADD + "}]<|END_ACTION|>",
+    "internlm": 'Let me see.<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": ' + WEATHER + "}\n"
+    '<|action_end|>\n<|action_start|><|plugin|>\n{"name": "add", "parameters": ' + ADD + "}\n<|action_end|>",
+    "nemotron": "Let me see." + json_list("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan_a13b": "Let me see." + json_list("<tool_calls>", "</tool_calls>"),
+    "phi4_mini": "Let me see." + json_list("<|tool_call|>", "<|/tool_call|>"),
+    "granite": "Let me see." + json_list("<|tool_call|>", ""),
+    "lfm2": 'Let me see.<|tool_call_start|>[get_weather(city="São \\"P\\" <x>", days=2), '
+    "add(a=1, b=-2.5, ok=True)]<|tool_call_end|>",
+    "olmo3": 'Let me see.<function_calls>get_weather(city="São \\"P\\" <x>", days=2)\n'
+    "add(a=1, b=-2.5, ok=True)</function_calls>",
 }  # fmt: skip
+SAMPLES["longcat"] = SAMPLES["hermes"].replace("tool_call>", "longcat_tool_call>")
+SAMPLES["ernie45"] = SAMPLES["hermes"]
+SAMPLES["hy_v3_open"] = re.sub(r"(</?(tool|arg)_\w+)>", r"\1:opensource>", SAMPLES["hy_v3"])
 WHOLE = ("llama3_json", "pythonic")  # calls are the whole answer
 
 
-def read(parser, pieces):
+def read(parser, pieces, *, cut=False):
     """(content, reasoning, calls) of an answer that comes in pieces."""
-    events = [e for piece in pieces for e in parser.feed(piece)] + parser.finish()
+    events = [e for piece in pieces for e in parser.feed(piece)] + parser.finish(cut=cut)
     calls: list[list[str]] = []
     for event in events:
         if isinstance(event, BeginCall):
@@ -87,7 +161,9 @@ def read(parser, pieces):
 
 def parser_of(name, think=None, *, thinking=False):
     form = FORMATS[name]()
-    return Parser(lambda parser: form.script(parser, TOOLS), think, thinking=thinking)
+    return Parser(
+        lambda parser: form.script(parser, TOOLS), think, thinking=thinking, wraps=form.wraps
+    )
 
 
 def cut(text, seed):
@@ -174,6 +250,169 @@ def test_other_ways_to_write_a_call(name, text, call):
         assert read(parser_of(name), cut(text, seed)) == ("", "", [call])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_the_length_cuts_is_never_content(name):
+    sample = SAMPLES[name]
+    whole = read(parser_of(name), [sample])[2]
+    for end in range(1, len(sample)):
+        content, _, calls = read(parser_of(name), [sample[:end]], cut=True)
+        before = "" if name in WHOLE else "Let me see."
+        shown = content.rstrip(" \n<[{")  # one character may be anything
+        assert before.startswith(shown), (sample[:end], content)
+        assert len(calls) <= 2
+        for (called, part), (function, arguments) in zip(calls, whole, strict=False):
+            assert called == function
+            assert arguments.startswith(part), (sample[:end], part)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_the_model_leaves_open_is_no_content(name):
+    """The model ends the answer within a call: at least behind the function's name nothing of it is content."""
+    sample = SAMPLES[name]
+    for end in range(sample.index("get_weather") + 11, sample.rindex("ok")):
+        content = read(parser_of(name), [sample[:end]])[0]
+        assert "get_" not in content
+        assert "city" not in content
+
+
+def without_arguments(name):
+    """The sample with one call, which has no arguments."""
+    empty = {
+        "kimi_k2": SAMPLES["kimi_k2"].split("<|tool_call_begin|>functions.add")[0] + "<|tool_calls_section_end|>",
+        "deepseek_v3": SAMPLES["deepseek_v3"].split(f"\n{DS[1]}function")[0] + DS[4],
+        "deepseek_v31": SAMPLES["deepseek_v31"].split(f"{DS[1]}add")[0] + DS[4],
+        "harmony": SAMPLES["harmony"].split("<|call|>")[0],
+    }.get(name)  # fmt: skip
+    return empty and empty.replace(WEATHER, "{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *((name, text) for name in FORMATS if (text := without_arguments(name))),
+        ("gemma4", "<|tool_call>call:get_weather{}<tool_call|>"),
+        ("gemma4", "<|tool_call>:get_weather{}<tool_call|>"),
+        ("gemma4", "call:get_weather{}"),
+        ("functiongemma", "<start_function_call>call:get_weather{}<end_function_call>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+         "<|tool_call_argument_begin|><|tool_call_end|><|tool_calls_section_end|>"),
+        ("deepseek_v31", f"{DS[0]}{DS[1]}get_weather{DS[2]}{DS[3]}{DS[4]}"),
+        ("qwen3_coder", "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<function=get_weather>\n</function>\n</tool_call>"),
+        ("qwen3_coder", '<tool_call>\n{"name": "get_weather"}\n</tool_call>'),
+        ("seed_oss", "<seed:tool_call><function=get_weather></function></seed:tool_call>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n</invoke>\n</minimax:tool_call>'),
+        ("minimax_m2", "<minimax:tool_call><invoke name=get_weather></invoke></minimax:tool_call>"),
+        ("minimax_m2", '<invoke name="get_weather"></invoke></minimax:tool_call>'),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n\n'
+         "</｜DSML｜invoke>\n</｜DSML｜function_calls>"),
+        ("deepseek_v4", '<｜DSML｜invoke name="get_weather"></｜DSML｜invoke></｜DSML｜tool_calls>'),
+        ("step3", '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+         "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>"),
+        ("minicpm5", '<function name="get_weather"></function>'),
+        ("glm", "<tool_call>get_weather</tool_call>"),
+        ("hy_v3", "<tool_calls><tool_call>get_weather<tool_sep></tool_call></tool_calls>"),
+        ("hy_v3", "<tool_call>get_weather<tool_sep>\n</tool_call>"),
+        ("lfm2", "<|tool_call_start|>[get_weather()]<|tool_call_end|>"),
+        ("lfm2", '<|tool_call_start|>[{"name": "get_weather", "arguments": {}}]<|tool_call_end|>'),
+        ("olmo3", "<function_calls>\nget_weather()\n</function_calls>"),
+        ("pythonic", "[get_weather()]"),
+        ("mistral_args", "[TOOL_CALLS]get_weather[ARGS]"),
+        ("mistral", "[TOOL_CALLS] [{'name'".replace("'name'", '"name": "get_weather", "arguments": {}}]')),
+        ("hermes", '<tool_call>{"name": "get_weather", "parameters": null}</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "get_weather", "arguments": {}}]</tool_call>'),
+        ("nemotron", '<TOOLCALL>[{"name": "get_weather", "arguments": {}}]</TOOLCALL>'),
+        ("hunyuan_a13b", '<answer><tool_calls>\n{"name": "get_weather", "arguments": {}}\n</tool_calls></answer>'),
+        ("phi4_mini", 'functools[{"name": "get_weather", "arguments": {}}]'),
+        ("granite", '<tool_call>[{"name": "get_weather", "arguments": {}}]'),
+        ("apertus", '<|tools_prefix|>[{"get_weather": {}}]<|tools_suffix|>'),
+        ("cohere", '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {}}\n]<|END_ACTION|>'),
+        ("ernie45", "<response>\n</response>\n<tool_call>\n" + '{"name": "get_weather", "arguments": {}}' + "\n</tool_call>"),
+        ("internlm", '<|action_start|> <|plugin|>\n{"name": "get_weather", "parameters": {}}<|action_end|>'),
+    ],
+)  # fmt: skip
+def test_functions_without_arguments_and_openings_that_models_vary(name, text):
+    for seed in range(4):
+        content, _, calls = read(parser_of(name), cut(text, seed))
+        assert (content.removeprefix("Let me see."), calls) == ("", [["get_weather", "{}"]])
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n]().interrupts(TOOLS)])
+def test_a_call_within_reasoning_that_was_not_ended_is_found(name):
+    form = FORMATS[name]()
+    text = "hm" + SAMPLES[name].removeprefix("Let me see.")
+    parser = Parser(
+        lambda parser: form.script(parser, TOOLS),
+        THINK,
+        thinking=True,
+        interrupts=form.interrupts(TOOLS),
+    )
+    content, reasoning, calls = read(parser, cut(text, 3))
+    assert (content, reasoning, len(calls)) == ("", "hm", 2)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in FORMATS if len(FORMATS[n].wraps) > 1 and n != "gemma4"]
+)
+def test_markers_around_an_answer_are_no_content(name):
+    begin, end, *_ = FORMATS[name].wraps
+    for script in (None, lambda parser: FORMATS[name]().script(parser, TOOLS)):
+        parser = Parser(script, THINK, wraps=FORMATS[name].wraps)
+        assert read(parser, list(f"<think>hm</think>\n{begin}\nHello.\n{end}")) == (
+            "Hello.",
+            "hm",
+            [],
+        )
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('<|"|>a, {b}: "c"<|"|>', 'a, {b}: "c"'),
+        ('[<|"|>x<|"|>,<|"|>y<|"|>]', ["x", "y"]),
+        ('{k:[1,{<|"|>l<|"|>:null}],m:<|"|>}<|"|>}', {"k": [1, {"l": None}], "m": "}"}),
+        ("[]", []),
+        ("1.5", 1.5),
+        ('"JSON\'s, too"', "JSON's, too"),
+        ("two words", "two words"),
+    ],
+)
+def test_values_of_gemma_are_read(written, value):
+    text = f"<|tool_call>call:f{{x:{written},y:1}}<tool_call|>"
+    for seed in range(4):
+        _, _, ((name, given),) = read(parser_of("gemma4"), cut(text, seed))
+        assert (name, json.loads(given)) == ("f", {"x": value, "y": 1})
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'a\nb'", "a\nb"),
+        (r"'it\'s \u00e9 \d'", r"it's é \d"),
+        ('"""a "b" c"""', 'a "b" c'),
+        ("(1, -2.5, [true, None])", [1, -2.5, [True, None]]),
+        ("{'a': {1: 'b'}}", {"a": {"1": "b"}}),
+        ("07", 7),
+    ],
+)
+def test_values_of_python_are_read(written, value):
+    for seed in range(4):
+        _, _, ((name, given),) = read(parser_of("pythonic"), cut(f"[f(from={written})]", seed))
+        assert (name, json.loads(given)) == ("f", {"from": value})
+
+
+def test_an_argument_says_whether_it_is_a_string():
+    """DSML's does. It counts where the schema says nothing."""
+    text = (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">1'
+        "</｜DSML｜parameter>\n"
+        '<｜DSML｜parameter name="x" string="true">1</｜DSML｜parameter>\n<｜DSML｜parameter name="y" string="false">1'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    )
+    (call,) = read(parser_of("deepseek_v32"), [text])[2]
+    assert json.loads(call[1]) == {"a": 1, "x": "1", "y": 1}
+
+
 PIECES = [
     *(
         "<tool_call>",
@@ -235,6 +474,9 @@ PIECES = [
         "\n",
         "é",
         "f(x=1)",
+        *(m for form in FORMATS.values() for m in (*form.markers, *form.wraps, form.trigger) if m),
+        *("<invoke name=", "<parameter name=", "</invoke>", "</parameter>", "call:add{", '<|"|>'),
+        *("functions.add:0", "\\ud800", '"\\ud800"', "add(a=", "'''", "\x00"),
         "<",
         "None",
         "*",
@@ -273,6 +515,30 @@ def test_formats_are_found_in_templates():
         "deepseek_v3": DS[0] + "```json",
         "deepseek_v31": DS[0] + DS[1],
         "harmony": "<|start|>assistant<|channel|>final<|message|>",
+        "kimi_k2": "<|tool_calls_section_begin|>{% for %}<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+        "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
+        "functiongemma": "{{- '<start_function_call>call:' + function['name'] + '{' -}}",
+        "hy_v3": "<tool_calls>\n<tool_call>{{ name }}<tool_sep>\n<arg_key>",
+        "hy_v3_open": "{% set t = ':opensource' %}{{ '<tool_sep' ~ t ~ '>' ~ '<arg_key' ~ t ~ '>' }}",
+        "deepseek_v32": "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}function_calls> {{ message.tool_calls }}",
+        "deepseek_v4": "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}tool_calls>",
+        "deepseek_v41": "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }} calls>",
+        "step3": '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+        "minimax_m2": "{% set begin = '<minimax:tool_call>' %}<invoke name=",
+        "dots": "<dots_function_call><invoke name=",
+        "seed_oss": "<seed:tool_call>\n<function=x>\n<parameter=y>",
+        "minicpm5": '<function name="f"><param name="x">',
+        "apertus": "<|tools_prefix|>[",
+        "cohere": "<|START_ACTION|>[<|START_RESPONSE|>",
+        "internlm": "<|action_start|><|plugin|>",
+        "longcat": "<longcat_tool_call>",
+        "nemotron": '<TOOLCALL>[{{"name": "tool_name1"',
+        "phi4_mini": "<|tool|>{{ tools }}<|/tool|>",
+        "granite": "<|tool_call|>{{ calls }}",
+        "hunyuan_a13b": "<tool_calls>[",
+        "lfm2": "List of tools: {{ tools }} <|tool_call_start|>[",
+        "ernie45": "<tool_call>\n{} <response>\n",
+        "olmo3": "<function_calls>{{ calls }}</function_calls>",
     }
     assert set(found) == set(FORMATS)
     for name, template in found.items():
@@ -281,9 +547,12 @@ def test_formats_are_found_in_templates():
         assert form.name == name
     assert tool_format(None, "plain") is tool_format(None, None) is None
     assert tool_format("none", found["glm"]) is None
-    assert tool_format("glm", "plain").name == "glm"
+    assert tool_format("glm", "plain").name == tool_format("glm47", "plain").name == "glm"
+    assert tool_format("phi4-mini-json", None).name == "phi4_mini"
     assert reasoning_markers(None, found["hermes"]) == THINK
     assert reasoning_markers("mistral", "plain") == ("[THINK]", "[/THINK]")
+    assert reasoning_markers(None, "<seed:think>x</seed:think>") == REASONING["seed_oss"]
+    assert reasoning_markers(None, "'<|channel>thought\\n<channel|>'") == REASONING["gemma4"]
     assert reasoning_markers("none", found["hermes"]) is reasoning_markers(None, "plain") is None
     for choose, field in (
         (tool_format, "tool_call_parser"),

@@ -134,6 +134,72 @@ def test_special_tokens_are_named_by_their_number():
     assert writer.rules[name] == "ANY <[9]>"
 
 
+def test_special_tokens_within_a_text_are_found():
+    """DSML's mark is a token, and the tags around it are text; Gemma's quotes are tokens."""
+    tokens = {"｜DSML｜": 3, '<|"|>': 4}
+    writer = Writer(tokens.get, [*tokens, "none"])
+    assert writer.text("<｜DSML｜invoke>") == '("<" <[3]> "invoke>")'
+    name = writer.up_to("</｜DSML｜parameter>")
+    assert writer.rules[name] == f'ANY_{name.upper()} (<[3]> "parameter>")'
+    assert writer.rules[f"ANY_{name.upper()}"] == r"/(?s:.*)<\//"
+    assert writer.text('<|"|>') == "<[4]>"
+
+
+NESTED = Tool(
+    "f",
+    {
+        "type": "object",
+        "properties": {
+            "xs": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+            "kind": {"enum": ["a", "b"]},
+            "o": {
+                "type": "object",
+                "properties": {"z": {"type": "boolean"}, "A": {"type": ["string", "null"]}},
+                "required": ["z"],
+            },
+            "free": {"type": "object"},
+            "any": {},
+            "ref": {"$ref": "#/$defs/Point"},
+        },
+        "required": ["xs"],
+        "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "number"}}}},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "fits"),
+    [
+        ("{xs:[1]}", True),
+        ("{xs:[1,2,3]}", True),
+        ("{xs:[]}", False),
+        ("{xs:[1,2,3,4]}", False),
+        ('{kind:<|"|>a<|"|>,xs:[1]}', True),
+        ('{kind:<|"|>c<|"|>,xs:[1]}', False),
+        ("{}", False),
+        ('{o:{A:<|"|>x, {y}<|"|>,z:true},xs:[1]}', True),
+        ("{o:{A:null,z:true},xs:[1]}", True),
+        ("{o:{A:null},xs:[1]}", False),
+        ('{any:[1.5,{k:<|"|><|"|>}],free:{a:{b:null}},xs:[1]}', True),
+        ("{ref:{x:1.5},xs:[1]}", True),
+        ('{ref:{x:<|"|>1<|"|>},xs:[1]}', False),
+    ],
+)
+def test_nested_values_keep_to_the_schema_in_the_notation_of_gemma(
+    written, fits, tokenizer, accepts
+):
+    """Keys stand in the order in which the template writes them: by the alphabet."""
+    params = reading("gemma4", offered=(NESTED,), must_call=True).structured(None, tokenizer)
+    assert accepts(params, f"<|tool_call>call:f{written}<tool_call|>") == fits
+
+
+def test_a_schema_without_an_end_is_refused_in_the_notation_of_gemma(tokenizer):
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+    tool = Tool("f", {**node, "$defs": {"Node": node}})
+    with pytest.raises(RequestError, match="nested"):
+        reading("gemma4", offered=(tool,)).structured(None, tokenizer)
+
+
 def test_special_markers_are_tokens(tokenizer, accepts, monkeypatch):
     monkeypatch.setattr(FORMATS["mistral_args"], "trigger", "<|im_end|>")
     for params in (

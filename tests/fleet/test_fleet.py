@@ -197,7 +197,7 @@ def test_a_rollout_loses_nothing(fleet, tiny):
         fleet.head.rollout(fleet_of(version(tiny, engine=engine))), 200
     )  # the canary goes
     assert back == {"replaced": 0, "started": 0, "ended": 1}
-    with pytest.raises(ConfigError, match="anew"):
+    with pytest.raises(ConfigError, match="restart the fleet"):
         fleet.call(fleet.head.rollout(msgspec.structs.replace(fleet.head.fleet, tls="auto")))
 
 

@@ -211,7 +211,7 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
         ({"slow_factor": 2}, "fleet.yaml", "it stands in router"),
         ({"router": {"retries": {"shre": 1}}}, "router.retries", "did you mean 'share'?"),
         ({"tls": {"ca": "a", "cert": "b"}}, "tls", "there are ca, certificate, key"),
-        ({"port": 9000, "grpc_port": 9000}, "grpc_port", "one of its own"),
+        ({"port": 9000, "grpc_port": 9000}, "grpc_port", "give gRPC another port"),
         ({"audit_prompts": True}, "audit_log", "only with audit_log"),
         ({"batch_beside": 1}, "batch_beside", "only with files_dir"),
         ({"backend": "kubernetes"}, "backend", "it is one of processes, ray"),

@@ -244,7 +244,7 @@ def test_a_rollout_that_can_not_start_leaves_the_fleet_as_it_was(two, tiny):
     )
     versions = (*two.head.fleet.models["tiny"].versions, *fleet_of(added).models["tiny"].versions)
     models = {"tiny": msgspec.structs.replace(two.head.fleet.models["tiny"], versions=versions)}
-    with pytest.raises(ConfigError, match=r"max_model_len.*what it was before"):
+    with pytest.raises(ConfigError, match=r"max_model_len.*fleet is unchanged"):
         two.call(two.head.rollout(msgspec.structs.replace(two.head.fleet, models=models)), 300)
     assert [v.name for v in two.head.members.models["tiny"]] == ["v1"]
     assert {r.id for r in two.head.members.all_replicas()} == before, "they were restarted"

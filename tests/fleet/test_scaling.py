@@ -393,7 +393,7 @@ def test_each_version_is_scaled_by_its_own_requests(tiny, tmp_path, monkeypatch)
 
 def test_objectives_that_no_replica_meets_are_refused(tiny):
     (spec,) = pools(fleet_with(tiny, 1, 2))
-    with pytest.raises(ConfigError, match="for a request alone") as refused:
+    with pytest.raises(ConfigError, match="even a request alone misses") as refused:
         make(spec, Autoscale(), ScalingObjectives(ttft_s=1e-6))
     assert refused.value.field == "models.tiny.autoscale.objectives"
 
@@ -483,7 +483,7 @@ def test_a_rollout_keeps_the_number(tiny, tmp_path):
 
     with running(fleet_of_engine(), tmp_path / "state") as fleet:
         assert asked_all(fleet) == {}  # off by default
-        with pytest.raises(ConfigError, match="fleet's are tiny/v1/main"):
+        with pytest.raises(ConfigError, match="it has tiny/v1/main"):
             fleet.call(fleet.head.scale("tiny", 2))
         with pytest.raises(ConfigError, match=r"from 1 to 3 .*fleet rollout"):
             fleet.call(fleet.head.scale("tiny/v1/main", 4))

@@ -13,7 +13,7 @@ import torch
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.states import LayerState
 from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
-from tests.kernels.recurrent_cases import Maker, Part, both, error, metadata
+from tests.kernels.recurrent_steps import Maker, Part, both, error, metadata
 
 pytestmark = [
     pytest.mark.gpu,

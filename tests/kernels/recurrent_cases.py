@@ -1,25 +1,26 @@
-"""Random steps of recurrent layers for the tests of their ops, and the specs they run with."""
+"""Random steps for the ops of recurrent layers, each op's calls, and Hugging Face's modules in terms of them."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.ops import OpSet
 from slipstream.kernels.states import (
+    CHUNK,
     ConvParams,
     GatedDeltaParams,
     LayerState,
     Mamba2Params,
     MambaParams,
     StateMetadata,
-    chunk_table,
 )
 from slipstream.spec.recurrent import (
     GatedDeltaSpec,
@@ -29,172 +30,508 @@ from slipstream.spec.recurrent import (
     ShortConvSpec,
 )
 
-GARBAGE = 1000.0
+GARBAGE = 1e4
+"""Fills the slots that no sequence reads, and the null slot."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """`marks`: tokens after which the state is kept, beside the last. `follows`: it has a state; `in_place`: the last
-    state overwrites it."""
+class StatefulSequence:
+    """A sequence of `num_tokens` that reads a slot. `kept` has (token of the sequence, slot) pairs."""
 
-    length: int
-    marks: tuple[int, ...] = ()
-    follows: bool = True
-    in_place: bool = True
+    num_tokens: int
+    read: int
+    kept: tuple[tuple[int, int], ...] = ()
 
 
-@st.composite
-def sequences(draw: Any, longest: int = 150) -> list[Part]:
-    """Decodes first, padded ones among them (length 0 here), then drafts to verify, then prompts with marks."""
-    flag = st.booleans()
-    found = [Part(1, (), draw(flag), draw(flag)) for _ in range(draw(st.integers(0, 3)))]
-    found += [Part(0)] * draw(st.integers(0, 2))
-    for _ in range(draw(st.integers(0, 2))):
-        n = draw(st.integers(2, 6))
-        found.append(Part(n, tuple(range(n)), draw(flag), draw(flag)))
-    for _ in range(draw(st.integers(0, 2))):
-        n = draw(st.sampled_from([2, 3, 17, 63, 64, 65, 128, longest]))
-        marks = draw(st.lists(st.integers(0, n - 1), max_size=2, unique=True))
-        found.append(Part(n, tuple(sorted(marks)), draw(flag), draw(flag)))
-    return found or [Part(1)]
-
-
-def metadata(given: Sequence[Part], device: str = "cpu") -> tuple[AttentionMetadata, int]:
-    """(the step's metadata, the number of slots)."""
-    lengths = [max(1, s.length) for s in given]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    read, write, slots = [], torch.zeros(int(starts[-1]), dtype=torch.int32), 1
-    for s, begin in zip(given, starts.tolist(), strict=False):
-        own = slots if s.length and s.follows else 0
-        slots += own > 0
-        read.append(own)
-        for mark in sorted({*s.marks, s.length - 1}) if s.length else ():
-            last = mark == s.length - 1
-            write[begin + mark] = own if last and own and s.in_place else slots
-            slots += not (last and own and s.in_place)
-    num_decodes = sum(n == 1 for n in lengths)
-    chunks = torch.from_numpy(chunk_table(starts.tolist(), write.numpy(), num_decodes))
-    if len(chunks):
-        chunks = torch.cat((chunks, torch.zeros(2, 3, dtype=torch.int32)))  # padding
+def step_of(sequences: Sequence[StatefulSequence]) -> AttentionMetadata:
+    """Makes the metadata of a step, decodes first."""
+    decodes = [s for s in sequences if s.num_tokens == 1]
+    ordered = decodes + [s for s in sequences if s.num_tokens != 1]
+    starts, write = [0], []
+    chunks: list[tuple[int, int, int]] = []
+    for i, s in enumerate(ordered):
+        begin, kept = starts[-1], dict(s.kept)
+        write += [kept.get(t, 0) for t in range(s.num_tokens)]
+        cuts = sorted({*(t + 1 for t in kept), *range(CHUNK, s.num_tokens, CHUNK), s.num_tokens})
+        if i >= len(decodes):
+            chunks += [(i, begin + a, begin + b) for a, b in zip([0, *cuts], cuts, strict=False)]
+        starts.append(begin + s.num_tokens)
+    num_tokens, lens = starts[-1], torch.tensor([s.num_tokens for s in ordered], dtype=torch.int32)
     states = StateMetadata(
-        torch.tensor(read, dtype=torch.int32).to(device), write.to(device), chunks.to(device)
+        read=torch.tensor([s.read for s in ordered], dtype=torch.int32),
+        write=torch.tensor(write, dtype=torch.int32),
+        chunks=torch.tensor(chunks, dtype=torch.int32).view(-1, 3),
     )
-    meta = AttentionMetadata.uniform(1, 1, 1, block_size=16, device=torch.device(device))
-    meta = dataclasses.replace(
-        meta,
-        query_start_loc=starts.to(device),
-        num_decodes=num_decodes,
-        max_query_len=max(lengths),
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=lens,
+        block_table=torch.zeros(len(ordered), 1, dtype=torch.int32),
+        positions=torch.zeros(num_tokens, dtype=torch.int64),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+        num_decodes=len(decodes),
+        max_query_len=int(lens.max()) if len(lens) else 0,
+        max_seq_len=int(lens.max()) if len(lens) else 0,
         states=states,
     )
-    return meta, slots
 
 
-def owned(given: Sequence[Part]) -> Tensor:
-    """The tokens that are no padding."""
-    return torch.cat([torch.full((max(1, s.length),), s.length > 0) for s in given])
+def new_state(
+    spec: RecurrentSpec,
+    num_slots: int,
+    used: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+) -> LayerState:
+    """Makes a layer's slots: random numbers in those `used`, and else garbage."""
+    conv = torch.full((num_slots, spec.conv_width - 1, spec.conv_channels), GARBAGE, dtype=dtype)
+    shape = spec.state_shape
+    states = None if shape is None else torch.full((num_slots, *shape), GARBAGE)
+    for slot in used:
+        conv[slot] = torch.randn(conv.shape[1:]).to(dtype)
+        if states is not None:
+            states[slot] = torch.randn(states.shape[1:])
+    return LayerState(conv, states)
 
 
-class Maker:
-    def __init__(self, seed: int, device: str, dtype: torch.dtype) -> None:
-        self.rng = torch.Generator().manual_seed(seed)
-        self.device, self.dtype = device, dtype
+def copy_of(state: LayerState) -> LayerState:
+    return LayerState(
+        state.conv.clone(), None if state.recurrent is None else state.recurrent.clone()
+    )
 
-    def normal(self, *shape: int, wide: bool = False, scale: float = 1.0) -> Tensor:
-        made = torch.randn(*shape, generator=self.rng) * scale
-        return made.to(self.device, torch.float32 if wide else self.dtype)
 
-    def state(self, spec: RecurrentSpec, slots: int) -> LayerState:
-        """Random states; what is in the null slot would be seen in the result."""
-        conv = self.normal(slots, spec.conv_width - 1, spec.conv_channels)
-        conv[0] = GARBAGE
-        if spec.state_shape is None:
-            return LayerState(conv)
-        states = self.normal(slots, *spec.state_shape, wide=True)
-        states[0] = GARBAGE
-        return LayerState(conv, states)
+Call = Callable[[OpSet, Any, LayerState, AttentionMetadata], Tensor]
+"""Runs a layer's ops on its inputs [T, …]."""
 
-    def conv(self, spec: RecurrentSpec, bias: bool, silu: bool = True) -> ConvParams:
-        c, w = spec.conv_channels, spec.conv_width
-        return ConvParams(
-            weight=self.normal(c, w, scale=0.5),
-            bias=self.normal(c, scale=0.5) if bias else None,
-            silu=silu,
+
+def conv_params(
+    spec: RecurrentSpec, dtype: torch.dtype, *, bias: bool = False, silu: bool = True
+) -> ConvParams:
+    channels, width = spec.conv_channels, spec.conv_width
+    own = torch.randn(channels).to(dtype) if bias else None
+    return ConvParams(weight=torch.randn(channels, width).to(dtype), bias=own, silu=silu)
+
+
+def random_layer(
+    spec: RecurrentSpec, dtype: torch.dtype = torch.float32
+) -> tuple[Call, Callable[[int], tuple[Tensor, ...]]]:
+    """Makes random parameters. Returns the op's call, and a function that makes inputs of T tokens."""
+
+    def rows(num_tokens: int, *widths: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(num_tokens, width).to(dtype) for width in widths)
+
+    match spec:
+        case GatedDeltaSpec():
+            params = GatedDeltaParams(
+                spec=spec,
+                conv=conv_params(spec, dtype),
+                decay=torch.randn(spec.num_heads),
+                time=torch.randn(spec.decay_size),
+                norm=torch.randn(spec.value_dim).to(dtype),
+            )
+            apart = spec.latent is not None
+            widths = (
+                (spec.conv_channels, spec.num_heads, spec.decay_size, spec.v_size)
+                if apart
+                else (spec.conv_channels + spec.v_size, spec.num_heads + spec.decay_size)
+            )
+
+            def delta(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
+                more = dict(decay=x[2], z=x[3]) if apart else {}
+                return ops.gated_delta(
+                    x[0], gates=x[1], state=state, meta=meta, params=params, **more
+                )
+
+            return delta, lambda n: rows(n, *widths)
+        case Mamba2Spec():
+            normed = spec.norm is not None
+            own = Mamba2Params(
+                spec=spec,
+                conv=conv_params(spec, dtype, bias=spec.conv_bias),
+                decay=torch.randn(spec.num_heads),
+                time=torch.randn(spec.num_heads),
+                skip=torch.randn(spec.num_heads),
+                norm=torch.randn(spec.v_size).to(dtype) if normed else None,
+            )
+            width = spec.v_size + spec.conv_channels + spec.num_heads
+            return (
+                lambda ops, x, state, meta: ops.mamba2(x[0], state=state, meta=meta, params=own),
+                lambda n: rows(n, width),
+            )
+        case MambaSpec():
+            conv = conv_params(spec, dtype, bias=spec.conv_bias)
+            scan = MambaParams(
+                spec=spec,
+                decay=torch.randn(spec.width, spec.key_dim),
+                time=torch.randn(spec.width),
+                skip=torch.randn(spec.width),
+            )
+
+            def mamba(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
+                inner = ops.causal_conv(x[0], state=state, meta=meta, params=conv)
+                more: dict[str, Any] = dict(state=state, meta=meta, params=scan)
+                return ops.selective_scan(inner, dt=x[1], b=x[2], c=x[3], xz=x[0], **more)
+
+            return mamba, lambda n: rows(n, 2 * spec.width, spec.width, spec.key_dim, spec.key_dim)
+        case ShortConvSpec():
+            short = conv_params(spec, dtype, bias=spec.bias, silu=False)
+            return (
+                lambda ops, x, state, meta: ops.short_conv(
+                    x[0], state=state, meta=meta, params=short
+                ),
+                lambda n: rows(n, 3 * spec.width),
+            )
+
+
+# --- Hugging Face's modules -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """A module of transformers: its layer as a spec, its products and our op."""
+
+    module: nn.Module
+    spec: RecurrentSpec
+    inputs: Callable[[Tensor], Any]  # hidden states [T, E] → what the op takes
+    call: Call
+    out: nn.Linear
+
+
+def _randomized(module: nn.Module) -> nn.Module:
+    for name, parameter in module.named_parameters():
+        scale = 1.0 if parameter.dim() < 2 or "conv" in name or "A_log" in name else 0.3
+        nn.init.normal_(parameter, std=scale)
+        if "norm" in name:
+            parameter.data += 1
+    return module.eval().requires_grad_(False)
+
+
+def _conv(module: nn.Conv1d, *, silu: bool = True) -> ConvParams:
+    bias = None if module.bias is None else module.bias
+    return ConvParams(weight=module.weight.squeeze(1), bias=bias, silu=silu)
+
+
+def qwen3_next() -> Theirs:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    config = Qwen3NextConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        linear_num_value_heads=6,
+        linear_num_key_heads=3,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        layer_types=["linear_attention"],
+    )
+    m: Any = _randomized(Qwen3NextGatedDeltaNet(config, 0))
+    spec = GatedDeltaSpec(
+        num_key_heads=3,
+        num_heads=6,
+        key_dim=16,
+        value_dim=24,
+        conv_width=4,
+        eps=config.rms_norm_eps,
+    )
+    params = GatedDeltaParams(
+        spec=spec, conv=_conv(m.conv1d), decay=m.A_log, time=m.dt_bias, norm=m.norm.weight
+    )
+
+    def inputs(h: Tensor) -> Any:
+        q, k, v, z, b, a = m.fix_query_key_value_ordering(
+            m.in_proj_qkvz(h)[None], m.in_proj_ba(h)[None]
         )
+        x = torch.cat([y[0].flatten(1) for y in (q, k, v, z)], dim=1)
+        return x, torch.cat((b[0], a[0]), dim=1)
 
-    def call(self, spec: RecurrentSpec, tokens: int) -> tuple[str, tuple[Tensor, ...], Any, dict]:
-        """(op, its rows, its parameters, further arguments)."""
-        match spec:
-            case GatedDeltaSpec():
-                params = GatedDeltaParams(
-                    spec=spec,
-                    conv=self.conv(spec, False),
-                    decay=self.normal(spec.num_heads, wide=True),
-                    time=self.normal(spec.decay_size, wide=True),
-                    norm=self.normal(spec.value_dim),
-                )
-                if spec.latent is None:
-                    x = self.normal(tokens, spec.conv_channels + spec.v_size)
-                    gates = self.normal(tokens, spec.num_heads + spec.decay_size)
-                    return "gated_delta", (x, gates), params, {}
-                x, gates = (self.normal(tokens, n) for n in (spec.conv_channels, spec.num_heads))
-                more = {
-                    "decay": self.normal(tokens, spec.decay_size),
-                    "z": self.normal(tokens, spec.v_size),
-                }
-                return "gated_delta", (x, gates), params, more
-            case Mamba2Spec():
-                heads = spec.num_heads
-                norm = None if spec.norm is None else self.normal(spec.v_size)
-                two = Mamba2Params(
-                    spec=spec,
-                    conv=self.conv(spec, spec.conv_bias),
-                    decay=self.normal(heads, wide=True),
-                    time=self.normal(heads, wide=True),
-                    skip=self.normal(heads, wide=True),
-                    norm=norm,
-                )
-                rows = spec.v_size + spec.conv_channels + heads
-                return "mamba2", (self.normal(tokens, rows),), two, {}
-            case MambaSpec():
-                c, k = spec.width, spec.key_dim
-                one = MambaParams(
-                    spec=spec,
-                    decay=self.normal(c, k, wide=True),
-                    time=self.normal(c, wide=True),
-                    skip=self.normal(c, wide=True),
-                )
-                rows = tuple(self.normal(tokens, n) for n in (c, c, k, k, 2 * c))
-                return "selective_scan", rows, one, {}
-            case ShortConvSpec():
-                x = self.normal(tokens, 3 * spec.width)
-                return "short_conv", (x,), self.conv(spec, spec.bias, silu=False), {}
+    return Theirs(m, spec, inputs, _delta(params), m.out_proj)
 
 
-def both(
-    ours: Any, theirs: Any, spec: RecurrentSpec, given: Sequence[Part], maker: Maker
-) -> list[tuple[Tensor, Tensor]]:
-    """Runs an op of `ours`, and of `theirs` in float32 → pairs of what they give: rows, convolution states, states."""
-    meta, slots = metadata(given, maker.device)
-    assert meta.states is not None
-    name, rows, params, more = maker.call(spec, len(meta.states.write))
-    state, live = maker.state(spec, slots), owned(given).to(maker.device)
-    results = []
-    for ops, dtype in ((ours, maker.dtype), (theirs, torch.float32)):
-        recurrent = None if state.recurrent is None else state.recurrent.clone()
-        own = LayerState(state.conv.to(dtype, copy=True), recurrent)
-        wide = {key: value.to(dtype) for key, value in more.items()}
-        out = getattr(ops, name)(
-            *(x.to(dtype) for x in rows), state=own, meta=meta, params=params, **wide
-        )
-        results.append((out[live], own.conv, own.recurrent))
-    return [(a, b) for a, b in zip(*results, strict=True) if a is not None]
+def olmo_hybrid() -> Theirs:
+    from transformers import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+    config = OlmoHybridConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        linear_num_value_heads=4,
+        linear_num_key_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=24,
+        linear_allow_neg_eigval=True,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    m: Any = _randomized(OlmoHybridGatedDeltaNet(config, 0))
+    spec = GatedDeltaSpec(
+        num_key_heads=4,
+        num_heads=4,
+        key_dim=12,
+        value_dim=24,
+        conv_width=4,
+        eps=m.o_norm.variance_epsilon,
+        negative_eigenvalues=True,
+    )
+    params = GatedDeltaParams(
+        spec=spec, conv=_conv(m.conv1d), decay=m.A_log, time=m.dt_bias, norm=m.o_norm.weight
+    )
+
+    def inputs(h: Tensor) -> Any:
+        rows = [project(h) for project in (m.q_proj, m.k_proj, m.v_proj, m.g_proj)]
+        return torch.cat(rows, dim=1), torch.cat((m.b_proj(h), m.a_proj(h)), dim=1)
+
+    return Theirs(m, spec, inputs, _delta(params), m.o_proj)
 
 
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """‖ours − theirs‖ / ‖theirs‖, without the null slot's numbers, which are large and must be the same."""
-    null = theirs == GARBAGE
-    assert ours.isfinite().all()
-    assert torch.equal(null, ours == GARBAGE)
-    ours, theirs = ours[~null].float(), theirs[~null].float()
-    return ((ours - theirs).norm() / theirs.norm()).item()
+def kimi_linear() -> Theirs:
+    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    config = KimiLinearConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        linear_num_heads=3,
+        linear_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    m: Any = _randomized(KimiLinearDeltaAttention(config, 0))
+    spec = GatedDeltaSpec(
+        num_key_heads=3,
+        num_heads=3,
+        key_dim=16,
+        value_dim=16,
+        conv_width=config.linear_conv_kernel_dim,
+        eps=config.rms_norm_eps,
+        decay="channel",
+        gate="sigmoid",
+        latent=16,
+    )
+    gate = m.forget_gate
+    params = GatedDeltaParams(
+        spec=spec,
+        conv=_conv(m.conv1d),
+        decay=gate.A_log.flatten(),
+        time=gate.dt_bias,
+        norm=m.o_norm.weight,
+    )
+
+    def inputs(h: Tensor) -> Any:
+        x = torch.cat([project(h) for project in (m.q_proj, m.k_proj, m.v_proj)], dim=1)
+        return x, m.b_proj(h), gate.f_b_proj(gate.f_a_proj(h)), m.g_b_proj(m.g_a_proj(h))
+
+    return Theirs(m, spec, inputs, _delta(params, apart=True), m.o_proj)
+
+
+def _delta(params: GatedDeltaParams, *, apart: bool = False) -> Call:
+    def call(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
+        more = dict(decay=x[2], z=x[3]) if apart else {}
+        return ops.gated_delta(x[0], gates=x[1], state=state, meta=meta, params=params, **more)
+
+    return call
+
+
+def _mamba2(m: Any, spec: Mamba2Spec, inputs: Callable[[Tensor], Tensor]) -> Theirs:
+    params = Mamba2Params(
+        spec=spec,
+        conv=_conv(m.conv1d),
+        decay=m.A_log,
+        time=m.dt_bias,
+        skip=m.D,
+        norm=None if spec.norm is None else m.norm.weight,
+    )
+    return Theirs(
+        m,
+        spec,
+        lambda h: (inputs(h),),
+        lambda ops, x, state, meta: ops.mamba2(x[0], state=state, meta=meta, params=params),
+        m.out_proj,
+    )
+
+
+def nemotron_h() -> Theirs:
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+
+    config = NemotronHConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        mamba_num_heads=6,
+        mamba_head_dim=12,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=8,
+        layers_block_type=["mamba"],
+    )
+    m: Any = _randomized(NemotronHMamba2Mixer(config, 0))
+    low, high = m.time_step_limit
+    spec = Mamba2Spec(
+        num_heads=6,
+        value_dim=12,
+        key_dim=16,
+        num_groups=2,
+        conv_width=4,
+        eps=config.layer_norm_epsilon,
+        norm_groups=2,
+        time_limit=(low, high),
+    )
+    return _mamba2(m, spec, m.in_proj)
+
+
+def bamba() -> Theirs:
+    from transformers import BambaConfig
+    from transformers.models.bamba.modeling_bamba import BambaMixer
+
+    config = BambaConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
+    )
+    m: Any = _randomized(BambaMixer(config, 0))
+    spec = Mamba2Spec(
+        num_heads=4,
+        value_dim=16,
+        key_dim=24,
+        num_groups=1,
+        conv_width=4,
+        eps=config.rms_norm_eps,
+        time_limit=tuple(config.time_step_limit),
+    )
+    return _mamba2(m, spec, m.in_proj)
+
+
+def falcon_h1(*, norm: bool, first: bool = False) -> Theirs:
+    from transformers import FalconH1Config
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer
+
+    config = FalconH1Config(
+        hidden_size=32,
+        num_hidden_layers=1,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_ssm=64,
+        mamba_d_state=24,
+        mamba_n_groups=2,
+        mamba_chunk_size=8,
+        mamba_rms_norm=norm,
+        mamba_norm_before_gate=first,
+    )
+    m: Any = _randomized(FalconH1Mixer(config, 0))
+    if not hasattr(m, "mup_vector"):
+        m.register_buffer("mup_vector", torch.ones(1, 1, m.in_proj.out_features))
+    spec = Mamba2Spec(
+        num_heads=4,
+        value_dim=16,
+        key_dim=24,
+        num_groups=2,
+        conv_width=4,
+        eps=config.rms_norm_eps,
+        norm=None if not norm else "norm_first" if first else "gate_first",
+        norm_groups=2,
+    )
+    return _mamba2(m, spec, lambda h: m.in_proj(h * m.ssm_in_multiplier) * m.mup_vector[0])
+
+
+def jamba() -> Theirs:
+    from transformers import JambaConfig
+    from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+
+    config = JambaConfig(
+        hidden_size=20, num_hidden_layers=1, mamba_d_state=8, mamba_dt_rank=5, mamba_expand=2
+    )
+    return _mamba1(_randomized(JambaMambaMixer(config, 0)), 40, 8, 5)
+
+
+def falcon_mamba() -> Theirs:
+    from transformers import FalconMambaConfig
+    from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
+
+    config = FalconMambaConfig(
+        hidden_size=24, num_hidden_layers=1, state_size=16, time_step_rank=6, expand=2
+    )
+    return _mamba1(
+        _randomized(FalconMambaMixer(config, 0, initialize_mixer_weights=False)), 48, 16, 6
+    )
+
+
+def _mamba1(m: Any, width: int, key_dim: int, rank: int) -> Theirs:
+    spec = MambaSpec(width=width, key_dim=key_dim, rank=rank, conv_width=4, eps=1e-6)
+    conv = _conv(m.conv1d)
+    params = MambaParams(spec=spec, decay=m.A_log, time=m.dt_proj.bias, skip=m.D)
+
+    def call(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
+        inner = ops.causal_conv(x[0], state=state, meta=meta, params=conv)
+        dt, b, c = m.x_proj(inner).split([rank, key_dim, key_dim], dim=1)
+        dt, b, c = m.dt_layernorm(dt), m.b_layernorm(b), m.c_layernorm(c)
+        dt = F.linear(dt, m.dt_proj.weight)
+        more: dict[str, Any] = dict(state=state, meta=meta, params=params)
+        return ops.selective_scan(inner, dt=dt, b=b, c=c, xz=x[0], **more)
+
+    return Theirs(m, spec, lambda h: (m.in_proj(h),), call, m.out_proj)
+
+
+def lfm2() -> Theirs:
+    from transformers import Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    config = Lfm2Config(
+        hidden_size=40, num_hidden_layers=1, conv_L_cache=3, conv_bias=True, layer_types=["conv"]
+    )
+    m: Any = _randomized(Lfm2ShortConv(config, 0))
+    spec = ShortConvSpec(width=40, conv_width=3, bias=True)
+    params = _conv(m.conv, silu=False)
+    return Theirs(
+        m,
+        spec,
+        lambda h: (m.in_proj(h),),
+        lambda ops, x, state, meta: ops.short_conv(x[0], state=state, meta=meta, params=params),
+        m.out_proj,
+    )
+
+
+THEIRS: dict[str, Callable[[], Theirs]] = {
+    "qwen3_next": qwen3_next,
+    "olmo_hybrid": olmo_hybrid,
+    "kimi_linear": kimi_linear,
+    "nemotron_h": nemotron_h,
+    "bamba": bamba,
+    "falcon_h1 without a norm": lambda: falcon_h1(norm=False),
+    "falcon_h1, gate first": lambda: falcon_h1(norm=True),
+    "falcon_h1, norm first": lambda: falcon_h1(norm=True, first=True),
+    "jamba": jamba,
+    "falcon_mamba": falcon_mamba,
+    "lfm2": lfm2,
+}
+
+
+# --- Our layers -------------------------------------------------------------------------------------------------------
+
+_DELTA = GatedDeltaSpec(
+    num_key_heads=2, num_heads=4, key_dim=16, value_dim=32, conv_width=4, eps=1e-6
+)
+_MAMBA2 = Mamba2Spec(num_heads=4, value_dim=16, key_dim=8, num_groups=2, conv_width=4, eps=1e-5)
+SPECS: dict[str, RecurrentSpec] = {
+    "delta": _DELTA,
+    "delta of odd sizes": replace(
+        _DELTA, num_heads=6, key_dim=11, value_dim=21, negative_eigenvalues=True, conv_width=2
+    ),
+    "delta of wide heads": replace(_DELTA, num_key_heads=1, num_heads=1, key_dim=40, value_dim=144),
+    "delta by channel": replace(_DELTA, num_key_heads=4, decay="channel", gate="sigmoid", latent=8),
+    "delta by channel, together": replace(_DELTA, decay="channel", value_dim=16),
+    "mamba2": _MAMBA2,
+    "mamba2 of odd sizes": replace(
+        _MAMBA2, num_heads=3, num_groups=3, value_dim=20, key_dim=13, norm_groups=3, conv_bias=False
+    ),
+    "mamba2, norm first": replace(
+        _MAMBA2, norm="norm_first", norm_groups=2, time_limit=(0.1, 0.6), value_dim=64
+    ),
+    "mamba2 without a norm": replace(_MAMBA2, norm=None, num_groups=1, time_limit=(0.01, math.inf)),
+    "mamba": MambaSpec(width=48, key_dim=16, rank=4, conv_width=4, eps=1e-6),
+    "mamba of odd sizes": MambaSpec(
+        width=37, key_dim=5, rank=4, conv_width=3, eps=1e-6, conv_bias=False
+    ),
+    "short": ShortConvSpec(width=64, conv_width=3),
+    "short of odd sizes": ShortConvSpec(width=45, conv_width=4, bias=True),
+}

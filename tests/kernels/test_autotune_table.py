@@ -186,7 +186,7 @@ def test_which_table_is_taken(tmp_path):
     assert merged.entries == {**shipped.entries, **ENTRIES}
     assert load_tiles("shipped", DEVICE, tmp_path) == shipped
     assert load_tiles(str(own), DEVICE, tmp_path / "elsewhere") == TABLE
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="not a file"):
         load_tiles(str(tmp_path / "missing.json"), DEVICE, tmp_path)
 
 

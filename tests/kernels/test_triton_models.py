@@ -25,6 +25,8 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
         ("gpt_bigcode", {}),
         ("gemma2", {"attn_logit_softcapping": 5.0}),
+        ("gemma4_text", {}),
+        ("gemma4_text", tiny_models.GEMMA4_MOE),
         ("olmo2", {}),
         ("granite", {}),
         ("cohere2", {}),

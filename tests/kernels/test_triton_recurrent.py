@@ -11,7 +11,7 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.recurrent import conv, rules
 from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
-from tests.kernels.recurrent_cases import Maker, Part, both, error, sequences
+from tests.kernels.recurrent_steps import Maker, Part, both, error, sequences
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
 DELTA = dict(num_key_heads=1, num_heads=2, key_dim=16, value_dim=16, conv_width=4, eps=1e-6)
@@ -43,6 +43,7 @@ def close(pairs, tolerance=2e-4):
 def test_op_equals_the_oracle_in_steps_of_decodes_drafts_and_prompts(name, parts, short, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conv, "SHORT", short)
+        patch.setattr(rules, "SHORT", short)
         close(both(OURS, REFERENCE, SPECS[name], parts, Maker(seed, "cpu", torch.float32)))
 
 

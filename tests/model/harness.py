@@ -71,7 +71,7 @@ class Paged:
         random.Random(0).shuffle(ids)
         self.tables = torch.tensor(ids, dtype=torch.int32).view(num_seqs, per_seq)
         dtype = model.decoder.dtype
-        self.kv = [
+        own = [
             LayerKV(
                 *cache_tensors(
                     layer.attention,
@@ -83,6 +83,8 @@ class Paged:
             )
             for layer in (model.spec.layers[i] for i in model.spec.local_layers)
         ]
+        first = model.spec.local_layers.start
+        self.kv = [own[model.spec.owners[i] - first] for i in model.spec.local_layers]
         self.computed = [0] * num_seqs
 
     @torch.inference_mode()

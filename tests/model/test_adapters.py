@@ -205,7 +205,7 @@ def test_files_that_are_refused(layout, broken):
     (broken / CONFIG_NAME).write_text("[]")
     refused(layout, broken, CONFIG_NAME)
     (broken / CONFIG_NAME).unlink()
-    refused(layout, broken, "no adapter that PEFT saved")
+    refused(layout, broken, "not an adapter saved by PEFT")
 
 
 def test_a_product_in_one_piece_is_refused_by_name(tmp_path):

@@ -28,8 +28,7 @@ def build(path, family, **more):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-        for buffer in tiny_models.correction_buffers(model):
-            buffer.normal_(0.0, 0.3)
+        tiny_models.shake_buffers(model)
     model.save_pretrained(path)
     return model
 

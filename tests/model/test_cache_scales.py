@@ -230,7 +230,7 @@ def test_other_schemes_are_refused_by_name(tmp_path, config, field):
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"kv_cache_dtype": "int8"}, "take the model's type, 'float32'"),
+        ({"kv_cache_dtype": "int8"}, "use the model's type, 'float32'"),
         ({"kernels": "auto"}, "set it to the model's type"),
         ({"kernels": "auto", "kv_cache_dtype": "fp8"}, "set it to the model's type"),
     ],

@@ -55,9 +55,7 @@ def test_states_equal_transformers(family, tmp_path):
     )  # one layer's, for the time of a step
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in tiny_models.ENCODERS if family != "eurobert"]
-)
+@pytest.mark.parametrize("family", tiny_models.SCORING)
 def test_scores_of_pairs_equal_transformers(family, tmp_path):
     theirs = tiny_models.build_encoder(tmp_path, family, num_labels=3)
     num_first = [2, 1, 30, 15, 1] if family == "bert" else [len(t) for t in TEXTS]

@@ -75,6 +75,14 @@ CASES = {
     "mistral-open": ("mistral", {"sliding_window": None}),
     "qwen2-full": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
     "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 4.0}),
+    "gemma4-31b": (  # keys as values in layers without a window
+        "gemma4_text",
+        {
+            **dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True),
+            **dict(num_global_key_value_heads=1, final_logit_softcapping=4.0),
+        },
+    ),
+    "gemma4-26b-a4b": ("gemma4_text", tiny_models.GEMMA4_MOE),
     "gptj-whole": ("gptj", {"rotary_dim": 8}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
     "bigcode-mha": ("gpt_bigcode", {"multi_query": False}),
@@ -118,6 +126,7 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "phi-normed": ("phi", {"qk_layernorm": True}),
     "mistral-nemo": ("mistral", {"head_dim": 16, "sliding_window": None}),
     "qwen3-windows": (
         "qwen3",
@@ -258,7 +267,8 @@ def test_the_spec_counts_what_is_there(case):
     path, theirs, _ = case
     description = read_spec(path)
     spec = description.spec
-    theirs_all = (*theirs.parameters(), *tiny_models.correction_buffers(theirs))
+    buffers = tiny_models.correction_buffers(theirs) + tiny_models.scalar_buffers(theirs)
+    theirs_all = (*theirs.parameters(), *buffers)
     assert spec.num_parameters == sum(p.numel() for p in theirs_all)
     count = 0
     for shape in parameters(spec).values():
@@ -267,11 +277,11 @@ def test_the_spec_counts_what_is_there(case):
             size *= n
         count += size
     assert count == spec.num_parameters
-    count, a = len(spec.attentions), spec.attentions[0]
-    numbers = 2 * a.num_kv_heads * a.head_dim
-    if isinstance(a, LatentAttentionSpec):
-        numbers = a.kv_rank + a.rotary_dim
-    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * count * numbers
+    numbers = 0
+    for a in (a for a in spec.attentions if a.kv_from is None):
+        latent = isinstance(a, LatentAttentionSpec)
+        numbers += a.kv_rank + a.rotary_dim if latent else 2 * a.num_kv_heads * a.head_dim
+    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * numbers
 
 
 # --- What must be refused -----------------------------------------------------------------------------------------------

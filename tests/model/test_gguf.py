@@ -180,8 +180,8 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     for cut in range(1, good.index(b"t.Q6_K")):
         fails(good[:cut], "not a GGUF file|cut off")
     fails(good[:-100], "ends at byte .* cut off")
-    fails(good.replace(b"a.text", b"a.bool"), "'a.bool' stands there twice")
-    fails(good.replace(b"t.Q4_0", b"t.Q4_1"), "'t.Q4_1' stands there twice")
+    fails(good.replace(b"a.text", b"a.bool"), "'a.bool' appears twice")
+    fails(good.replace(b"t.Q4_0", b"t.Q4_1"), "'t.Q4_1' appears twice")
     fails(good.replace("naïve".encode(), b"na\xff\xffve"), "a.text is not UTF-8")
     at = good.index(b"some.text") + 9 + 4 + 4
     fails(good[:at] + struct.pack("<Q", 2**60) + good[at + 8 :], "length of some.text is")

@@ -164,6 +164,27 @@ FACTORS = {
     },
     "llama-3.1": {"rope_freqs.weight": llama3_factors()},
 }
+FACTORS |= {
+    key: {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12} for key in ("gemma4-e2b", "gemma4-26b-a4b")
+}
+GEMMA4_NAMES = {
+    "layer_scalar": "layer_output_scale",
+    "gate_up_proj": "ffn_gate_up_exps",
+    "down_proj": "ffn_down_exps",
+}
+GEMMA4 = {
+    **RMS,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, False] * 3,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4,
+}
 CASES = {  # llama.cpp's name, the family here, its changes, what its converter writes besides the common keys
     "llama": ("llama", "llama", {}, {**RMS, "vocab_size": 288, "rope.dimension_count": 8}),
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}, RMS),
@@ -257,6 +278,32 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             ("llama", "llama", {}, {"rope.dimension_count": 8}),
             ("qwen2", "qwen2", {"use_sliding_window": False}, {}),
             ("qwen3", "qwen3", {}, {"attention.key_length": 16, "attention.value_length": 16}),
+        )
+    },
+    **{
+        f"gemma4-{kind}": ("gemma4", "gemma4_text", changes, {**GEMMA4, **keys})
+        for kind, changes, keys in (
+            (
+                "e2b",
+                {},
+                {
+                    "attention.shared_kv_layers": 2,
+                    "embedding_length_per_layer_input": 8,
+                    "feed_forward_length": [64] * 4 + [128] * 2,
+                },
+            ),
+            (
+                "26b-a4b",
+                tiny_models.GEMMA4_MOE,
+                {
+                    "attention.head_count_kv": [2, 1] * 3,
+                    "attention.shared_kv_layers": 0,
+                    "embedding_length_per_layer_input": 0,
+                    "expert_count": 6,
+                    "expert_used_count": 2,
+                    "expert_feed_forward_length": 24,
+                },
+            ),
         )
     },
     "gemma3-linear": (
@@ -548,6 +595,11 @@ def apart(architecture, name, value, a):
         return {
             f"blk.{layer}.ffn_down_exps.{kind}": value.swapaxes(1, 2) if kind == "weight" else value
         }
+    if architecture == "gemma4" and name.endswith(("router.scale", "per_expert_scale")):
+        of = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+        return {f"blk.{layer}.{of}.scale": value}
+    if architecture == "gemma4" and last in GEMMA4_NAMES and ".mlp." not in name:
+        return {f"blk.{layer}.{GEMMA4_NAMES[last]}.weight": value}
     if architecture == "gpt-oss" and last == "sinks":
         return {f"blk.{layer}.attn_sinks.weight": value}
     return None
@@ -561,7 +613,7 @@ def as_llama_cpp(architecture, name, value, a):
     ):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
         return value + 1
     if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return value.T

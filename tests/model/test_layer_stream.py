@@ -159,7 +159,7 @@ def test_the_plan_keeps_to_the_bound(sizes, other, budget):
     ("settings", "says"),
     [
         (dict(weights_bytes=0), "above 0"),
-        (dict(weights_bytes=1000), "less than embeddings, head and 2 layers"),
+        (dict(weights_bytes=1000), "less than the bytes of embeddings, head and 2 layers"),
         (dict(weights_bytes=MIB, kernels="reference"), "C\\+\\+ kernels"),
         (dict(weights_bytes=MIB, tensor_parallel_size=2), "one device; leave tensor_parallel_size"),
         (dict(weights_bytes=MIB, enable_lora=True), "leave out enable_lora"),

@@ -30,6 +30,7 @@ SPECIAL = {
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "gptj-odd": {"vocab_size": 291},
     "gpt_bigcode-mha": {"multi_query": False},
+    "gemma4_text-moe": tiny_models.GEMMA4_MOE,
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
 MIXTURES = [
@@ -40,11 +41,13 @@ MIXTURES = [
     "deepseek_v3",
     "gpt_oss",
     "glm4_moe",
+    "gemma4_text-moe",
 ]
 
 
 def build(path, family, **more):
-    name = family if family in tiny_models.T5S else family.split("-")[0]
+    whole = family in (*tiny_models.T5S, *tiny_models.ENCODERS)
+    name = family if whole else family.split("-")[0]
     if name in tiny_models.T5S:
         tiny_models.build_t5(path, name, num_heads=4)
     elif name in tiny_models.ENCODERS:

@@ -38,15 +38,20 @@ WIDE |= {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+WIDE |= {"global_head_dim": 64, "hidden_size_per_layer_input": 128}
 WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_head_dim": 16}
 WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
+    "gemma4_text-moe": {**tiny_models.GEMMA4_MOE, "moe_intermediate_size": 128},
     "falcon-40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
 # Rounding may choose another expert, which says nothing of the products: all are chosen. (And two layers, as elsewhere.)
+WINDOWED = ["sliding_attention", "full_attention", "full_attention"]
 ALL_EXPERTS = {
+    "gemma4_text": dict(num_hidden_layers=3, layer_types=WINDOWED, num_kv_shared_layers=1),
+    "gemma4_text-moe": dict(num_hidden_layers=2, layer_types=WINDOWED[:2], top_k_experts=6),
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
@@ -63,6 +68,8 @@ def build(folder, family):
     if name in tiny_models.T5S:
         tiny_models.build_t5(folder, name, **sizes, num_heads=4, initializer_factor=0.3, noise=0.01)
     elif name in tiny_models.ENCODERS:
+        if name in tiny_models.T5_ENCODERS:  # their scores are not scaled
+            sizes |= dict(num_heads=4, initializer_factor=0.3, noise=0.01)
         tiny_models.build_encoder(folder, name, **sizes)
     else:
         tiny_models.write(folder, name, **sizes)
@@ -149,9 +156,9 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
     )
     assert planned + tables_bytes - 2 * made == held.weights_bytes
     corrections = sum(
-        m.num_experts
+        m.num_experts * (m.correction + m.expert_scales)
         for m in (x.mlp for x in spec.layers)
-        if isinstance(m, MoESpec) and m.correction
+        if isinstance(m, MoESpec)
     )
     assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + corrections * 2
 

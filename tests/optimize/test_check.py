@@ -127,5 +127,5 @@ def test_a_folder_that_promises_nothing_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="slipstream build"):
         check_folder(folder, speed=speed())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no engine folder"):
+    with pytest.raises(ConfigError, match="not an engine folder"):
         check_folder(tmp_path / "empty", speed=speed())

@@ -198,7 +198,7 @@ def test_what_cannot_be_built_leaves_nothing(tiny_model, tmp_path):
         assert list(tmp_path.iterdir()) == []
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         build_folder(args, tmp_path / "there")
 
 

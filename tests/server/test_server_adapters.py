@@ -178,7 +178,7 @@ def test_a_front_end_that_says_nothing_does_not_hang_a_load(monkeypatch, tmp_pat
         ("a", "../outside", "leads out"),
         ("a", "/etc", "leads out"),
         ("a", "link", "leads out"),
-        ("a", "nothing", "no adapter that PEFT saved"),
+        ("a", "nothing", "not an adapter saved by PEFT"),
         ("a", "lora1\0", "no path"),
         ("tiny", "lora1", "own name"),
         ("", "lora1", "lora_name"),
@@ -202,7 +202,7 @@ def test_unknown_fields(served):
         (["--enable-lora", "--lora", "tiny"], "NAME=PATH"),
         (["--enable-lora", "--lora", "a=b", "a=c"], "twice"),
         (["--lora-folder", "/tmp"], "--enable-lora"),
-        (["--enable-lora", "--lora-folder", "/nowhere"], "no folder"),
+        (["--enable-lora", "--lora-folder", "/nowhere"], "not a folder"),
         (["--enable-lora", "--served-model-name=a", "--lora", "a=b"], "own name"),
     ],
 )

@@ -274,7 +274,7 @@ def test_a_conversation_is_kept(serve):
         for call in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 call(first.id)
-        with pytest.raises(openai.NotFoundError, match="no longer there") as gone:
+        with pytest.raises(openai.NotFoundError, match="no longer kept") as gone:
             client.responses.create(model="fake", input="x", previous_response_id=third.id)
         assert (gone.value.param, gone.value.code) == (
             "previous_response_id",

@@ -41,7 +41,7 @@ def test_answers_are_those_of_transformers(llm, made):
 
 def test_a_refusal_harms_no_rank(llm, made, tmp_path):
     prompt = {"prompt_token_ids": [5]}
-    with pytest.raises(AdapterError, match="no adapter that PEFT saved"):
+    with pytest.raises(AdapterError, match="not an adapter saved by PEFT"):
         llm.generate(
             prompt, GREEDY, lora_request=LoRARequest("none", 7, str(tmp_path)), progress=False
         )

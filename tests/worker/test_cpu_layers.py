@@ -121,9 +121,9 @@ def test_stages_have_what_the_gpu_chose(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"cpu_layers": 0}, "at least one is the CPU's"),
+        ({"cpu_layers": 0}, "need at least one each"),
         ({"cpu_layers": 4}, "the model has 4 layers"),
-        ({"cpu_layers": "some"}, "a number of layers, or 'auto'"),
+        ({"cpu_layers": "some"}, "a number of layers or 'auto'"),
         ({"device": "cuda:1"}, "device='cuda'"),
         ({"quantization": "fp8"}, "no fp8 products"),
         ({"kv_cache_dtype": "fp8"}, "int8"),

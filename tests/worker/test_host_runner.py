@@ -24,6 +24,7 @@ from slipstream.kernels.cpu import native
 from slipstream.model.load.checkpoint import random_arrays
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters
+from slipstream.spec.reason import Reason
 from slipstream.worker.forward.forward_paths import torch_reason
 from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.thread_governor import ThreadGovernor
@@ -113,6 +114,42 @@ def positions(output):
 def test_every_family(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)
     compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, SCORED])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 6},
+        {"speculative_model": "ngram", "num_speculative_tokens": 3},
+        {"quantization": "int8"},
+        {"num_threads": 2, "block_size": 4},
+    ],
+    ids=lambda s: next(iter(s), "whole"),
+)
+def test_hybrid_program_answers_as_the_loop_over_its_layers(tmp_path, monkeypatch, settings):
+    """Recurrent states of both: prompts in parts, decodes, drafts, and prompts that the prefix cache has."""
+    tiny_models.write(tmp_path, "qwen3_next")
+    settings = {**SIZES, "skip_tokenizer_init": True, **settings}
+
+    def twice(llm):
+        return [answers(llm, [GREEDY, SCORED]) for _ in range(2)]
+
+    with LLM(str(tmp_path), **settings) as llm:
+        assert type(llm.core.executor.runner.loaded) is HostLoaded
+        ours = twice(llm)
+    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    eager = lambda decoder: Reason("the loop runs it")
+    monkeypatch.setattr("slipstream.worker.forward.forwards.compile_program", eager)
+    with LLM(str(tmp_path), **settings) as llm:
+        assert llm.core.executor.runner.forwards.base.name == "eager"
+        theirs = twice(llm)
+    for a, b in zip(chain(*chain(*ours)), chain(*chain(*theirs)), strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        for x, y in zip(positions(a), positions(b), strict=True):
+            np.testing.assert_allclose(
+                [e.logprob for e in x], [e.logprob for e in y], rtol=0, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize(
@@ -408,7 +445,7 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
     np.testing.assert_allclose(rounded, theirs, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("family", [f for f in tiny_models.ENCODERS if f != "eurobert"])
+@pytest.mark.parametrize("family", tiny_models.SCORING)
 def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     """Their dense layer, norm and activation, and of BERT the types of a pair's two texts."""
     tiny_models.build_encoder(tmp_path, family, num_labels=1)

@@ -1,1 +1,1 @@
-"""Measuring: workloads, arrivals, engines to compare, and one set of definitions for all of them."""
+"""Benchmarks: workloads, arrivals, engines to compare, and one set of definitions for all of them."""

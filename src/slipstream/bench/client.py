@@ -1,9 +1,10 @@
-"""A client process of a load: `python -m slipstream.bench.client FD`, started by `slipstream.bench.clients`.
+"""A client process of a load: `python -m slipstream.bench.client FD`, started by
+`slipstream.bench.clients`.
 
-It reads messages from standard input and answers on standard output, each a length of 8 bytes and MessagePack. FD is a file of
-request numbers, 4 bytes each. All client processes share its offset, so that each number is read by one of them: that is how
-the users of a closed loop take turns across processes. Times are of `time.monotonic()`, a clock that all processes share.
-"""
+It reads messages from standard input and answers on standard output; a message is a length of 8
+bytes and MessagePack. FD is a file of request numbers, 4 bytes each. All client processes share its
+offset, so that each number is read by one of them: in this way the users of a closed loop take
+turns across processes. Times are from `time.monotonic()`, a clock that all processes share."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from slipstream.bench.workload import BenchRequest
 from slipstream.costs.metrics import RequestTiming
 
 WATCH_S = 0.5
-"""How often a client reads its processor time and says how far it is."""
+"""Interval in which a client measures its processor time and reports its progress."""
 
 
 class RunLoad(msgspec.Struct, tag=True, kw_only=True):
-    """A load, or this client's share of it: `users` that take turns, or requests at times after the beginning."""
+    """A client's share of a load: `users` that take turns, or requests at times after the start."""
 
     endpoint: Endpoint
     requests: tuple[BenchRequest, ...]
@@ -52,7 +53,8 @@ class ClientProgress(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True, kw_only=True):
-    """`cpu` is the share of a core that the client used, `busiest` that of its busiest half second."""
+    """Result of a load. `cpu`: share of a core that the client used; `busiest`: that of its busiest
+    half second."""
 
     records: tuple[tuple[int, RequestTiming], ...]
     cpu: float
@@ -69,7 +71,7 @@ def frame(message: ToClient | FromClient) -> bytes:
 
 
 def turns(fd: int) -> Iterator[int]:
-    """The numbers of requests that no other client has read."""
+    """Numbers of requests that no other client has read."""
     while data := os.read(fd, 4):
         yield int.from_bytes(data, "little")
 
@@ -96,7 +98,7 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
         records.append((index, record))
 
     async with OpenAIEndpoint(job.endpoint) as engine:
-        with contextlib.suppress(OSError, TimeoutError):  # the requests will tell
+        with contextlib.suppress(OSError, TimeoutError):  # the requests will show it
             await engine.connect()
         await asyncio.sleep(begin - time.monotonic())
         sample()
@@ -116,10 +118,10 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its clients
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection each
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one per connection
     decode = msgspec.msgpack.Decoder(ToClient).decode
     job: RunLoad | None = None
-    gc.disable()  # a pause of the collector would look like the server's
+    gc.disable()  # a garbage collection pause would look like the server's
     while size := sys.stdin.buffer.read(8):
         message = decode(sys.stdin.buffer.read(int.from_bytes(size, "little")))
         if isinstance(message, RunLoad):

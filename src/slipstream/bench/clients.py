@@ -1,4 +1,4 @@
-"""Client processes that send a load together, so that the client is not what bounds it."""
+"""Client processes that send a load together, so that a single client is not the bottleneck."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import EngineError
 
 BUSY = 0.8
-"""A client that used more than this share of a core may have bounded what was measured."""
+"""Share of a core above which a client may have limited the result."""
 
 USERS_EACH = 128
 RATE_EACH = 20.0
 LEAD_S = 0.25
-"""All clients begin so long after the last is ready."""
+"""Delay of the start after the last client is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLoad:
-    """What the client processes used of a core each: the largest mean, and the largest of half a second."""
+    """Load of the client processes: the largest mean share of a core, and the largest in half a
+    second."""
 
     num_clients: int
     cpu: float
@@ -57,7 +58,8 @@ class ClientLoad:
 
 
 def num_clients(arrivals: Arrivals, num_requests: int) -> int:
-    """As many as the load asks for, on at most half of the cores: the others are left to a server on this machine."""
+    """Number of clients that the load asks for, on at most half of the cores: the others are left
+    to a server on this machine."""
     match arrivals:
         case ClosedLoop():
             wanted = arrivals.concurrency / USERS_EACH
@@ -71,7 +73,7 @@ def num_clients(arrivals: Arrivals, num_requests: int) -> int:
 
 
 class Clients:
-    """Used as `async with await Clients.start(count)`."""
+    """A group of client processes, used as `async with await Clients.start(count)`."""
 
     def __init__(self) -> None:
         self._turns = tempfile.TemporaryFile()  # noqa: SIM115 – closed by __aexit__
@@ -103,7 +105,7 @@ class Clients:
         seed: int = 0,
         on_done: Callable[[int], None] = lambda done: None,
     ) -> tuple[list[RequestTiming], ClientLoad]:
-        """As `run_load`, by all clients together."""
+        """`run_load` by all clients together."""
         count = len(self._processes)
         job = RunLoad(endpoint=endpoint, requests=tuple(requests))
         if isinstance(arrivals, ClosedLoop):

@@ -1,4 +1,5 @@
-"""Measures on a running engine the time that the engine's host and its front end add to the steps of a table."""
+"""Measures, on a running engine, the time that the host and the front end add to the steps of a
+table."""
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ async def measure_host(
     run_ahead: int | None,
     users: Sequence[int] = USERS,
 ) -> HostCost:
-    """Bursts of short requests. The mean gap between their tokens, less the table's step, is the host's: of each step and
-    sequence where steps don't overlap with it (`run_ahead` as in `simulate.simulator.SimulatedEngine`), and otherwise since it
-    works on the cores of a CPU's step. The mean, since a client's time per token is one: what delays some steps counts.
+    """Measure the costs with bursts of short requests.
 
-    What the first token of a lone request takes beyond its next ones is the front end's, less what its prompt's second token
-    takes by the table. (After a prompt of one token a CPU's next step runs already while the host reports the first.)"""
+    - Host: the mean gap between tokens minus the table's step. With more than `run_ahead` users
+      steps don't overlap with the host's work, and it is a cost per step and sequence. With fewer
+      they overlap, and it is the cost of sharing the cores with a CPU's step. The mean is used
+      because a client's time per token is a mean, too: it includes delays of only some steps.
+    - Front end: the time that a lone request's first token takes beyond its next ones, minus the
+      table's time for its prompt's second token. (After a prompt of one token a CPU's next step
+      runs already while the host reports the first.)"""
     rows, targets, overlapping = [], [], []
     if run_ahead is not None:
         for count in users:
             load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
             records = await run_load(engine, load.requests, Burst())
-            begin = max(r.first_token or 0.0 for r in records)  # from here on steps hold no prompts
+            # from here on steps compute no prompts
+            begin = max(r.first_token or 0.0 for r in records)
             gap = statistics.fmean(gap for r in records for gap in gaps_from(r, begin))
             beyond = max(0.0, gap - table.seconds(StepCounts.of((PROMPT + ANSWER // 2,) * count)))
             if count <= run_ahead:
@@ -51,7 +56,7 @@ async def measure_host(
         r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s
     )
     first -= table.seconds(StepCounts.of((), ((0, 2),))) - table.seconds(StepCounts.of((8,)))
-    if overlapping:  # the next tokens' steps overlap, the first one's does not
+    if overlapping:  # the next tokens' steps overlap; the first one's does not
         first += ahead_s - step_s - sequence_s
     return HostCost(
         step_s=step_s,

@@ -1,7 +1,6 @@
-"""Sends requests at once, in a closed loop or at random times, and times what comes back.
+"""Sends requests at once, in a closed loop or at random times, and records when tokens arrive.
 
-A time is taken when this process receives a delta: what a client sees.
-"""
+A time is taken when this process receives a delta, as a client would see it."""
 
 from __future__ import annotations
 
@@ -22,10 +21,11 @@ from slipstream.errors import ConfigError, EngineOverloadedError
 
 @dataclass(slots=True)
 class MeasuredAnswer:
-    """What has come of an answer. `usage` is the engine's own count (input, output), if it says one.
+    """The parts of an answer that have arrived. `usage`: the engine's own count (input, output), if
+    it gives one.
 
-    Where an endpoint does not say how many tokens a piece of text is, it counts as one and `usage` puts the sum right.
-    """
+    If an endpoint does not give the number of tokens of a delta, the delta counts as one token, and
+    `usage` corrects the sum."""
 
     times: list[float] = field(default_factory=list)  # of the deliveries
     num_tokens: int = 0
@@ -38,20 +38,20 @@ class MeasuredAnswer:
 
 
 class StreamingEngine(Protocol):
-    """What the load is sent to."""
+    """An engine to send the load to."""
 
     async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
-        """Returns when all of the answer has come; anything that goes wrong raises."""
+        """Ask a request, and return when the answer is complete. Every failure raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burst:
-    """All at once."""
+    """All requests at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """`concurrency` users, each of whom sends the next request when the last is answered."""
+    """`concurrency` users, each of whom sends the next request when the last one is answered."""
 
     concurrency: int
 
@@ -74,8 +74,8 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Gaps of a gamma distribution: `rate` requests a second on average, `cv` the gaps' standard deviation over their mean. 1
-    is Poisson, more comes in bursts, less more evenly."""
+    """Gamma-distributed gaps: `rate` requests a second on average; `cv` is the gaps' standard
+    deviation over their mean. 1 is Poisson, more comes in bursts, less comes more evenly."""
 
     rate: float
     cv: float
@@ -87,8 +87,8 @@ Arrivals: TypeAlias = OpenArrivals | ClosedLoop
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """`burst`, `closed:8`, `poisson:2.5`, `gamma:2.5:2` (2.5 a second in bursts), `ramp:1:10:60` (from 1 to 10 a second over
-    60 s)."""
+    """Parse `burst`, `closed:8`, `poisson:2.5`, `gamma:2.5:2` (2.5 a second in bursts) or
+    `ramp:1:10:60` (from 1 to 10 a second over 60 s)."""
     kind, *values = text.split(":")
     try:
         numbers = [float(v) for v in values]
@@ -105,7 +105,7 @@ def parse_arrivals(text: str) -> Arrivals:
             case "ramp", [start, end, seconds] if ok and end > 0 and seconds > 0:
                 return Ramp(start_rate=start, end_rate=end, duration_s=seconds)
     except ValueError:
-        pass  # no numbers: told below
+        pass  # not numbers: reported below
     raise ConfigError(
         f"arrivals={text!r} is not burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS",
         field="arrivals",
@@ -129,7 +129,8 @@ def send_times(arrivals: OpenArrivals, count: int, seed: int) -> list[float]:
 
 
 def _when(arrivals: Poisson | Ramp, expected: float) -> float:
-    """The time by which `expected` requests come on average: the inverse of the rate's integral."""
+    """The time by which `expected` requests have arrived on average: the inverse of the rate's
+    integral."""
     if isinstance(arrivals, Poisson):
         return expected / arrivals.rate
     start, end, duration = arrivals.start_rate, arrivals.end_rate, arrivals.duration_s
@@ -150,7 +151,8 @@ async def run_load(
     seed: int = 0,
     on_done: Callable[[int], None] = lambda done: None,
 ) -> list[RequestTiming]:
-    """Send all requests; a record of each, in their order. A request that fails is recorded and stops nothing."""
+    """Send all requests. Returns a record of each, in their order. A request that fails is recorded
+    and stops nothing."""
     records: dict[int, RequestTiming] = {}
 
     def on_record(index: int, record: RequestTiming) -> None:
@@ -175,7 +177,8 @@ async def send_in_turn(
     num_users: int,
     on_record: OnRecord,
 ) -> None:
-    """Each user takes the next of `indices` when its last request is answered."""
+    """Send requests from `num_users` users. Each takes the next of `indices` when its last request
+    is answered."""
 
     async def user() -> None:
         for index in indices:
@@ -191,7 +194,7 @@ async def send_at(
     begin: float,
     on_record: OnRecord,
 ) -> None:
-    """Each request is sent so many seconds after `begin`, a time of `time.monotonic()`."""
+    """Send each request at its time: seconds after `begin`, a time of `time.monotonic()`."""
 
     async def at(index: int, offset: float) -> None:
         delay = begin + offset - time.monotonic()
@@ -208,7 +211,7 @@ async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestTimi
     sent = time.monotonic()
     try:
         await engine.ask(request, answer)
-    except Exception as exc:  # whatever an engine or a network does wrong is a failed request
+    except Exception as exc:  # every failure of an engine or a network is a failed request
         error, refused = f"{type(exc).__name__}: {exc}", isinstance(exc, EngineOverloadedError)
     times = answer.times
     n_in, n_out = answer.usage or (len(request.prompt_token_ids), answer.num_tokens)

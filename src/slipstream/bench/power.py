@@ -1,9 +1,11 @@
-"""Energy, where the machine tells it: the CPU packages' counters (RAPL, through powercap) and NVIDIA's (NVML). No torch.
+"""Energy counters of the machine: the CPU packages' (RAPL, through powercap) and NVIDIA's (NVML).
+No torch.
 
-A figure is the difference of two readings of counters that run on, so nothing is sampled. What can't be read is None, never a
-guess: virtual machines have no RAPL, and its counters are often the administrator's alone.
+A value is the difference of two readings of running counters, so nothing is sampled. A counter that
+can't be read gives None, never a guess: virtual machines have no RAPL, and often only the
+administrator may read it.
 
-The energy of a run on GPUs is that of those GPUs. What the CPU's packages take meanwhile is told apart from it.
+The energy of a run on GPUs is that of those GPUs; the CPU packages' energy is reported separately.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from slipstream.errors import ConfigError
 POWERCAP = Path("/sys/class/powercap")
 PACKAGE_OF = "/sys/devices/system/cpu/cpu{}/topology/physical_package_id"
 CPU, GPU = "rapl", "nvml"
-"""What the names of their counters begin with."""
+"""Prefixes of the counters' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Joules at some time. After `wraps_at` the counter begins again at 0 (None: it does not)."""
+    """A reading in joules. `wraps_at`: value at which the counter restarts at 0 (None: it does
+    not)."""
 
     joules: float
     wraps_at: float | None = None
@@ -45,13 +48,14 @@ class PowerReading:
     counters: dict[str, Counter]
 
     def joules_until(self, later: PowerReading) -> float | None:
-        """Joules of all counters together; None if there are none, or not the same ones."""
+        """Joules of all counters together; None if there are none, or if they are not the same
+        ones."""
         if not self.counters or self.counters.keys() != later.counters.keys():
             return None
         return sum(first.until(later.counters[name]) for name, first in self.counters.items())
 
     def of(self, kind: str) -> PowerReading:
-        """The counters of `CPU` or `GPU` alone; "": all."""
+        """The counters of `CPU` or `GPU`; "": all."""
         return PowerReading(
             {name: counter for name, counter in self.counters.items() if name.startswith(kind)}
         )
@@ -59,10 +63,10 @@ class PowerReading:
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Energy of a run, by the devices' counters: the work of other programs on them is included.
+    """Energy of a run from the devices' counters, including the work of other programs on them.
 
-    `cpu_watts` is the power of the CPU's packages next to GPUs. It is None where it can't be read, or is in `watts`.
-    """
+    `cpu_watts`: power of the CPU packages in a run on GPUs. None if it can't be read, or is in
+    `watts`."""
 
     joules: float
     watts: float
@@ -72,9 +76,9 @@ class Energy:
 
 
 class EnergyMeter:
-    """`devices`: those in use, as torch names them, such as "cuda:1", "cpu" or "auto". None: not known, as of a server, so that
-    all of this machine counts together. `sources` names what counts, such as "rapl package-0" and "nvml 0"; it is empty where
-    nothing can be read."""
+    """Reads the counters of `devices`, named as in torch: "cuda:1", "cpu" or "auto". None: unknown,
+    as with a server, so that all of this machine's counters are added. `sources` names the
+    counters, such as "rapl package-0" and "nvml 0"; it is empty if nothing can be read."""
 
     def __init__(self, powercap: Path = POWERCAP, *, devices: Sequence[str] | None = None) -> None:
         numbers = (
@@ -94,12 +98,12 @@ class EnergyMeter:
 
     @classmethod
     def required(cls, devices: Sequence[str] | None = None) -> EnergyMeter:
-        """ConfigError where nothing can be read."""
+        """A meter; ConfigError if nothing can be read."""
         meter = cls(devices=devices)
         if not meter.sources:
             raise ConfigError(
-                "this machine tells no energy: there is no NVIDIA GPU with an energy counter (NVML, Volta and later), and the "
-                f"CPU's counters under {POWERCAP} are not there or not this user's to read; measure without --energy",
+                "no energy counter: there is no NVIDIA GPU with one (NVML, Volta and later), and the "
+                f"CPU's counters under {POWERCAP} are missing or unreadable for this user; measure without --energy",
                 field="energy",
             )
         return meter
@@ -107,7 +111,7 @@ class EnergyMeter:
     def energy(
         self, before: PowerReading, after: PowerReading, seconds: float, num_output_tokens: int
     ) -> Energy | None:
-        """None if a counter could not be read any more."""
+        """Energy between two readings; None if a counter could no longer be read."""
         joules = before.of(self.counted).joules_until(after.of(self.counted))
         if joules is None or seconds <= 0:
             return None
@@ -151,7 +155,7 @@ def _is_package(zone: Path) -> bool:
 
 
 def packages_in_use() -> set[str] | None:
-    """The names of the CPU packages that this process may run on; None where the system does not tell."""
+    """Names of the CPU packages that this process may run on; None if the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     found = {_text(Path(PACKAGE_OF.format(cpu))) for cpu in os.sched_getaffinity(0)}
@@ -174,7 +178,7 @@ def _text(file: Path) -> str | None:
 
 
 def _open_nvml(numbers: Sequence[int] | None) -> tuple[Any, list[tuple[int, ctypes.c_void_p]]]:
-    """The library and a handle of each GPU of CUDA's `numbers`; None: of all, by NVML's."""
+    """The library and a handle for each GPU of CUDA's `numbers`; None: all, in NVML's order."""
     try:
         lib: Any = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -183,7 +187,7 @@ def _open_nvml(numbers: Sequence[int] | None) -> tuple[Any, list[tuple[int, ctyp
     if lib.nvmlInit_v2() != 0 or lib.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
         return lib, []
     handles = []
-    if numbers is not None:  # CUDA's order may be another, and need not have all
+    if numbers is not None:  # CUDA's order may differ, and it may not see all GPUs
         for number in dict.fromkeys(numbers):
             handle, name = ctypes.c_void_p(), _cuda_uuid(number)
             if (
@@ -200,7 +204,7 @@ def _open_nvml(numbers: Sequence[int] | None) -> tuple[Any, list[tuple[int, ctyp
 
 
 def _cuda_uuid(number: int) -> str | None:
-    """As NVML names the GPU that is `cuda:NUMBER` to this process."""
+    """NVML's name of the GPU that is `cuda:NUMBER` to this process."""
     try:
         cuda: Any = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""The highest rate of arrivals at which objectives still hold."""
+"""Search for the highest arrival rate at which objectives still hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.costs.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.errors import ConfigError
 
 PRECISION = 1.05
-"""The search ends when the lowest rate that failed is at most this much above the highest that held."""
+"""Ratio of the lowest failed rate to the highest successful one at which the search ends."""
 
 _FIELDS = {
     f"{field.removesuffix('_s')}_{q}": (field, q)
@@ -19,20 +19,20 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class RateObjective:
-    """A percentile of the requests is at most `most` seconds."""
+    """Objective that a percentile of the requests' latencies is at most `most` seconds."""
 
     name: str
     most: float
 
     def value(self, summary: Summary) -> float | None:
-        """None if there is nothing to measure, such as gaps between the tokens of answers of one token."""
+        """The measured percentile; None without values, such as gaps in answers of one token."""
         field, q = _FIELDS[self.name]
         found = getattr(summary, field)
         return None if found is None else float(getattr(found, q))
 
 
 def parse_rate_objectives(text: str) -> tuple[RateObjective, ...]:
-    """`ttft_p99=0.2,tpot_p99=0.02`, in seconds."""
+    """Parse `ttft_p99=0.2,tpot_p99=0.02`, in seconds."""
     found = []
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -50,22 +50,23 @@ def parse_rate_objectives(text: str) -> tuple[RateObjective, ...]:
 
 
 def holds(summary: Summary, objectives: tuple[RateObjective, ...]) -> bool:
-    """Every request was answered, and within the objectives."""
+    """Whether every request was answered, and within the objectives."""
     values = [(objective.value(summary), objective.most) for objective in objectives]
     return not summary.num_failed and all(value is None or value <= most for value, most in values)
 
 
 class RateSearch:
-    """Doubles or halves the rate until one holds and one does not, then bisects; at most `max_runs` runs."""
+    """Doubles or halves the rate until one holds and one does not, then bisects; at most `max_runs`
+    runs."""
 
     def __init__(self, rate: float, max_runs: int) -> None:
-        self.rate: float | None = rate  # to be tried next; None at the end
+        self.rate: float | None = rate  # to try next; None at the end
         self.best: float | None = None  # the highest that held
         self._failed: float | None = None  # the lowest that did not
         self._runs_left = max_runs
 
     def record(self, held: bool) -> None:
-        """Whether the objectives held at `rate`."""
+        """Record whether the objectives held at `rate`."""
         assert self.rate is not None
         if held:
             self.best = self.rate

@@ -1,4 +1,4 @@
-"""A result as one document for machines and a table for people."""
+"""Results as one document for machines and a table for people."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from slipstream.costs.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Di
 
 
 def document(kind: str, **parts: Any) -> dict[str, Any]:
-    """`parts` with everything that is needed to read them later."""
+    """`parts`, plus the data that is needed to interpret them later."""
     return {"benchmark": kind, **environment(), **parts, "definitions": DEFINITIONS}
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, ...]]:
-    """Rows of (name, mean, p50, p90, p99) in milliseconds, for the distributions that were measured."""
+    """Rows of (name, mean, p50, p90, p99) in milliseconds, for the distributions that were
+    measured."""
     found = ((name, getattr(summary, field)) for name, field in DISTRIBUTIONS.items())
     return [(f"{name}, ms", *_milliseconds(d)) for name, d in found if d is not None]
 
@@ -26,7 +27,7 @@ def _milliseconds(d: Distribution) -> tuple[str, ...]:
 
 
 def print_summary(title: str, summary: Summary) -> None:
-    """The table of one run."""
+    """Print the table of one run."""
     print_table(title, ("", "mean", "p50", "p90", "p99"), summary_rows(summary))
     steady = summary.steady_throughput
     lines = [
@@ -47,7 +48,7 @@ def print_summary(title: str, summary: Summary) -> None:
 
 
 def compare_rows(ours: Summary, theirs: Summary) -> list[tuple[str, ...]]:
-    """Rows of (name, ours, theirs, ours over theirs) of two servers' figures."""
+    """Rows of (name, ours, theirs, ours over theirs) for two servers."""
     pairs: list[tuple[str, float | None, float | None, float]] = [
         (
             f"{name} throughput, tok/s",
@@ -84,7 +85,7 @@ def print_definitions() -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is a name, the others are numbers. Where no terminal sets the width nothing is cut off."""
+    """Print a table: a first column of names, then numbers. Without a terminal nothing is cut off."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -97,5 +98,5 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     if not console.is_terminal:
-        console.width = 10_000  # a table takes only what it needs
+        console.width = 10_000  # a table uses only the width that it needs
     console.print(table)

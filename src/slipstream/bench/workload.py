@@ -1,8 +1,8 @@
-"""Workloads: prompts as token ids, and the number of tokens of each answer. The same seed gives the same workload.
+"""Workloads: prompts as token ids, and the number of tokens of each answer. The same seed gives the
+same workload.
 
-Prompts are random token ids unless the workload is made of real text. Answers have exactly `output_tokens` tokens:
-engines are told to ignore end-of-sequence, so that all of them do the same work.
-"""
+Prompts are random token ids unless the workload is made of real text. Answers have exactly
+`output_tokens` tokens: engines ignore end-of-sequence, so that all of them do the same work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAREGPT_TOTAL = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """`prompt` is the text of `prompt_token_ids` where the workload is made of text."""
+    """A request. `prompt`: the text of `prompt_token_ids`, if the workload is made of text."""
 
     prompt_token_ids: tuple[int, ...]
     output_tokens: int
@@ -33,7 +33,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchWorkload:
-    """`settings` says how it was made, for the report."""
+    """Requests, and for the report in `settings` how they were made."""
 
     name: str
     requests: tuple[BenchRequest, ...]
@@ -58,7 +58,8 @@ class BenchWorkload:
 
 
 def warmup(workload: BenchWorkload, count: int, *, output_tokens: int = 8) -> list[BenchRequest]:
-    """`count` short requests like those of `workload`, their prompts reversed: they must not fill the prefix cache."""
+    """`count` short requests like those of `workload`, with reversed prompts so that they do not
+    fill the prefix cache."""
     return [
         replace(
             r,
@@ -87,7 +88,7 @@ def from_lengths(
 def fixed(
     num_requests: int, input_len: int, output_len: int, *, vocab_size: int, seed: int = 0
 ) -> BenchWorkload:
-    """All requests alike in length."""
+    """Requests of equal lengths."""
     lengths = [(input_len, output_len)] * num_requests
     return from_lengths(
         "fixed",
@@ -118,7 +119,8 @@ def shared_prefix(
     vocab_size: int,
     seed: int = 0,
 ) -> BenchWorkload:
-    """A system prompt of `prefix_len` tokens that all share, then `input_len` tokens of their own."""
+    """Requests with a common system prompt of `prefix_len` tokens, each followed by `input_len`
+    tokens of its own."""
     rng = random.Random(seed)
     prefix = tuple(rng.choices(range(vocab_size), k=prefix_len))
     requests = tuple(
@@ -156,7 +158,7 @@ def read_lengths(path: Path) -> list[Length]:
         lengths = [(int(n_in), int(n_out)) for n_in, n_out in rows]
     except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise ConfigError(
-            f'{path} is no file of lengths {{"lengths": [[input, output], …]}}: {error}',
+            f'{path} is not a file of lengths {{"lengths": [[input, output], …]}}: {error}',
             field="lengths",
         ) from None
     if not lengths or any(n_in < 1 or n_out < 1 for n_in, n_out in lengths):
@@ -173,10 +175,11 @@ def sharegpt(
     *,
     seed: int = 0,
 ) -> BenchWorkload:
-    """Real conversations: the first human turn is the prompt, the first answer gives the output length.
+    """Real conversations: the first human turn is the prompt; the first answer gives the output
+    length.
 
-    Shuffled by `seed`; those with a prompt outside `SHAREGPT_INPUT` or more than `SHAREGPT_TOTAL` tokens are left out.
-    """
+    They are shuffled by `seed`. Prompts outside `SHAREGPT_INPUT`, or more than `SHAREGPT_TOTAL`
+    tokens, are left out."""
     pairs = list(turns)
     random.Random(seed).shuffle(pairs)
     requests: list[BenchRequest] = []

@@ -1,1 +1,2 @@
-"""The command `slipstream`. Each verb has a file with `add_arguments(parser)` and `run(args)`; `main` imports it at need."""
+"""The command `slipstream`. Each verb has a file with `add_arguments(parser)` and `run(args)`;
+`main` imports it when it is named."""

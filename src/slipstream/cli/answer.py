@@ -1,4 +1,5 @@
-"""What `run` and `chat` share: start an engine and show its phases; stream one answer and measure its speed."""
+"""Common part of `run` and `chat`: starts an engine and shows its phases; streams one answer and
+measures its speed."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Measured in this process. TTFT counts from the request. `decode_tokens_per_s` is (tokens − 1) / time after the first
-    token. `start_s` counts from the start of the process until the model was ready."""
+    """Speed of one answer, measured in this process. TTFT counts from the request.
+    `decode_tokens_per_s` is (tokens − 1) / time after the first token. `start_s` counts from the
+    start of the process until the model was ready."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -31,8 +33,8 @@ class Speed:
     ttft_s: float | None
     decode_tokens_per_s: float | None
     start_s: float | None = None
-    drafted_tokens: int = 0  # guessed by speculation, and verified
-    accepted_tokens: int = 0  # of them right
+    drafted_tokens: int = 0  # proposed by speculation, and verified
+    accepted_tokens: int = 0  # of these, the accepted ones
 
     def line(self) -> str:
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
@@ -55,7 +57,8 @@ class Speed:
 @contextmanager
 def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
     """An engine in this process, and the seconds from the process's start until it was ready."""
-    # A start makes objects that all stay, and Python's search for cycles among them would take a tenth of it.
+    # A start makes objects that all stay; the garbage collector's scans of them would take a tenth
+    # of it.
     gc.disable()
     with phases(f"starting {args.model}") as on_phase:
         from slipstream.costs.hardware import import_numpy, seconds_since_process_start
@@ -87,8 +90,8 @@ def stream_answer(
     *,
     start_s: float | None = None,
 ) -> tuple[RequestOutput, Speed]:
-    """Write the answer to a text or a conversation as it comes; return the whole answer and its speed. An exception of
-    `write`, or an interrupt, cancels the request."""
+    """Write the answer to a text or a conversation as it arrives. Returns the whole answer and its
+    speed. An exception of `write`, or an interrupt, cancels the request."""
     from slipstream.engine.output import merge
 
     given: Prompt = prompt if isinstance(prompt, str) else pictured_prompt(llm, prompt)
@@ -104,7 +107,7 @@ def stream_answer(
 
 
 def pictured_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
-    """A conversation, whose contents may have pictures, as the engine takes it."""
+    """The engine's prompt for a conversation whose contents may have pictures."""
     from slipstream.engine.vision.pictures import without_pictures
 
     plain, pictures = without_pictures(list(messages))

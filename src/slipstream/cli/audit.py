@@ -1,4 +1,5 @@
-"""`slipstream audit verify|show FILE`: whether an audit log (`serve --audit-log`) is whole, and what it says of a request."""
+"""`slipstream audit verify|show FILE`: checks that an audit log (`serve --audit-log`) is complete,
+and shows what it has about a request."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def run_show(args: argparse.Namespace) -> int:
         r for r in records(Path(args.file)) if id_ in (r.get("id"), r.get("request"))
     ]
     if not found:
-        raise ConfigError(f"{args.file} says nothing of {args.request[:100]!r}", field="request")
+        raise ConfigError(f"{args.file} has no entry about {args.request[:100]!r}", field="request")
     if args.json:
         print_json({"records": found})
     else:

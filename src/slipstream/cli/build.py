@@ -1,9 +1,10 @@
-"""`slipstream build MODEL --out DIR`: a folder that an engine starts from fast, here or on another machine.
+"""`slipstream build MODEL --out DIR`: makes a folder from which an engine starts fast, here or on
+another machine.
 
-DIR holds the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and on a GPU its kernels'
-tiles. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. On another machine it runs all the same: what
-depends on the machine is chosen and packed anew, and a line says so.
-"""
+DIR has the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and
+on a GPU its kernels' tiles. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else.
+It also runs on another machine: what depends on the machine is then chosen and packed again, and a
+message says so."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
     add_engine_options(
         parser.add_argument_group("engine (as in LLM(...)), kept in the folder"),
-        without=("skip_tokenizer_init", "load_format"),
+        without=("skip_tokenizer_init", "load_format", "chat_template"),
     )
 
 

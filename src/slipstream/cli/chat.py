@@ -1,8 +1,9 @@
-"""`slipstream chat [MODEL]`: a conversation in the terminal. The end of the input, or /quit, ends it.
+"""`slipstream chat [MODEL]`: a conversation in the terminal. The end of the input, or /quit, ends
+it.
 
-What was said stays in the KV cache, so each turn computes only what is new. Ctrl-C stops an answer; between answers it ends
-the conversation. From a pipe, each line of standard input is a turn.
-"""
+Earlier turns stay in the KV cache, so each turn computes only its new tokens. Ctrl-C stops an
+answer; between answers it ends the conversation. From a pipe, each line of standard input is a
+turn."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
     )
-    parser.add_argument("prompt", nargs="*", help=argparse.SUPPRESS)  # who writes one means `run`
+    # hidden: a user who gives a prompt is told to use `run`
+    parser.add_argument("prompt", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--system", metavar="TEXT", help="what the model is told before the conversation"
     )
@@ -65,13 +67,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt"
         )
-    sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
+    sampling_params(args, **DEFAULTS)  # refuse a wrong value before the start
     with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         conversation = Conversation(llm, sampling, args.system, quiet=args.json)
-        conversation.template(
-            ""
-        )  # a model without a chat template is refused before the first turn
+        # refuse a model without a chat template before the first turn
+        conversation.template("")
         if sys.stdin.isatty():
             say(f"{args.model} on {llm.config.device.info.name}. /help lists the commands.")
         conversation.loop()
@@ -166,7 +167,7 @@ class Conversation:
             say(str(error))
             return
         except KeyboardInterrupt:
-            # The request was cancelled. What was said so far stays.
+            # The request was cancelled. The text so far stays.
             self.history.append({"role": "assistant", "content": "".join(parts)})
             say("\n(stopped)")
             return

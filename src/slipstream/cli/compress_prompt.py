@@ -1,8 +1,9 @@
-"""`slipstream compress-prompt [MODEL] TEXT`: shorten a prompt by what a small model could have guessed.
+"""`slipstream compress-prompt [MODEL] TEXT`: shortens a prompt by the words that a small model
+could have guessed.
 
-One word is a text for the default model. Two are a small model and a text. `-` reads the text from standard input. The
-shortened text goes to standard output, the share that was kept to standard error.
-"""
+One word is a text for the default model. Two words are a small model and a text. `-` reads the text
+from standard input. The shortened text goes to standard output, the share that was kept to standard
+error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What the command writes: answers and JSON to standard output, files into the folder that was named, everything else to
-standard error.
+"""Output of the command: answers and JSON to standard output, files into the named folder,
+everything else to standard error.
 
-Without a terminal nothing moves or has colours: progress is then a line every few seconds.
-"""
+Without a terminal nothing moves or has colours: progress is then a line every few seconds."""
 
 from __future__ import annotations
 
@@ -22,9 +21,10 @@ LINE_EVERY_S = 5.0
 
 
 def print_json(value: Any) -> None:
-    """`value`, with dataclasses as objects, on one line of standard output. Where that can't be written, as on a full disk, the
-    line goes to standard error, since it may have taken hours to find out, and ConfigError is raised."""
-    from slipstream.costs.environment import plain  # late: an answer is rarely JSON
+    """Print `value` as one line of JSON to standard output, with dataclasses as objects. If that
+    can't be written, as on a full disk, the line goes to standard error, because it may have taken
+    hours to compute, and ConfigError is raised."""
+    from slipstream.costs.environment import plain  # imported late: most commands write no JSON
 
     text = json.dumps(value, default=plain, ensure_ascii=False)
     try:
@@ -41,12 +41,14 @@ def print_json(value: Any) -> None:
 
 
 def drop_output() -> None:
-    """Nobody takes our standard output any more. Python would complain of what is left of it at exit."""
+    """Discard standard output after its reader has gone. Python would complain about unwritten
+    output at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write `texts` by their names; each file appears whole. ConfigError if the folder takes none."""
+    """Write `texts` by file name; each file appears whole. ConfigError if the folder can't be
+    written."""
     from slipstream.files import write_whole, writing
 
     with writing(folder, "dir"):
@@ -60,7 +62,8 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """How far a task is, as text: its phase, the steps done, and an estimate of the time left from the first step on."""
+    """Progress of a task, as text: its phase, the steps done, and the estimated time left after the
+    first step."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -74,8 +77,9 @@ class Progress:
 
     def set_done(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if total != self.total or done < self.done:  # other steps than before
-            # One step was made since the last news. More were made by an interrupted run, and say nothing of the speed.
+        if total != self.total or done < self.done:  # a new series of steps
+            # One step was made since the last call. Several steps at once were made by an
+            # interrupted run, and say nothing about the speed.
             self._counted_from, self._done_before = (self._heard, 0) if done == 1 else (now, done)
         self.done, self.total, self._heard = done, total, now
 
@@ -84,7 +88,8 @@ class Progress:
         self.set_done(done, total)
 
     def seconds_left(self) -> float | None:
-        """None before the first step, after the last, and where a step takes longer than those before."""
+        """Estimated seconds left. None before the first step, after the last, and if a step takes
+        longer than those before."""
         new = self.done - self._done_before
         if new <= 0:
             return None
@@ -106,7 +111,8 @@ class Progress:
 
 @contextmanager
 def shown(progress: Progress) -> Iterator[Progress]:
-    """Show how far a task is: on a terminal one line that changes, elsewhere a new line every `LINE_EVERY_S` seconds."""
+    """Show a task's progress: on a terminal one line that changes, elsewhere a new line every
+    `LINE_EVERY_S` seconds."""
     ended = threading.Event()
     with _way_to_show(progress) as (interval_s, show):
 
@@ -125,7 +131,7 @@ def shown(progress: Progress) -> Iterator[Progress]:
 
 @contextmanager
 def _way_to_show(progress: Progress) -> Iterator[tuple[float, Callable[[], None]]]:
-    """How often a line is due, and what shows it."""
+    """(interval between lines, function that shows one)."""
     if not sys.stderr.isatty():
         yield LINE_EVERY_S, lambda: say(f"slipstream: {progress.line()}")
         return
@@ -137,20 +143,20 @@ def _way_to_show(progress: Progress) -> Iterator[tuple[float, Callable[[], None]
 
 @contextmanager
 def phases(what: str) -> Iterator[Callable[[str], None]]:
-    """Show a task of several phases. Yields the function that names the current one."""
+    """Show a task with several phases. Yields the function that names the current one."""
     with shown(Progress(what)) as progress:
         yield progress.set_phase
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a task of many steps. Yields a function of (done, total)."""
+    """Show a task with many steps. Yields a function of (done, total)."""
     with shown(Progress(what)) as progress:
         yield progress.set_done
 
 
 def print_info(title: str, rows: list[tuple[str, str]]) -> None:
-    """Two columns on standard output."""
+    """Print two columns to standard output."""
     from rich.console import Console
     from rich.text import Text
 
@@ -162,12 +168,12 @@ def print_info(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """As it is read: 1 replica, 2 replicas. For nouns whose plural is made with an s."""
+    """A number with its noun: 1 replica, 2 replicas. For nouns with a plural in -s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for a person: exact, and in the unit that fits."""
+    """Bytes for a person: exact, and in a suitable unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes:,} B ({num_bytes / scale:.2f} {unit})"

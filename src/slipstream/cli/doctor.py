@@ -1,54 +1,22 @@
-"""`slipstream doctor`: what this machine has, what Slipstream will use, what is missing and the command that gets it.
+"""`slipstream doctor`: shows what this machine has, what Slipstream will use, what is missing and the
+command that installs it.
 
-The exit code is 1 if something is missing without which no model can run.
-"""
+The exit code is 1 if something is missing without which no model can run."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import platform
 import sys
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.cli.console import counted, print_info, print_json, size
 from slipstream.cli.options import add_output_options
-from slipstream.costs.hardware import GpuInfo, HostInfo, gpus, host_info
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.worker.start.cpu_choice import CpuChoice
-
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "huggingface-hub",
-    "transformers",
-)
-GPU_ONLY = ("triton",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
-    """`needed`: nothing runs without it. `command` gets it; empty where no command does."""
-
-    what: str
-    command: str
-    needed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchInfo:
-    """`cuda_build` is the CUDA version torch was built for, None for a CPU build."""
-
-    version: str
-    cuda_build: str | None
-    sees_gpu: bool
+    from slipstream.costs.hardware import GpuInfo
+    from slipstream.worker.start.diagnosis import Diagnosis, TorchInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,88 +46,83 @@ def run(args: argparse.Namespace) -> int:
         return run_fleet(args)
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file has an effect only with --fleet", field="api_key_file")
-    from slipstream import __version__
-    from slipstream.hub import DEFAULT_MODEL, cache_folder, list_cached
+    from slipstream.worker.start.diagnosis import can_run, diagnose
 
-    host, cards, torch = host_info(), gpus(), torch_info()
-    packages = {name: package_version(name) for name in PACKAGES}
-    model = list_cached().get(DEFAULT_MODEL)
-    built = cpu_kernels_built()
-    runs = built if torch is None else True  # a CPU needs torch or the C++ kernels
-    choice = cpu_choice(measure=args.measure) if runs else None
-    used = will_use() if runs and (torch is not None or not cards) else None
-    missing = find_missing(
-        host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built
-    )
-    tables, broken = tile_tables(sorted({card.name for card in cards}))
-    missing += broken
-    if args.json:
-        print_json(
-            {
-                "slipstream": __version__,
-                "python": platform.python_version(),
-                "host": host,
-                "gpus": cards,
-                "tile_tables": tables,
-                "torch": torch,
-                "packages": packages,
-                "cache_folder": cache_folder(),
-                "default_model": {"name": DEFAULT_MODEL, "path": model},
-                "will_use": used,
-                "cpu_measured": choice,
-                "missing": missing,
-            }
-        )
-        return exit_code(missing)
-    rows = [
-        ("slipstream", __version__),
-        ("python", f"{platform.python_version()} ({sys.executable})"),
-        ("system", host.system),
-        ("CPU", f"{host.cpu}; {', '.join(host.cpu_features) or 'no known features'}"),
-        (
-            "cores",
-            f"{host.num_cores} of {host.num_cpus} for this process (affinity and control group)",
-        ),
-        ("memory", f"{size(host.memory_bytes)}, of which {size(host.free_bytes)} is free"),
-        *(("GPU", f"{g.name}, {size(g.memory_bytes)}, driver {g.driver}") for g in cards),
-        *((f"tiles of {name}", found) for name, found in tables.items()),
-        *([] if cards else [("GPU", "none that nvidia-smi shows")]),
-        ("torch", "not there" if torch is None else f"{torch.version}, {cuda_text(torch)}"),
-        *(
-            (name, found or absent(name, cards))
-            for name, found in packages.items()
-            if name != "torch"
-        ),
-        ("cache folder", str(cache_folder())),
-        (f"model {DEFAULT_MODEL}", str(model or "not fetched yet")),
-    ]
-    print_info("this machine", rows)
-    if used is not None:
+    found = diagnose(measure=args.measure)
+    print_json(_document(found)) if args.json else _show(found)
+    return 0 if can_run(found.missing) else 1
+
+
+def _document(found: Diagnosis) -> dict[str, object]:
+    from slipstream import __version__
+    from slipstream.hub import DEFAULT_MODEL, cache_folder
+
+    return {
+        "slipstream": __version__,
+        "python": platform.python_version(),
+        "host": found.host,
+        "gpus": found.gpus,
+        "tile_tables": found.tile_tables,
+        "torch": found.torch,
+        "packages": found.packages,
+        "cache_folder": cache_folder(),
+        "default_model": {"name": DEFAULT_MODEL, "path": found.default_model},
+        "will_use": found.will_use,
+        "cpu_measured": found.cpu_measured,
+        "missing": found.missing,
+    }
+
+
+def _show(found: Diagnosis) -> None:
+    print_info("this machine", _machine_rows(found))
+    if found.will_use is not None:
         print()
-        print_info(
-            "will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()]
-        )
-    if choice is not None:
+        used = [(name.replace("_", " "), str(value)) for name, value in found.will_use.items()]
+        print_info("will be used", used)
+    if found.cpu_measured is not None:
         print()
         rows = [
             (
                 f"{t.kernels}, {t.weights}, {counted(t.num_threads, 'thread')}",
                 f"{t.decode_ms:.2f} ms a token, {t.prompt_ms:.1f} ms for 64 tokens",
             )
-            for t in choice.timings
+            for t in found.cpu_measured.timings
         ]
         rule = "an older instruction set or fewer threads are taken if 20% faster, twice"
         print_info(f"CPU as measured, on a small decoder ({rule})", rows)
     print()
-    if missing:
-        print_info("missing", [(m.what, m.command) for m in missing])
+    if found.missing:
+        print_info("missing", [(m.what, m.command) for m in found.missing])
     else:
         print("nothing is missing")
-    return exit_code(missing)
+
+
+def _machine_rows(found: Diagnosis) -> list[tuple[str, str]]:
+    from slipstream import __version__
+    from slipstream.hub import DEFAULT_MODEL, cache_folder
+
+    host, cards, build = found.host, found.gpus, found.torch
+    cores = f"{host.num_cores} of {host.num_cpus} for this process (affinity and control group)"
+    packages = {name: there for name, there in found.packages.items() if name != "torch"}
+    return [
+        ("slipstream", __version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", host.system),
+        ("CPU", f"{host.cpu}; {', '.join(host.cpu_features) or 'no known features'}"),
+        ("cores", cores),
+        ("memory", f"{size(host.memory_bytes)}, of which {size(host.free_bytes)} is free"),
+        *(("GPU", f"{g.name}, {size(g.memory_bytes)}, driver {g.driver}") for g in cards),
+        *((f"tiles of {name}", table) for name, table in found.tile_tables.items()),
+        *([] if cards else [("GPU", "none that nvidia-smi shows")]),
+        ("torch", "not there" if build is None else f"{build.version}, {cuda_text(build)}"),
+        *((name, there or absent(name, cards)) for name, there in packages.items()),
+        ("cache folder", str(cache_folder())),
+        (f"model {DEFAULT_MODEL}", str(found.default_model or "not fetched yet")),
+    ]
 
 
 def run_fleet(args: argparse.Namespace) -> int:
-    """0 if nothing is wrong."""
+    """Check running servers. Returns 0 if nothing is wrong."""
     from slipstream.cli.serve import read_keys
     from slipstream.fleet.detection.alerts import checked
     from slipstream.fleet.detection.doctor import examine
@@ -187,10 +150,6 @@ def run_fleet(args: argparse.Namespace) -> int:
     return 1 if complaints else 0
 
 
-def exit_code(missing: list[Missing]) -> int:
-    return 1 if any(m.needed for m in missing) else 0
-
-
 def cuda_text(torch: TorchInfo) -> str:
     if torch.cuda_build is None:
         return "CPU build"
@@ -200,153 +159,8 @@ def cuda_text(torch: TorchInfo) -> str:
 
 
 def absent(name: str, cards: tuple[GpuInfo, ...]) -> str:
+    from slipstream.worker.start.diagnosis import GPU_ONLY
+
     return (
         "not there; only a GPU's kernels use it" if name in GPU_ONLY and not cards else "not there"
     )
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
-    """Return the tile table that an engine takes on each kind of GPU, and the tables that can't be used. An engine does not
-    start until those are removed."""
-    from slipstream.errors import ConfigError
-    from slipstream.hub import tiles_folder
-    from slipstream.spec.autotune_table import load_tiles
-
-    found: dict[str, str] = {}
-    broken: list[Missing] = []
-    for name in names:
-        try:
-            found[name] = load_tiles("auto", name, tiles_folder()).describe()
-        except ConfigError as error:
-            found[name] = "can't be used"
-            broken.append(
-                Missing(
-                    what=str(error), command="delete it, then slipstream tune MODEL", needed=True
-                )
-            )
-    return found, broken
-
-
-def torch_info() -> TorchInfo | None:
-    if importlib.util.find_spec("torch") is None:
-        return None
-    import torch
-
-    from slipstream.platform import has_gpu
-
-    return TorchInfo(
-        version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=has_gpu()
-    )
-
-
-def will_use() -> dict[str, Any]:
-    """What device="auto", dtype="auto", kernels="auto" come to."""
-    from slipstream.hub import machine_folder
-    from slipstream.worker.device import detect
-
-    info = detect("auto", machine_folder())
-    if not info.is_cuda and cpu_kernels_built():
-        from slipstream.kernels.cpu.host_ops import HostOps
-
-        kernels = HostOps(info.num_threads, info.isa).describe()
-    else:
-        import torch
-
-        from slipstream.kernels.select import select_ops
-
-        kernels = select_ops(
-            torch.device(info.device), num_threads=info.num_threads, isa=info.isa
-        ).describe()
-    return {
-        "device": f"{info.device} ({info.name})",
-        "dtype": info.best_dtype,
-        "dtype_reason": info.dtype_reason or "the GPU's fast type",
-        "kernels": kernels,
-        "threads": info.num_threads,
-    }
-
-
-def cpu_choice(*, measure: bool) -> CpuChoice:
-    from slipstream.hub import machine_folder
-    from slipstream.worker.start.cpu_choice import choose_cpu
-
-    return choose_cpu(machine_folder(), measure=measure)
-
-
-def cpu_kernels_built() -> bool:
-    from slipstream.kernels.cpu.native import has_cpu_kernels
-
-    return has_cpu_kernels()
-
-
-def find_missing(
-    host: HostInfo,
-    cards: tuple[GpuInfo, ...],
-    torch: TorchInfo | None,
-    packages: dict[str, str | None],
-    *,
-    has_model: bool,
-    has_cpu_kernels: bool = True,
-) -> list[Missing]:
-    """What is missing here, the most needed first: everything that the list of packages shows as absent, except what only a
-    GPU needs where there is none. Pure."""
-    found = []
-    if torch is None:
-        lost = (
-            "a GPU"
-            if cards
-            else "compression, evals, adapters, pictures, and what else `slipstream info` names"
-        )
-        what, extra = f"torch, for {lost}", "gpu" if cards else "torch"
-        needed = bool(cards) or not has_cpu_kernels
-        found.append(
-            Missing(what=what, command=f"pip install 'slipstream[{extra}]'", needed=needed)
-        )
-    elif cards and torch.cuda_build is None:
-        found.append(
-            Missing(
-                what="a CUDA build of torch for the GPU",
-                command="pip install --force-reinstall 'torch>=2.11'",
-            )
-        )
-    elif cards and not torch.sees_gpu:
-        found.append(
-            Missing(
-                what="a GPU that torch can use",
-                command=f"install a driver for CUDA {torch.cuda_build} or newer (now: {cards[0].driver}), or check "
-                "CUDA_VISIBLE_DEVICES",
-            )
-        )
-    if cards and packages.get("triton") is None:
-        found.append(
-            Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'")
-        )
-    if not has_cpu_kernels:
-        from slipstream.kernels.build import remedy
-
-        lost = "no quantization, no 8-bit cache, GGUF's weights expanded, and torch's kernels are several times slower"
-        found.append(
-            Missing(what=f"the C++ kernels for the CPU (without them: {lost})", command=remedy())
-        )
-    for name in ("numpy", "safetensors", "tokenizers"):
-        if name in packages and packages[name] is None:
-            found.append(Missing(what=name, command=f"pip install {name}", needed=True))
-    if packages.get("huggingface-hub") is None:
-        found.append(
-            Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'")
-        )
-    if "transformers" in packages and packages["transformers"] is None:
-        uses = "transformers, for check-model and for bench --engine transformers"
-        found.append(Missing(what=uses, command="pip install 'slipstream[dev]'"))
-    if not has_model:
-        found.append(Missing(what="the default model", command="slipstream pull smollm2"))
-    if host.free_bytes < 2**30:
-        found.append(Missing(what="1 GiB of free memory", command="end other programs"))
-    return found

@@ -1,8 +1,7 @@
-"""`slipstream embed MODEL TEXT ...`: a vector for each text, or how alike the texts are.
+"""`slipstream embed MODEL TEXT ...`: prints a vector for each text, or the similarity of the texts.
 
-A vector is a line of numbers with spaces between. `-` reads texts from standard input, one a line. --similarity prints the
-cosine of each text with each.
-"""
+A vector is a line of numbers separated by spaces. `-` reads texts from standard input, one per
+line. --similarity prints the cosine of each pair of texts."""
 
 from __future__ import annotations
 

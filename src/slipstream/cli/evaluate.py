@@ -1,9 +1,9 @@
-"""`slipstream eval A [B]`: the perplexity of a model on stated text; with B, how far B is from A on it.
+"""`slipstream eval A [B]`: measures the perplexity of a model on a given text; with B, also how far
+B's predictions are from A's.
 
-A and B are any two checkpoints or formats with one vocabulary. An engine option holds for both, unless its twin for B is given
-(`--quantization-b int8`); without B but with such a twin, A is compared with itself run that way. The exit code is 1 if
---max-kl is given and broken.
-"""
+A and B are any two checkpoints or formats with one vocabulary. An engine option applies to both,
+unless its twin for B is given (`--quantization-b int8`). Without B but with such a twin, A is
+compared with itself run that way. The exit code is 1 if --max-kl is given and exceeded."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from slipstream.cli.options import (
     add_output_options,
     engine_args,
 )
+from slipstream.compress.verdict import check_max_kl
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_options(parser: argparse._ActionsContainer) -> None:
-    """The fields of TextSettings, under names that leave room for other options."""
+    """Options for the fields of TextSettings, with names that do not collide with other options."""
     default = TextSettings()
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -173,7 +174,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
     folder = None if args.report is None else Path(args.report).expanduser()
     if folder is not None:
         with writing(args.report, "report"):
-            folder.mkdir(parents=True, exist_ok=True)  # now: what is measured takes a while
+            folder.mkdir(parents=True, exist_ok=True)  # now, because measuring takes a while
     args_a = engine_args(args, model=args.a)
     with shown(Progress("report")) as progress:
         report = measure(
@@ -257,14 +258,9 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
 
 
-def check_max_kl(max_kl: float | None) -> None:
-    if max_kl is not None and not max_kl >= 0:
-        raise ConfigError(f"--max-kl {max_kl} is no number of nats from 0 on", field="max_kl")
-
-
 def task_names(args: argparse.Namespace) -> list[str]:
     if args.limit is not None and (args.tasks is None or args.limit < 1):
-        raise ConfigError("--limit is a number above 0 of questions of --tasks", field="limit")
+        raise ConfigError("--limit must be above 0, and needs --tasks", field="limit")
     return args.tasks.split(",") if args.tasks else []
 
 

@@ -1,4 +1,5 @@
-"""`slipstream fleet up|status|rollout|scale|down`: many replicas served as one. docs/fleet.md is the manual."""
+"""`slipstream fleet up|status|rollout|scale|down`: serves many replicas as one. docs/fleet.md is
+the manual."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from slipstream.cli.console import counted, print_json
 from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError, EngineError, as_error
 
-_ORDER_S = 3600.0  # a rollout starts replicas one after the other
+_ORDER_S = 3600.0  # long, because a rollout starts replicas one after the other
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ def run_up(args: argparse.Namespace) -> int:
     elif (lost := folder / "fleet.json").is_file():
         fleet = check(json.loads(lost.read_text(encoding="utf-8")))
     else:
-        raise ConfigError(f"no fleet was lost in {folder}; name a file", field="file")
+        raise ConfigError(f"{folder} has no fleet to restart; name a file", field="file")
     settings = gateway_settings(fleet, read_keys(fleet.api_key_file) if fleet.api_key_file else ())
     configure_logging(settings)
     listener = bind(settings)
@@ -125,7 +126,7 @@ def run_up(args: argparse.Namespace) -> int:
 def _connected(
     args: argparse.Namespace, order: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
-    """The head's answer, and the connection with what reads it on."""
+    """Send an order. Yields the head's answer, the connection, and a reader for what follows."""
     path = _folder(args) / "control"
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ORDER_S)
@@ -146,7 +147,7 @@ def _connected(
 
 
 def _ask(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
-    """The head's answer."""
+    """Send an order and return the head's answer."""
     with _connected(args, order) as (answer, _, _):
         return answer
 

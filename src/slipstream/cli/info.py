@@ -1,7 +1,7 @@
-"""`slipstream info MODEL`: what a model is, what it weighs, and what fits on this machine. It loads no weights.
+"""`slipstream info MODEL`: shows what a model is, its size, and what fits on this machine, without
+loading weights.
 
-The memory part is an estimate: only an engine that starts can measure activations and graphs.
-"""
+The memory part is an estimate: only a starting engine can measure activations and graphs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import DTYPE_BYTES, EngineConfig
-from slipstream.costs.estimate import bytes_by_part, estimate, host_expert_bytes
+from slipstream.config import EngineConfig
+from slipstream.costs.estimate import host_expert_bytes
 from slipstream.costs.hardware import host_memory
-from slipstream.costs.offload import copy_rate, estimate_offload, read_rate
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.spec.host_experts import mixtures
@@ -33,14 +32,12 @@ from slipstream.spec.parallel import uneven_parts
 from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from slipstream.compress.recipe import Recipe
     from slipstream.spec.description import ModelDescription
     from slipstream.spec.model import LayerSpec, ModelSpec
-    from slipstream.spec.offload import OffloadPlan
     from slipstream.spec.quantization_config import StoredQuantization
     from slipstream.spec.reason import Reason
+    from slipstream.worker.inspection import Inspection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,115 +49,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.cli.pull import files_bytes
     from slipstream.compress.recipe import recipe_of
     from slipstream.engine.folder import settled
-    from slipstream.hub import resolve_model
-    from slipstream.spec.description import read_spec
-    from slipstream.worker.forward.forward_paths import fast_paths, torch_reason
+    from slipstream.worker.inspection import inspect_model
 
     settings = settled(engine_args(args))
-    path = resolve_model(settings.model, download_dir=settings.download_dir)
-    description = read_spec(path)
-    config, ledger = estimate(settings, description)
-    spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
-    element = DTYPE_BYTES[config.cache.dtype]
-    offload = estimate_offload(config, description)
-    parts, fast, without = (
-        bytes_by_part(config, description),
-        fast_paths(config, spec),
-        torch_reason(config, description),
-    )
-    recipe, made_by = None, ""
+    found, recipe, made_by = inspect_model(settings), None, ""
     try:
-        if (recipe := recipe_of(path)) is not None:
+        if (recipe := recipe_of(found.path)) is not None:
             made_by = ", ".join(name for step in recipe.as_data() for name in step)
-    except ConfigError as error:  # of another version; an engine does not need the recipe
+    except ConfigError as error:  # written by another version; an engine does not need the recipe
         made_by = str(error)
     if args.json:
-        print_json(
-            {
-                "model": settings.model,
-                "path": path,
-                "format": description.format,
-                "file_bytes": files_bytes(path),
-                "checkpoint_dtype": description.dtype,
-                "dtype": dtype,
-                "quantization": scheme,
-                "recipe": None if recipe is None else recipe.as_data(),
-                "stored_types": {t.name: t.num_bytes for t in description.stored},
-                "kv_cache_dtype": config.cache.dtype,
-                "num_parameters": spec.num_parameters,
-                "bytes_by_part": parts,
-                "kv_bytes_per_token": spec.kv_bytes_per_token(element),
-                "fast_ways": fast,
-                "parallel": {
-                    **dataclasses.asdict(config.parallel),
-                    "num_ranks": config.parallel.num_ranks,
-                },
-                "host_experts": {
-                    "layers": config.model.host_experts,
-                    "num_bytes": ledger.host_expert_bytes,
-                },
-                "offload": None
-                if offload is None
-                else {**dataclasses.asdict(offload), "read_rate": offload_rate(config, path)},
-                "needs_torch": without,
-                "spec": spec,
-                "memory_estimate": {
-                    **dataclasses.asdict(ledger),
-                    "num_full_sequences": ledger.num_full_sequences,
-                },
-            }
-        )
+        print_json(_document(settings.model, found, recipe))
         return 0
-    tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
-    kept = " (for the time of a step)" if spec.is_encoder else ""
-    if any(spec.group_of_layer):  # several groups share the blocks
-        kept = f" of {len(spec.cache_groups[0].layers)} layers"
-    q = description.quantization
-    rows = [
-        ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),
-        ("family", spec.family),
-        ("parameters", f"{spec.num_parameters:,}"),
-        ("context", f"{spec.max_position:,} tokens"),
-        ("vocabulary", f"{spec.vocab_size:,}{tied}"),
-        ("hidden size", f"{spec.hidden_size:,}"),
-        *(
-            ("layers", f"{count} × {describe(layer)}")
-            for layer, count in Counter(spec.all_layers).items()
-        ),
-        *([("stored as", stored_as(description))] if description.stored else []),
-        *(
-            [("stored as", f"{q.scheme or 'several formats'} ({q.method})")]
-            if q is not None and q.rounds
-            else []
-        ),
-        *([("zeros", zeros)] if (zeros := describe_zeros(q, recipe)) is not None else []),
-        *([("made by", made_by)] if made_by else []),
-        *([("vectors", describe_vectors(description))] if not spec.generates else []),
-        *([("split", text) for text in describe_split(config, spec)]),
-        *([("read", text) for text in describe_offload(offload, config, path)]),
-        *([("experts", text) for text in describe_host_experts(config, description)]),
-        *(("steps", describe_path(name, reason)) for name, reason in fast.items()),
-        ("torch", "not needed" if without is None else f"needed: {without}"),
-        (
-            "KV cache",
-            f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"
-            + kept,
-        ),
-    ]
-    print_info(settings.model, rows)
+    print_info(settings.model, _rows(found, recipe, made_by))
+    parts = found.bytes_by_part
     print()
     print_info(
-        f"weights in {scheme or dtype}",
+        f"weights in {found.config.model.quantization or found.config.model.dtype}",
         [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))],
     )
     print(
         "\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)"
     )
-    print("\n".join(ledger.describe()))
+    print("\n".join(found.ledger.describe()))
     return 0
+
+
+def _document(model: str, found: Inspection, recipe: Recipe | None) -> dict[str, object]:
+    from slipstream.cli.pull import files_bytes
+
+    description, config, ledger, spec = found.description, found.config, found.ledger, found.spec
+    parallel, offload = config.parallel, found.offload
+    read = offload and {**dataclasses.asdict(offload), "read_rate": found.offload_rate()}
+    sequences = ledger.num_full_sequences
+    return {
+        "model": model,
+        "path": found.path,
+        "format": description.format,
+        "file_bytes": files_bytes(found.path),
+        "checkpoint_dtype": description.dtype,
+        "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
+        "recipe": None if recipe is None else recipe.as_data(),
+        "stored_types": {t.name: t.num_bytes for t in description.stored},
+        "kv_cache_dtype": config.cache.dtype,
+        "num_parameters": spec.num_parameters,
+        "bytes_by_part": found.bytes_by_part,
+        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "fast_ways": found.fast_paths,
+        "parallel": {**dataclasses.asdict(parallel), "num_ranks": parallel.num_ranks},
+        "host_experts": {
+            "layers": config.model.host_experts,
+            "num_bytes": ledger.host_expert_bytes,
+        },
+        "offload": read,
+        "needs_torch": found.needs_torch,
+        "spec": spec,
+        "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": sequences},
+    }
+
+
+def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[str, str]]:
+    from slipstream.cli.pull import files_bytes
+
+    description, config, spec = found.description, found.config, found.spec
+    tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
+    kept = " (for the time of a step)" if spec.is_encoder else ""
+    if any(spec.group_of_layer):  # several groups share the blocks
+        kept = f" of {len(spec.cache_groups[0].layers)} layers"
+    cache = f"{found.kv_bytes_per_token:,} B a token, {size(found.ledger.block_bytes)} a block"
+    layers = Counter(spec.all_layers).items()
+    rows = [
+        ("path", f"{found.path} ({description.format}, {size(files_bytes(found.path))})"),
+        ("family", spec.family),
+        ("parameters", f"{spec.num_parameters:,}"),
+        ("context", f"{spec.max_position:,} tokens"),
+        ("vocabulary", f"{spec.vocab_size:,}{tied}"),
+        ("hidden size", f"{spec.hidden_size:,}"),
+        *(("layers", f"{count} × {describe(layer)}") for layer, count in layers),
+    ]
+    if description.stored:
+        rows.append(("stored as", stored_as(description)))
+    q = description.quantization
+    if q is not None and q.rounds:
+        rows.append(("stored as", f"{q.scheme or 'several formats'} ({q.method})"))
+    if (zeros := describe_zeros(q, recipe)) is not None:
+        rows.append(("zeros", zeros))
+    if made_by:
+        rows.append(("made by", made_by))
+    if not spec.generates:
+        rows.append(("vectors", describe_vectors(description)))
+    needs = found.needs_torch
+    return [
+        *rows,
+        *(("split", text) for text in describe_split(config, spec)),
+        *(("read", text) for text in describe_offload(found)),
+        *(("experts", text) for text in describe_host_experts(config, description)),
+        *(("steps", describe_path(name, reason)) for name, reason in found.fast_paths.items()),
+        ("torch", "not needed" if needs is None else f"needed: {needs}"),
+        ("KV cache", cache + kept),
+    ]
 
 
 def describe_path(name: str, reason: Reason | None) -> str:
@@ -169,7 +159,8 @@ def describe_path(name: str, reason: Reason | None) -> str:
 
 
 def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
-    """How ranks share the model; empty: there is one. The parts and the memory below are a rank's."""
+    """How ranks share the model; empty if there is one rank. The sizes shown after it are one
+    rank's."""
     how, lines = config.parallel, []
     if how.num_ranks == 1:
         return []
@@ -190,25 +181,20 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     return [*lines, "what follows is one rank's" + (", the largest" if how.stages else "")]
 
 
-def offload_rate(config: EngineConfig, path: Path) -> float | None:
-    """Bytes a second at which layers that are not kept are read; None: it is not known."""
-    info = config.device.info
-    return copy_rate(info.name) if info.is_cuda else read_rate(path)
-
-
-def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path) -> list[str]:
-    """What is read in each step, and how many steps a second that allows at most."""
+def describe_offload(found: Inspection) -> list[str]:
+    """The bytes read in each step, and the resulting upper bound of steps per second."""
+    plan, device = found.offload, found.config.device.info
     if plan is None:
         return []
-    rate = offload_rate(config, path)
-    if config.device.info.is_cuda:
+    rate = found.offload_rate()
+    if device.is_cuda:
         free = host_memory()[1]
         room = f"from the host's memory, of which they take {size(plan.read_bytes)}; {size(free)} are free"
         if rate is None:
             return [
                 plan.describe(),
                 room,
-                f"how fast that is is not known of {config.device.info.name}",
+                f"how fast that is is not known of {device.name}",
             ]
         steps = rate / plan.read_bytes
         text = f"at most {steps:,.2f} steps a second (estimated), at {rate / 1e9:.0f} GB/s from host to GPU"
@@ -229,7 +215,8 @@ def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path)
 
 
 def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
-    """Lines on the mixtures that the host computes, and what a token reads of them there."""
+    """Lines about mixtures of experts that the host computes, and the bytes of them that a token
+    reads."""
     number, layers = config.model.host_experts, mixtures(description.spec)
     if not number:
         return []
@@ -251,7 +238,8 @@ def stored_as(description: ModelDescription) -> str:
 
 
 def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
-    """The share of zeros in a checkpoint's products, and how they are stored; None if it names no zeros."""
+    """Share of zeros in a checkpoint's products, and how they are stored; None if the checkpoint
+    does not state zeros."""
     from slipstream.compress.steps import Sparsify
 
     made: Sparsify | None = None if recipe is None else recipe.one(Sparsify)
@@ -266,7 +254,7 @@ def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> 
 
 
 def describe_vectors(description: ModelDescription) -> str:
-    """What an encoder makes of a text."""
+    """Output of an encoder for a text, in words."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
         of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[
@@ -301,6 +289,8 @@ def describe(layer: LayerSpec) -> str:
     elif a is not None:
         kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
         parts += [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+        if a.kv_from is not None:
+            parts.append(f"keys and values of layer {a.kv_from}")
         if not a.causal:
             parts.append("both directions")
         if layer.cross is not None:

@@ -1,7 +1,8 @@
-"""`slipstream keys add|list|revoke|rotate FILE`: who may ask a server (`serve --keys-file FILE`), and how much.
+"""`slipstream keys add|list|revoke|rotate FILE`: manages who may ask a server (`serve --keys-file
+FILE`), and how much.
 
-A key is shown once, when it is made. The file holds a digest of it. A running server takes a changed file within a second.
-"""
+A key is shown once, when it is made. The file has a digest of it. A running server reads a changed
+file within a second."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def _positive(text: str) -> int:
 def _span(text: str) -> int:
     number, unit = text[:-1], _SECONDS.get(text[-1:])
     if unit is None or not number.isascii() or not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no span of time like 30s, 15m, 12h or 90d")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time span such as 30s, 15m, 12h or 90d"
+        )
     return int(number) * unit
 
 
@@ -131,9 +134,8 @@ def run_add(args: argparse.Namespace) -> int:
             models=tuple(args.model),
             **given,
         )
-        known[id_] = msgspec.convert(
-            msgspec.to_builtins(made), keys.Key
-        )  # checked as it will be read
+        # checked as it will be read
+        known[id_] = msgspec.convert(msgspec.to_builtins(made), keys.Key)
     return _show(args, id_, text)
 
 
@@ -198,9 +200,8 @@ def run_rotate(args: argparse.Namespace) -> int:
                 f"the key {args.id} is {key.state(now)}; make a new one (`slipstream keys add`)",
                 field="id",
             )
-        text, _, digest = keys.new_secret(
-            key.id, key.salt
-        )  # the salt is the key's, for the old secret, too
+        # the salt belongs to the key, so the old secret needs it, too
+        text, _, digest = keys.new_secret(key.id, key.salt)
         old = (
             {"old_digest": key.digest, "old_until": now + args.grace}
             if args.grace

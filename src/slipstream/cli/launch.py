@@ -1,10 +1,11 @@
-"""`slipstream launch CLIENT`: start a coding agent (claude, codex, opencode) that uses a server of yours.
+"""`slipstream launch CLIENT`: starts a coding agent (claude, codex, opencode) that uses one of your
+servers.
 
     slipstream launch claude --serve smollm2          # starts a server, which ends with the agent
     slipstream launch codex --url http://127.0.0.1:8000 -- exec "fix the tests"
 
-Only the environment and the arguments of the agent are set, and they are printed. No file of the agent's is written.
-"""
+Only the environment and the arguments of the agent are set, and they are printed. None of the
+agent's files is written."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError
 
 START_S = 1800.0
-"""Longest start of a server: a large model may have to be fetched."""
+"""Longest start of a server: a large model may have to be downloaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def served(model: str, url: str) -> Iterator[None]:
-    """A server of the model while the code inside runs. ConfigError if another one answers there, or if it ends
-    before it serves."""
+    """Run a server of the model for the duration of the context. ConfigError if another server
+    answers at this address, or if it ends before it serves."""
     import httpx
 
     if _is_ready(url):

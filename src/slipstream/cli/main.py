@@ -1,9 +1,10 @@
-"""The command line. A verb's file has `add_arguments(parser)` and `run(args) -> exit code`, and is imported when it is named.
+"""The command line. A verb's file has `add_arguments(parser)` and `run(args) -> exit code`, and is
+imported when the verb is named.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 the model or its download, 130 interrupted.
-With --json exactly one JSON object goes to standard output; for an error it is `{"error": {...}}`. `slipstream --help` answers
-at once: it imports no verb, and a verb imports what is heavy only in `run`.
-"""
+Exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 the model or its
+download, 130 interrupted. With --json exactly one JSON object goes to standard output; for an error
+it is `{"error": {...}}`. `slipstream --help` answers at once: it imports no verb, and a verb
+imports heavy modules only in `run`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from slipstream.errors import (
     missing_torch,
 )
 
-VERBS = {  # the verb: its file, and its line of the help
+VERBS = {  # verb → (its file, its line of the help)
     "run": ("run", "answer a prompt"),
     "chat": ("chat", "talk with a model"),
     "embed": ("embed", "texts as vectors"),
@@ -58,7 +59,8 @@ EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or settin
 
 
 def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
-    """Builds the parser of these verbs. argparse looks for translations of each one's help on the disk."""
+    """Build the parser of these verbs. Fewer verbs are faster: argparse looks for translations of
+    each one's help on disk."""
     parser = ArgumentParser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
@@ -70,9 +72,11 @@ def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Without `argv` it is what the process is for, so a verb may fork it."""
+    """Run one command. Returns its exit code. Without `argv` it runs the process's own command
+    line, so a verb may fork the process."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # --debug may stand anywhere before a lone "--", and must work where the command line itself is wrong.
+    # --debug may be anywhere before a lone "--", and must work even if the command line itself is
+    # wrong.
     options = words[: words.index("--")] if "--" in words else words
     debug, json = "--debug" in options, "--json" in options
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
@@ -82,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.owns_process = argv is None
         from slipstream.costs.hardware import bound_spinning
 
-        bound_spinning()  # before torch loads
+        bound_spinning()  # before torch is loaded
         code: int = args.handler(args)
-        sys.stdout.flush()  # here, where a closed pipe can still be told from success
+        sys.stdout.flush()  # here, where a closed pipe is still distinct from success
         return code
     except KeyboardInterrupt:
         if json:
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         from slipstream.cli.console import drop_output
 
-        drop_output()  # who read it has gone
+        drop_output()  # the reader has gone
         return FAILED
     except Exception as error:
         if isinstance(error, SlipstreamError):
@@ -104,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
-    """Name the engine folder's file in the error, if the setting at fault stands there and not on the command line."""
+    """Name the engine folder's file in the error, if the wrong setting is there and not on the
+    command line."""
     field, model = error.field, getattr(args, "model", None)
     if not field or hasattr(args, field) or not isinstance(model, str):
         return
@@ -115,7 +120,8 @@ def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
 
 
 def report(error: Exception, *, json: bool, debug: bool) -> int:
-    """One clear line on standard error (with --json also an object on standard output); the exit code."""
+    """Print one clear line to standard error (with --json also an object to standard output).
+    Returns the exit code."""
     if (without := missing_torch(error)) is not None:
         error = without
     elif not isinstance(error, SlipstreamError):
@@ -141,7 +147,7 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
         from slipstream.cli.console import print_json
 
         field = getattr(error, "field", None)
-        with contextlib.suppress(ConfigError):  # a full disk: it has been told on standard error
+        with contextlib.suppress(ConfigError):  # a full disk: it was reported on standard error
             print_json(
                 {"error": {"type": type(error).__name__, "message": message, "field": field}}
             )

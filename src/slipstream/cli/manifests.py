@@ -1,12 +1,10 @@
-"""`slipstream manifests DIR --serve "MODEL …"`: a Dockerfile, and files for Docker Compose and Kubernetes, that run `slipstream
-serve MODEL …`. docs/containers.md is their manual."""
+"""`slipstream manifests DIR --serve "MODEL …"`: writes a Dockerfile, and files for Docker Compose
+and Kubernetes, that run `slipstream serve MODEL …`. docs/containers.md is the manual."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
+import dataclasses
 import shlex
 from pathlib import Path
 
@@ -14,15 +12,7 @@ from slipstream.cli.console import print_json, write_files
 from slipstream.cli.options import engine_args, parse_bytes
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL, MODELS
-
-DOCKERFILE, COMPOSE, KUBERNETES = "Dockerfile", "compose.yaml", "kubernetes.yaml"
-
-IMAGE = (
-    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?(:\d{1,5})?/)?"  # a registry
-    r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
-    r"(:\w[-.\w]{0,127})?(@sha256:[0-9a-f]{64})?"
-)
-"""A reference to an image, as Docker and Kubernetes read it."""
+from slipstream.server.operations.manifests import COMPOSE, DOCKERFILE, KUBERNETES
 
 GIVEN = {
     "host": "the container listens on all of its addresses",
@@ -39,16 +29,14 @@ GIVEN = {
         "ranks of other hosts can't reach it; write the manifests by hand",
     ),
 }
-"""Options of `serve` that the manifests set, or that don't work in them, by their destinations, and what to do instead."""
+"""Options of `serve` that the manifests set, or that don't work in them, by destination, with the
+remedy."""
 
 NEEDS = {"otlp_endpoint": "otel", "detect": "detect"}
 """Options of `serve` that need an extra of the package."""
 
 WRITTEN = ("state_dir", "files_dir", "audit_log", "kv_disk_path", "download_dir")
 """Options of `serve` whose paths are written to."""
-
-LEAST = {"memory": 2**28, "volume": 2**28}
-"""In bytes. Less is a number that lacks its unit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,26 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import yaml
-
     from slipstream.server.operations import manifests
 
-    for name in ("replicas", "cpus"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}", field=name)
-    for name, least in LEAST.items():
-        if getattr(args, name) < least:
-            message = f"--{name} must be at least {least >> 20}MiB, got {getattr(args, name)} bytes; give a unit, such as 8GiB"
-            raise ConfigError(message, field=name)
-    if args.gpus < 0:
-        raise ConfigError(f"--gpus must not be negative, got {args.gpus}", field="gpus")
-    for name in ("name", "key_secret"):
-        given = getattr(args, name)
-        if given is not None and not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", given):
-            message = "must be of small letters, digits and -, begin with a letter, and have 42 characters at most"
-            raise ConfigError(f"--{name.replace('_', '-')} {message}, got {given!r}", field=name)
+    fields = ("name", "replicas", "cpus", "gpus", "memory", "volume", "key_secret", "image")
+    given = {name: getattr(args, name) for name in fields if name in args}
+    made = manifests.Deployment(words=(), drain_s=0.0, **given)
+    made.check()
     if not (args.source / "pyproject.toml").is_file():
-        message = f"--source: {args.source} is no clone of Slipstream: it has no pyproject.toml; give the clone's folder"
+        message = f"--source: {args.source} is not a clone of Slipstream: it has no pyproject.toml; give the clone's folder"
         raise ConfigError(message, field="source")
     if unknown := sorted(set(args.extras) - extras_of(args.source / "pyproject.toml")):
         raise ConfigError(
@@ -133,46 +109,18 @@ def run(args: argparse.Namespace) -> int:
         words = shlex.split(args.serve)
     except ValueError as error:
         raise ConfigError(f"--serve: {error}, in {args.serve!r}", field="serve") from None
-    image = {"image": args.image} if "image" in args else {}
-    if image and not re.fullmatch(IMAGE, args.image):
-        message = f"--image must be [REGISTRY/]NAME[:TAG] in small letters, as Docker takes it, got {args.image!r}"
-        raise ConfigError(message, field="image")
     found, drain_s = _checked(words, args.gpus)
-    extras = [
-        *args.extras,
-        *(extra for option, extra in NEEDS.items() if getattr(found, option, None)),
-    ]
-    made = manifests.Deployment(
-        words=words, drain_s=drain_s, name=args.name, replicas=args.replicas, cpus=args.cpus, gpus=args.gpus,
-        memory=args.memory, volume=args.volume, extras=extras, key_secret=args.key_secret, **image,
-    )  # fmt: skip
+    needed = [extra for option, extra in NEEDS.items() if getattr(found, option, None)]
+    made = dataclasses.replace(made, words=words, drain_s=drain_s, extras=[*args.extras, *needed])
     folder = Path(args.dir)
-    clone, here = args.source.resolve(), folder.resolve()
-    composed = manifests.compose(
-        made,
-        build_from=os.path.relpath(clone, here),
-        dockerfile_name=os.path.relpath(here / DOCKERFILE, clone),
-    )
-    # Each object is copied through JSON: what stands in it twice, such as labels, would become an alias, and an edit of one
-    # place an edit of all.
-    objects = [json.loads(json.dumps(found)) for found in manifests.kubernetes(made)]
-    texts = {
-        DOCKERFILE: manifests.dockerfile(made),
-        COMPOSE: yaml.safe_dump(composed, sort_keys=False, width=1000),
-        KUBERNETES: yaml.safe_dump_all(objects, sort_keys=False, width=1000),
-    }
+    texts = manifests.files(made, folder, args.source)
     write_files(folder, texts)
     if args.json:
-        print_json(
-            {
-                "files": [str(folder / name) for name in texts],
-                "command": ["slipstream", *made.command],
-            }
-        )
+        files = [str(folder / name) for name in texts]
+        print_json({"files": files, "command": ["slipstream", *made.command]})
         return 0
-    print(
-        f"{folder / DOCKERFILE}: docker build -f {folder / DOCKERFILE} -t {made.image} {args.source}"
-    )
+    dockerfile = folder / DOCKERFILE
+    print(f"{dockerfile}: docker build -f {dockerfile} -t {made.image} {args.source}")
     print(f"{folder / COMPOSE}: docker compose -f {folder / COMPOSE} up")
     print(f"{folder / KUBERNETES}: kubectl apply -f {folder / KUBERNETES}")
     return 0
@@ -187,8 +135,8 @@ def extras_of(project: Path) -> set[str]:
 
 
 def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
-    """What `serve` reads in them, and its seconds for requests in flight. What it would refuse is refused here, in its own
-    words, and so is what a container lacks."""
+    """(the parsed words, the drain timeout in seconds). Options that `serve` would refuse are
+    refused here in its own words, and so are those that can't work in a container."""
     from slipstream.cli.parser import ArgumentParser
     from slipstream.cli.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks
@@ -196,7 +144,7 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
 
     found = ArgumentParser(prog="slipstream serve", module="serve").parse_args(words)
     for name, instead in GIVEN.items():
-        if getattr(found, name, None) not in (None, []):  # 0 is a port
+        if getattr(found, name, None) not in (None, []):  # 0 is a valid port
             raise ConfigError(f"leave --{name.replace('_', '-')} out: {instead}", field="serve")
     model = found.model or DEFAULT_MODEL
     if model.startswith((".", "~")) or (
@@ -212,7 +160,7 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
         if path.startswith("/") and not any(
             Path(path).is_relative_to(folder) for folder in (manifests.HOME, "/tmp")
         ):
-            message = f"the container writes below {manifests.HOME} (its volume) and /tmp alone"
+            message = f"the container can only write below {manifests.HOME} (its volume) and /tmp"
             raise ConfigError(
                 f"--serve: --{name.replace('_', '-')} {path}: {message}", field="serve"
             )
@@ -231,6 +179,6 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
         argparse.Namespace(**{**vars(found), "logits_processors": []})
     ).drain_timeout_s
     if not drain_s < 1e6:
-        message = f"--serve: --drain-timeout {drain_s:g}: whoever ends containers needs a number of seconds"
+        message = f"--serve: --drain-timeout {drain_s:g}: a container runtime needs a finite number of seconds"
         raise ConfigError(message, field="serve")
     return found, drain_s

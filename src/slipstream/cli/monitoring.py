@@ -1,4 +1,5 @@
-"""`slipstream monitoring DIR`: alerts for Prometheus and a board for Grafana, for servers that `slipstream serve` runs."""
+"""`slipstream monitoring DIR`: writes alerts for Prometheus and a dashboard for Grafana, for
+servers of `slipstream serve`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""`slipstream optimize MODEL --traffic T --out DIR`: search the compression, settings and parallel form that serve this traffic
-best, by measuring.
+"""`slipstream optimize MODEL --traffic T --out DIR`: searches, by measuring, for the compression,
+settings and parallel form that serve this traffic best.
 
-Every measured point is on a front of throughput, time between tokens and divergence from MODEL. The chosen one is written
-to DIR, which `slipstream serve DIR` runs: the fastest that loses no more quality than --max-quality-loss, and meets
---slo. If none meets it, the nearest is written and the exit code is 1. What was found is kept in DIR.search; an
-interrupted search goes on from there.
-"""
+Measured candidates form a front of throughput, time between tokens and divergence from MODEL. The
+chosen one is written to DIR, which `slipstream serve DIR` runs: the fastest that loses no more
+quality than --max-quality-loss and meets --slo. If none meets it, the nearest one is written and
+the exit code is 1. Results are stored in DIR.search; an interrupted search continues from there."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from slipstream.optimize.study import Found, Study
 
 MIN_AGAIN = 0.8
-"""Of the candidate's throughput, that its folder has to reach; else a line says that the machine's speed has changed."""
+"""Share of the candidate's throughput that its folder must reach; below it a line says that the
+machine's speed has changed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_word(value: Any) -> str:
-    """A setting as a shell takes it."""
+    """A setting quoted for a shell."""
     return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
@@ -159,7 +159,7 @@ def tell(text: str) -> None:
 
 
 def _show(args: argparse.Namespace, study: Study, found: Found) -> int:
-    """Print the outcome; the exit code: 1 if an objective is missed."""
+    """Print the outcome. Returns the exit code: 1 if an objective is missed."""
     from slipstream.optimize.run import as_row, misses
 
     search, missed = found.search, misses(found.chosen, study.objectives)

@@ -1,7 +1,7 @@
-"""Options that several verbs share, made from the fields that they set: `max_model_len` is `--max-model-len`.
+"""Options that several verbs share, made from the fields that they set: `max_model_len` is
+`--max-model-len`.
 
-An option that is not given leaves no attribute behind, so the dataclass's default is the only default.
-"""
+An option that is not given leaves no attribute, so the dataclass's default is the only default."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from slipstream.files import parse_json
 from slipstream.types import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
-"""Engine options of `serve`, whose requests can name an adapter (it has --lora for the last one), and of the verbs that say
-beforehand what it takes."""
+"""Engine options of `serve`, whose requests can name an adapter (it has --lora for the last one),
+and of verbs that show the memory that adapters take."""
 
 TEXT_ONLY = ("seed", "skip_tokenizer_init")
-"""Engine options that `run` and `chat` leave out: their --seed is the request's, and text needs a tokenizer."""
+"""Engine options that `run` and `chat` lack: their --seed is the request's, and text needs a
+tokenizer."""
 
 SAMPLING_TITLE = "sampling (left out, it is the model's generation_config.json's, else as said here; `serve` does the same)"
 
@@ -50,7 +51,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 
 ENGINE_GROUPS: dict[str, str] = {
     "model and memory": "device dtype quantization max_model_len max_num_seqs gpu_memory_utilization "
-    "kv_cache_bytes kv_cache_dtype num_threads tokenizer download_dir seed load_format",
+    "kv_cache_bytes kv_cache_dtype num_threads tokenizer chat_template download_dir seed load_format",
     "a model or cache larger than the device's memory": "weights_bytes cpu_layers host_experts "
     "hot_expert_bytes kv_host_bytes kv_disk_bytes kv_disk_path",
     "several devices": "tensor_parallel_size pipeline_parallel_size expert_parallel_size "
@@ -61,7 +62,8 @@ ENGINE_GROUPS: dict[str, str] = {
     "scheduling": "enable_prefix_caching max_num_batched_tokens max_num_mixed_tokens target_itl_ms "
     "max_queue enable_chunked_prefill block_size",
 }
-"""The engine's options as they stand in a verb's help, the commonest first. What is in no group stands in one of its own."""
+"""The engine's options by group in a verb's help, the commonest first. Options in no group form a
+group of their own."""
 
 
 def add_engine_options(
@@ -71,10 +73,10 @@ def add_engine_options(
     note: str = "as in LLM(...)",
     adapters: bool = False,
 ) -> None:
-    """An option for each field of EngineArgs but `model` and those in `without`; those of adapters only with `adapters`.
+    """Add an option for each field of EngineArgs but `model` and those in `without`; those of
+    adapters only with `adapters`.
 
-    A parser gets them in groups, of which the first has the `note`.
-    """
+    A parser gets them in groups, of which the first has the `note`."""
     without = (*without, "lora_modules") if adapters else (*without, *ADAPTERS)
     names = [name for name in ENGINE_HELP if name not in ("model", *without)]
     groups = [
@@ -96,14 +98,15 @@ def add_engine_options(
 
 
 def engine_args(args: argparse.Namespace, **more: Any) -> EngineArgs:
-    """The engine settings among `args`; `more` are used where the user said nothing."""
+    """The engine settings among `args`; `more` are defaults where the user gave nothing."""
     return EngineArgs(
         **{**more, **{name: value for name, value in vars(args).items() if name in ENGINE_HELP}}
     )
 
 
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
-    """Options for how the answer is drawn. `defaults` are the verb's own, which `sampling_params` must be given, too."""
+    """Add options for sampling. `defaults` are the verb's own, and must also be passed to
+    `sampling_params`."""
     for name, text in SAMPLING_HELP.items():
         shown = f" (default: {defaults[name]})" if defaults.get(name) is not None else ""
         _add(parser, name, text + shown, SamplingParams)
@@ -119,7 +122,7 @@ def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) ->
 def sampling_params(
     args: argparse.Namespace, model: SamplingParams | None = None, /, **defaults: Any
 ) -> SamplingParams:
-    """What the user gave; else the verb's `defaults`; else the `model`'s."""
+    """Sampling parameters: the user's; else the verb's `defaults`; else the `model`'s."""
     given = {name: getattr(args, name) for name in (*SAMPLING_HELP, "stop") if hasattr(args, name)}
     return dataclasses.replace(model or SamplingParams(), **{**defaults, **given})
 
@@ -131,7 +134,7 @@ def add_output_options(parser: argparse._ActionsContainer) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes: 1073741824, 1GiB, 1.5g, 512MB (powers of 1024 throughout)."""
+    """Parse a number of bytes: 1073741824, 1GiB, 1.5g, 512MB (powers of 1024 throughout)."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -141,14 +144,14 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parse a JSON object."""
     try:
         found = parse_json(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(
-            f'{text[:200]!r} is no JSON object, such as {{"method": "suffix"}}'
+            f'{text[:200]!r} is not a JSON object, such as {{"method": "suffix"}}'
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse, with what this program adds. It imports nothing heavy."""
+"""The parser of the command line: argparse with this program's additions. It imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from slipstream.errors import SlipstreamError
 
 MANY_OPTIONS = 12
-"""With more of them the usage names none: the help has them under headings."""
+"""Number of options above which the usage line names none: the help lists them under headings."""
 
 SHORT = {
     "-m": "--model",
@@ -23,13 +23,13 @@ SHORT |= {"-tp": "--tp", "-pp": "--pp", "-dp": "--dp", "-ep": "--ep"}
 
 
 class Rare(str):
-    """The help of an option that few set: `--help-all` shows it, `--help` doesn't."""
+    """Help of an option that few users set: `--help-all` shows it, `--help` doesn't."""
 
     __slots__ = ()
 
 
 class _HelpAll(argparse.Action):
-    """`--help`, with the rare options."""
+    """`--help` with the rare options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         assert isinstance(parser, ArgumentParser)
@@ -39,7 +39,7 @@ class _HelpAll(argparse.Action):
 
 
 class UsageError(SlipstreamError):
-    """The command line itself is wrong; `usage` is the verb's."""
+    """An error of the command line itself. `usage` is the verb's."""
 
     def __init__(self, message: str, usage: str) -> None:
         super().__init__(message, field="command line")
@@ -47,14 +47,13 @@ class UsageError(SlipstreamError):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with these differences.
+    """argparse with these differences:
 
-    1. An error is raised like every other, so that --json and the exit codes hold for it.
-    2. An option is never guessed from its beginning.
-    3. A verb's file is imported, and its arguments added, when they are needed.
-    4. Options may stand between words.
-    5. `--help` leaves out options whose help is `Rare`; `--help-all` shows them, too.
-    """
+    1. An error is raised like every other, so that --json and the exit codes apply to it.
+    2. Options can't be abbreviated.
+    3. A verb's file is imported, and its arguments are added, when they are needed.
+    4. Options may be between words.
+    5. `--help` leaves out options whose help is `Rare`; `--help-all` shows them, too."""
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -65,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if self._module is not None:
             verb, self._module = importlib.import_module(f"slipstream.cli.{self._module}"), None
             self.description = verb.__doc__
-            if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
+            if hasattr(verb, "run"):  # otherwise each kind of the verb sets its own handler
                 self.set_defaults(handler=verb.run)
             verb.add_arguments(self)
         if "--help-all" not in self._option_string_actions and (rare := self._rare()):
@@ -81,7 +80,8 @@ class ArgumentParser(argparse.ArgumentParser):
             self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
+        """Refuse an argument that a verb does not know with that verb's usage; argparse would leave
+        it to the parser above."""
         self._complete()
         found, unknown = super().parse_known_args(args, namespace)
         several = next(
@@ -89,12 +89,11 @@ class ArgumentParser(argparse.ArgumentParser):
             None,
         )
         if several is not None and unknown[:1] == ["--"]:
-            getattr(found, several.dest).extend(unknown[1:])  # words after it are no options
+            getattr(found, several.dest).extend(unknown[1:])  # words after it are not options
             unknown = []
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
-            getattr(found, several.dest).extend(
-                unknown
-            )  # argparse takes words only up to the first option between them
+            # argparse takes words only up to the first option between them
+            getattr(found, several.dest).extend(unknown)
             unknown = []
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -119,7 +118,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message + self._hint(message), self.format_usage().strip())
 
     def _hint(self, message: str) -> str:
-        """What was likely meant by an unknown option, verb or choice that is named in argparse's message."""
+        """The likely meant spelling of an unknown option, verb or choice in argparse's message."""
         import difflib
         import re
 
@@ -147,9 +146,8 @@ class ArgumentParser(argparse.ArgumentParser):
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
-        bare = {
-            option.removeprefix("--"): option for option in sorted(known)
-        }  # the dashes are alike in all
+        # all of them begin with dashes
+        bare = {option.removeprefix("--"): option for option in sorted(known)}
         near = [
             bare[found]
             for word in words

@@ -1,9 +1,10 @@
-"""`slipstream plan MODEL`: what a model needs and carries, before buying or starting anything.
+"""`slipstream plan MODEL`: shows what a model needs and how much traffic it serves, before anything
+is bought or started.
 
-The engine's own scheduler runs the traffic on a virtual clock. What steps take comes from a table measured on such a device,
-or from bytes, operations and the device's rates; each figure says which (measured, interpolated, estimated). `--measure` makes
-this machine's table for the model. Weights are not needed: a folder with a config.json is enough.
-"""
+The engine's own scheduler runs the traffic on a virtual clock. Step times come from a table
+measured on such a device, or from bytes, operations and the device's rates; each figure says which
+(measured, interpolated, estimated). `--measure` makes this machine's table for the model. Weights
+are not needed: a folder with a config.json is enough."""
 
 from __future__ import annotations
 
@@ -137,12 +138,12 @@ def check_html(path: str | None) -> None:
         folder = Path(path).resolve().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
             raise ConfigError(
-                f"cannot write {path}: {folder} is no folder that can be written to", field="html"
+                f"cannot write {path}: {folder} is not a writable folder", field="html"
             )
 
 
 def show(document: dict[str, Any]) -> None:
-    """Prints the plan for a person."""
+    """Print the plan for a person."""
     w, objectives = document["workload"], document["objectives"]
     wanted = (
         ", ".join(f"{name} ≤ {most:g}" for name, most in objectives.items())
@@ -278,7 +279,7 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
 
 
 def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
-    """Objectives that can be met."""
+    """The nearest objectives that can be met."""
     limits = document["objectives"]
     return "--slo " + ",".join(
         f"{name}={max(most, round_up(row['nearest'][name])):g}" for name, most in limits.items()
@@ -286,7 +287,7 @@ def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 def round_up(value: float) -> float:
-    """Rounds up to two digits."""
+    """Round up to two digits."""
     import math
 
     if value <= 0:

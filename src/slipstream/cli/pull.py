@@ -1,4 +1,5 @@
-"""`slipstream pull MODEL`: fetch a model once, check it, and keep it in the user's cache folder."""
+"""`slipstream pull MODEL`: downloads a model once, checks it, and keeps it in the user's cache
+folder."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ def run(args: argparse.Namespace) -> int:
     with phases(f"fetching {args.model}" + (f" ({packaged.about})" if packaged else "")):
         path = resolve_model(args.model, download_dir=args.download_dir)
     seconds = time.perf_counter() - begin
-    description = read_spec(
-        path
-    )  # what was fetched is a model that can be run, or the command says why not
+    # fails with the reason if the download is not a model that can be run
+    description = read_spec(path)
     num_bytes = files_bytes(path)
     if args.json:
         print_json(

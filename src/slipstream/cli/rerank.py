@@ -1,8 +1,9 @@
-"""`slipstream rerank MODEL QUERY DOC ...`: documents in the order of how well they answer a query, the best first.
+"""`slipstream rerank MODEL QUERY DOC ...`: prints documents by how well they answer a query, the
+best first.
 
-A line has the score, the document's place among those given (from 0), and the document. `-` reads documents from standard
-input, one a line. A cross-encoder scores query and document together; a model of embeddings compares their vectors (−1 to 1).
-"""
+A line has the score, the document's index (from 0), and the document. `-` reads documents from
+standard input, one per line. A cross-encoder scores query and document together; an embedding model
+compares their vectors (−1 to 1)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from slipstream.cli.options import (
 from slipstream.errors import ConfigError
 
 MAX_SHOWN = 100
-"""Characters of a document in a line."""
+"""Characters of a document that a line shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
-"""`slipstream run [MODEL] PROMPT`: answer one prompt, streamed, and say how fast.
+"""`slipstream run [MODEL] PROMPT`: streams the answer to one prompt, and prints its speed.
 
-One word is a prompt for the default model. Two are a model and a prompt. `-` reads the prompt from standard input.
-"""
+One word is a prompt for the default model. Two words are a model and a prompt. `-` reads the prompt
+from standard input."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     pictures = [read_picture(name) for name in args.image]
     if pictures and args.raw:
         raise ConfigError("--image needs the chat template; leave out --raw", field="image")
-    sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
+    sampling_params(args, **DEFAULTS)  # refuse a wrong value before the start
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
         if args.system is not None and not templated:
             raise ConfigError(
-                "the model has no chat template, so --system cannot be told; leave it out",
+                "the model has no chat template, so it can't take --system; leave it out",
                 field="system",
             )
         if not templated and not args.raw:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         if pictures and not templated:
             raise ConfigError(
-                "the model has no chat template, so --image can't be shown; leave it out",
+                "the model has no chat template, so it can't take --image; leave it out",
                 field="image",
             )
         content: Any = [
@@ -108,14 +108,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_picture(name: str) -> bytes:
-    """A file's bytes. ConfigError, which names it, if it is no picture: before the model is loaded."""
+    """A picture's bytes. ConfigError, before the model is loaded, names a file that is not a
+    picture."""
     from slipstream.engine.vision.pictures import opened
 
     if "://" in name:
-        raise ConfigError(f"--image {name}: nothing is fetched; give a file", field="image")
+        raise ConfigError(f"--image {name}: URLs are not downloaded; give a file", field="image")
     try:
         data = Path(name).expanduser().read_bytes()
-        if find_spec("PIL") is not None:  # without it the engine says what to install
+        if find_spec("PIL") is not None:  # otherwise the engine says what to install
             opened(data)
     except OSError as error:
         raise ConfigError(f"--image {name}: {error.strerror or error}", field="image") from None

@@ -1,12 +1,12 @@
-"""`slipstream serve MODEL`: an HTTP server that speaks OpenAI's API. docs/server.md is its manual."""
+"""`slipstream serve MODEL`: runs an HTTP server with OpenAI's API. docs/server.md is the manual."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from slipstream.frontend.supervisor import Supervisor
     from slipstream.server.state import ServerSettings
 
-MAX_API_SERVERS = 8  # that are chosen by themselves
+MAX_API_SERVERS = 8  # largest automatic number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Most destinations are fields of ServerSettings, which has the defaults."""
+    """Add the options. Most destinations are fields of ServerSettings, which has the defaults."""
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
     )
@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Adapters(argparse.Action):
-    """NAME=PATH, into a dict."""
+    """Collects NAME=PATH into a dict."""
 
     def __call__(
         self,
@@ -169,7 +169,8 @@ def _number_or_auto(text: str) -> int | None:
 
 
 def choose_api_servers(device: str) -> int:
-    """Return the number of front ends: a quarter of the cores with a GPU, whose engine is faster than one of them; else one."""
+    """Number of front ends: a quarter of the cores with a GPU, whose engine is faster than one
+    front end; else one."""
     from slipstream.costs.hardware import available_cores, gpus
 
     if device == "cpu" or (device == "auto" and not gpus()):
@@ -197,8 +198,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def logits_processors(names: Sequence[str]) -> dict[str, str]:
-    """The functions of installed packages that have these names, as "module:function". ConfigError if there is none, or it
-    can't be imported."""
+    """The functions with these names in installed packages, as "module:function". ConfigError if
+    there is none, or if it can't be imported."""
     if not names:
         return {}
     from importlib.metadata import entry_points
@@ -223,7 +224,7 @@ def logits_processors(names: Sequence[str]) -> dict[str, str]:
 
 
 def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
-    """ConfigError: an adapter can't be served by its name, or none can be loaded."""
+    """ConfigError if an adapter can't be served by its name, or if none can be loaded."""
     from slipstream.errors import ConfigError
 
     names = settings.served_model_names or (args.model,)
@@ -238,17 +239,17 @@ def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
             )
         if not Path(settings.lora_folder).is_dir():
             raise ConfigError(
-                f"--lora-folder: {settings.lora_folder} is no folder", field="lora_folder"
+                f"--lora-folder: {settings.lora_folder} is not a folder", field="lora_folder"
             )
 
 
 def given_options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the options that were given."""
+    """The options among `names` that were given."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def make_watch(args: argparse.Namespace) -> ServerWatch:
-    """ConfigError if its extra is not there, or an address is none."""
+    """Make the fault detector. ConfigError if its extra is not installed, or an address is invalid."""
     from slipstream.errors import ConfigError
 
     try:
@@ -263,7 +264,7 @@ def make_watch(args: argparse.Namespace) -> ServerWatch:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """One key a line; empty lines and lines that begin with # are left out."""
+    """Keys of a file, one per line; empty lines and lines that begin with # are ignored."""
     from slipstream.errors import ConfigError
 
     try:
@@ -279,7 +280,7 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 
 def check_watch(args: argparse.Namespace) -> None:
-    """ConfigError: options that don't go with --detect, or need it."""
+    """ConfigError for options that don't work with --detect, or that need it."""
     from slipstream.errors import ConfigError
 
     if args.detect and args.api_servers not in (None, 1):
@@ -291,7 +292,8 @@ def check_watch(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve; 0 after an orderly stop. Errors of the start are raised. A server with one front end is the child of a guard."""
+    """Run the server. Returns 0 after an orderly stop. Errors of the start are raised. A server
+    with one front end is the child of a guard."""
     check_watch(args)
     if args.detect:
         args.api_servers = 1
@@ -305,38 +307,19 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
     """Start the engine, then the server with this number of front ends."""
-    import asyncio
-    import logging
     import time
-
-    import uvloop
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
+    from slipstream.frontend.serving import Serving
     from slipstream.server.http.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)
-    Keyring(settings)  # a file that can't be read is an error now
+    Keyring(settings)  # an unreadable file is an error now
     check_adapters(args, settings)
     configure_logging(settings)
-    logger = logging.getLogger("slipstream.server")
-    if not (settings.api_keys or settings.keys_file) and settings.host not in (
-        "127.0.0.1",
-        "localhost",
-        "::1",
-    ):
-        logger.warning(
-            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
-        )
-    if guarded is not None and guarded.num_deaths:
-        logger.error(
-            "the server's process %s: it starts again in %g s (death %d)",
-            guarded.last_death,
-            guarded.pause_s,
-            guarded.num_deaths,
-        )
-        time.sleep(guarded.pause_s)
+    warn_of_start(settings, guarded)
     watch = make_watch(args) if args.detect else None
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):
@@ -351,68 +334,43 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
         )
         print_json(info) if args.json else print(info, flush=True)
 
-    async def one() -> None:
-        from slipstream.engine.async_llm import AsyncLLM
-        from slipstream.engine.context import Shortener
-        from slipstream.server.run import serve, settle
-
-        def on_ready() -> None:
-            settle()
-            if guarded is None:
-                announce(engine)
-                return
-            guarded.serves(listener)
-            if guarded.num_deaths:
-                logger.info("the server serves again (start %d)", guarded.num_deaths + 1)
-            else:
-                announce(engine)
-
-        with phases("starting") as progress:
-            engine = small = await AsyncLLM.start(engines[0], progress=progress)
-            if len(engines) > 1:
-                try:
-                    small = await AsyncLLM.start(engines[1], progress=progress)
-                except BaseException:
-                    await engine.shutdown()
-                    raise
-        shortener = None if args.context_model is None else Shortener(small)
-        try:
-            await serve(
-                engine,
-                settings,
-                listener,
-                on_ready=on_ready,
-                shortener=shortener,
-                watch=watch,
-                **({} if guarded is None else guarded.for_server),
-            )
-        finally:
-            if small is not engine:
-                await small.shutdown()
-
-    async def several() -> None:
-        from slipstream.frontend.supervisor import Supervisor
-
-        supervisor = Supervisor(
-            engines, settings, listener, number, shortens=args.context_model is not None
-        )
-        with contextlib.ExitStack() as shown:
-            progress = shown.enter_context(phases("starting"))
-
-            def on_ready() -> None:
-                shown.close()
-                announce(supervisor)
-
-            await supervisor.run(progress=progress, on_ready=on_ready)
-
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(one() if number == 1 else several())
+    Serving(
+        engines=engines,
+        settings=settings,
+        listener=listener,
+        shortens=args.context_model is not None,
+        phases=partial(phases, "starting"),
+        announce=announce,
+        watch=watch,
+        guarded=guarded,
+    ).run(number)
     return 0
+
+
+def warn_of_start(settings: ServerSettings, guarded: Guarded | None) -> None:
+    """Log that the server is open to all, and that it died before. After a death, wait."""
+    import logging
+    import time
+
+    logger = logging.getLogger("slipstream.server")
+    is_local = settings.host in ("127.0.0.1", "localhost", "::1")
+    if not (settings.api_keys or settings.keys_file or is_local):
+        logger.warning(
+            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
+        )
+    if guarded is not None and guarded.num_deaths:
+        logger.error(
+            "the server's process %s: it starts again in %g s (death %d)",
+            guarded.last_death,
+            guarded.pause_s,
+            guarded.num_deaths,
+        )
+        time.sleep(guarded.pause_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Banner:
-    """What is printed when the server is ready: where it is, and what its memory holds."""
+    """The message when the server is ready: its address, and what its memory holds."""
 
     url: str
     models: tuple[str, ...]

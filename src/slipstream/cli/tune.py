@@ -1,9 +1,10 @@
-"""`slipstream tune MODEL`: measure tiles of the GPU's kernels for a model's shapes, and keep the fastest for later starts.
+"""`slipstream tune MODEL`: measures tiles of the GPU's kernels for a model's shapes, and keeps the
+fastest for later starts.
 
-The settings decide what is measured, such as --quantization and --kv-cache-dtype. With --tensor-parallel-size it is a rank's
-part of the model, on one GPU. No weights are loaded: random ones have the same shapes. The table goes to the user's cache
-folder, one file for each kind of GPU. The next engine finds it there (--tile-table auto). Tiles of other shapes in it stay.
-"""
+Settings such as --quantization and --kv-cache-dtype decide what is measured. With
+--tensor-parallel-size it is one rank's part of the model, on one GPU. No weights are loaded: random
+ones have the same shapes. The table goes to the user's cache folder, one file per kind of GPU. The
+next engine finds it there (--tile-table auto). Tiles of other shapes in it stay."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
     from slipstream.kernels.triton.tuning import Tuning
     from slipstream.spec.autotune_table import TileTable
 
-UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
+UNUSED = (
+    "tokenizer",
+    "chat_template",
+    "tile_table",
+    "skip_tokenizer_init",
+    "load_format",
+    "seed",
+    "kv_cache_bytes",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +120,8 @@ def tune_tiles(
     seconds: float,
     progress: Callable[[int, int], None],
 ) -> tuple[Tuning, TileTable, TileTable]:
-    """Measure tiles for a model's shapes and write them to `path`, over those that are there: what was measured, the table
-    written, and the one shipped."""
+    """Measure tiles for a model's shapes and merge them into the table at `path`. Returns the
+    measurements, the table written, and the table shipped."""
     from slipstream.config import resolve
     from slipstream.hub import resolve_model, tiles_folder
     from slipstream.kernels.triton.tuning import tune_model
@@ -129,7 +138,7 @@ def tune_tiles(
     )
     base = load_tiles("shipped", info.name, tiles_folder())
     if path.is_file():
-        read_tiles(path, info.name)  # refuses, before the work, a file that can't be extended
+        read_tiles(path, info.name)  # fail before the work if the file can't be extended
     tuning, made_by = tune_model(
         spec,
         SCHEMES[config.model.quantization] if config.model.quantization else None,

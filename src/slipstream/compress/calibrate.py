@@ -1,9 +1,9 @@
-"""Calibration: runs text through a model layer by layer and collects statistics of the inputs of each product.
+"""Calibration: runs text through a model layer by layer, and collects statistics of the inputs of
+each product.
 
-One layer's weights are in memory at a time. The decoder has no hooks: a layer runs with an op set that observes its calls.
-Between layers the hidden states of all windows stay on the device, or in host memory if they are large. The `InputStats` of one
-product take (number of inputs)² floats.
-"""
+One layer's weights are in memory at a time. The decoder has no hooks: a layer runs with an op set
+that observes its calls. Between layers the hidden states of all windows stay on the device, or in
+host memory if they are large. The `InputStats` of one product take (number of inputs)² floats."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import FORMAT_MAX, InputFormat
 
 SAMPLE_ROWS = 1024
-"""How many inputs of a product are kept as a sample, spread over the text."""
+"""Inputs of a product that are kept as a sample, spread over the text."""
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens that go through a layer together, in whole windows."""
 
 HELD_BYTES = 3 * 2**30
-"""Hidden states up to this size stay on the GPU between layers; larger ones go to host memory."""
+"""Size of hidden states up to which they stay on the GPU between layers; larger ones go to host
+memory."""
 
 
 @dataclass(slots=True)
@@ -77,7 +78,8 @@ class InputStats:
         return self.hessian.diagonal() / max(1, self.num_rows)
 
     def energy(self, weight: Tensor) -> float:
-        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ). Of a weight's change it is the squared error of the product's output."""
+        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ). For a change of a weight this is the squared
+        error of the product's output."""
         return float(((weight @ self.hessian) * weight).sum())
 
     def scaled(self, by: Tensor) -> InputStats:
@@ -126,7 +128,7 @@ class StraightThrough:
 
 
 class StopLayer(Exception):  # noqa: N818 (it is no error)
-    """Raised to skip the rest of a layer when all that was wanted has been observed."""
+    """Raised to skip the rest of a layer once everything wanted was observed."""
 
 
 class ObservingOps(AutogradOps):
@@ -227,7 +229,7 @@ class Stream:
         self.catch_up, self.original = catch_up, list(self.states) if catch_up else []
 
     def target_states(self) -> list[Tensor] | None:
-        """The layer inputs whose outputs learned rounding aims at; None: the `states`."""
+        """The layer inputs whose outputs are the target of learned rounding; None: the `states`."""
         if not self.catch_up:
             return None
         return [
@@ -317,7 +319,7 @@ class Stream:
             deque(ours, maxlen=0)
             return stats
         paired = {n: partial(theirs.__setitem__, n) for n in wanted if "@" not in n}
-        # Batch by batch, the original first: its inputs are there when ours are observed.
+        # Batch by batch, the original first, so that its inputs are known when ours are observed.
         deque(
             zip(
                 self._each(index, original, ObservingOps(paired, last=last), self.original),

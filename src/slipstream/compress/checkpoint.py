@@ -1,10 +1,10 @@
 """The format of a quantised checkpoint, and the work folder in which it is made.
 
-The result is compressed-tensors in safetensors. A rounded module has the tensors weight_packed (or weight), weight_scale,
-weight_shape, weight_zero_point and input_scale; config.json says which module has which format. Everything else is as in the
-source. Each layer is written to a file in a *work folder* beside the result as soon as it is done, so that an interrupted run
-can continue. The result appears at the end, complete.
-"""
+The result is compressed-tensors in safetensors. A rounded module has the tensors weight_packed (or
+weight), weight_scale, weight_shape, weight_zero_point and input_scale; config.json gives the format
+of each module. Everything else is as in the source. Each finished layer is written to a file in a
+*work folder* next to the result, so that an interrupted run can continue. The result appears at the
+end, complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Names:
 
     def __init__(self, description: ModelDescription) -> None:
         family = description.family
-        prefix = family.prefixes[-1]  # the first are for files whose writers leave it out
+        prefix = family.prefixes[-1]  # the first prefixes are for files whose writers leave it out
         self.tied = description.spec.tied_embeddings
         self.places: dict[str, Placement] = {
             ("" if at.target.startswith("head.") else prefix) + name: at
@@ -54,7 +54,8 @@ class Names:
         return [name for name, at in self.places.items() if at.target == target]
 
     def check(self, targets: Iterable[str]) -> None:
-        """UnsupportedModelError if compressed-tensors has no format for the way in which one of these weights is stored."""
+        """UnsupportedModelError if compressed-tensors has no format for one of these weights as it
+        is stored."""
         wanted = set(targets)
         for name, at in self.places.items():
             if at.target in wanted and (
@@ -89,7 +90,7 @@ class Names:
     def read(
         self, file: Path, formats: StoredFormats, *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Parameters from a file of `tensors`, in float32."""
+        """Parameters, in float32, from a file with what `tensors` gave."""
         from safetensors import safe_open
 
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -117,7 +118,7 @@ class Names:
     def read_grids(
         self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device
     ) -> dict[str, QuantGrid]:
-        """The grids of the rounded weights in a file of `tensors`; `formats` are by parameter name."""
+        """Grids of the rounded weights in a file with what `tensors` gave; `formats` are by parameter name."""
         from safetensors import safe_open
 
         found: dict[str, QuantGrid] = {}
@@ -257,13 +258,14 @@ def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:
 
 
 def work_folder(out: Path, kind: str = "partial") -> Path:
-    """The folder beside `out` in which an interrupted work of this kind is kept."""
+    """The folder next to `out` that stores an interrupted run of this kind."""
     return out.parent / f".{out.name}.{kind}"
 
 
 class Attempts:
-    """The KL of attempts at `out` that were above the limit, in a file beside it. A command with --back-off that was
-    interrupted does not repeat them. An attempt is identified by everything that its KL depends on."""
+    """KL of attempts at `out` that were above the limit, in a file next to it. An interrupted
+    command with --back-off does not repeat them. An attempt is identified by everything that its KL
+    depends on."""
 
     def __init__(self, out: Path, *, restart: bool) -> None:
         self.out, self.path = out, out.parent / f".{out.name}.tried.json"
@@ -278,7 +280,8 @@ class Attempts:
         return self.costs.get(digest(attempt))
 
     def add(self, attempt: Mapping[str, Any], cost: float) -> None:
-        """Add an attempt. Its layers are deleted first, so that an interruption in between can't leave them to the next."""
+        """Add an attempt. Its layers are deleted first, so that after an interruption the next
+        attempt does not find them."""
         shutil.rmtree(work_folder(self.out), ignore_errors=True)
         self.costs[digest(attempt)] = cost
         write_whole(self.path, json.dumps(self.costs))
@@ -288,8 +291,8 @@ class Attempts:
 
 
 def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
-    """Make the folder `work`, or take over the one that an interrupted run with the same `plan` left. ConfigError if its plan
-    was another, or if `out` exists."""
+    """Make the folder `work`, or take over the one of an interrupted run with the same `plan`.
+    ConfigError if its plan differs, or if `out` exists."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={str(out)!r} exists; remove it or name another folder", field="out")
     text = json.dumps(plan, sort_keys=True)
@@ -312,8 +315,8 @@ def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> N
 
 
 class WorkFolder:
-    """The folder beside the result that holds finished layers. `plan` is everything that their numbers depend on; the work of a
-    run with another plan is refused."""
+    """The folder next to the result that stores finished layers. `plan` is everything that their
+    numbers depend on; a folder with another plan is refused."""
 
     def __init__(self, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
         self.out, self.path = out, work_folder(out)
@@ -330,7 +333,8 @@ class WorkFolder:
         if not file.is_file():
             return None
         try:
-            with safe_open(self.part(name), framework="np"):  # its length is that of its tensors
+            # opening checks that the file's length is that of its tensors
+            with safe_open(self.part(name), framework="np"):
                 found: dict[str, Any] = json.loads(file.read_text())
         except (OSError, ValueError, SafetensorError):
             return None
@@ -359,8 +363,8 @@ class WorkFolder:
         recipe: Any,
         finish: Callable[[Path], None],
     ) -> None:
-        """Make the result of the finished parts, with `config` over the source's, call `finish` on it, and remove this
-        folder."""
+        """Make the result from the finished parts, with `config` merged over the source's. Call
+        `finish` on it, and remove this folder."""
         with new_folder(self.out) as folder:
             write_tensors(folder, self.tensors(parts))
             write_config(folder, {**huggingface_config(source), **config})

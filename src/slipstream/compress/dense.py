@@ -1,4 +1,4 @@
-"""A dense model in memory, which pruning and distillation work on."""
+"""A dense model in memory, for pruning and distillation."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from slipstream.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModel:
-    """`parameters` are by the names of `spec.parameters`. `config` is the config.json that reads as `spec`. Family and
-    tokenizer are those of `source`."""
+    """A model's `parameters`, by the names of `spec.parameters`. `config` is the config.json that
+    reads as `spec`. Family and tokenizer are those of `source`."""
 
     source: ModelDescription
     config: Mapping[str, Any]
@@ -48,9 +48,8 @@ class DenseModel:
         kind = dtype or self.parameters["embed.weight"].dtype
         tensors = stored_tensors(self.family, self.spec, self.parameters)
         write_tensors(folder, ((name, tensor.to(kind)) for name, tensor in tensors))
-        config = {
-            key: value for key, value in self.config.items() if key != "torch_dtype"
-        }  # its name before "dtype"
+        # the key's name before "dtype"
+        config = {key: value for key, value in self.config.items() if key != "torch_dtype"}
         write_config(folder, {**config, "dtype": str(kind).removeprefix("torch.")})
         write_tokenizer(folder, self.source)
 

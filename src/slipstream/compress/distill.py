@@ -1,13 +1,15 @@
-"""Distillation: trains a smaller model, the student, to predict as its teacher does.
+"""Distillation: trains a smaller model, the student, to predict like its teacher.
 
-The student is any `DenseModel` with the teacher's vocabulary: a pruned model, or random weights of a config. Weights, gradients
-and AdamW's moments are in float32; the models compute in bfloat16 (autocast) by default.
+The student is any `DenseModel` with the teacher's vocabulary: a pruned model, or random weights of
+a config. Weights, gradients and AdamW's moments are in float32; the models compute in bfloat16
+(autocast) by default.
 
-1. A step's batch depends only on the step's number, so a continued run is bit for bit the uninterrupted one.
-2. Every token counts the same however a batch is split, so several processes take the same steps as one.
-3. With torch.distributed initialised, the student is sharded layer by layer (FSDP2). Each process has the whole teacher, or
-   reads its logits from disk.
-"""
+1. A step's batch depends only on the step's number, so a continued run equals the uninterrupted one
+   in every bit.
+2. Every token counts the same however a batch is split, so several processes take the same steps as
+   one.
+3. With torch.distributed initialised, the student is sharded layer by layer (FSDP2). Each process
+   has the whole teacher, or reads its logits from disk."""
 
 from __future__ import annotations
 
@@ -280,7 +282,7 @@ class DistillTraining:
                     hidden, teacher, targets, weights, s.divergence, s.temperature
                 )
                 zero = nll.new_zeros(())
-                self.ops.tap = None  # the recomputation in the backward pass is not to be recorded
+                self.ops.tap = None  # the recomputation in the backward pass must not be recorded
                 with torch.autocast(self.device.type, enabled=False):
                     states, attention = (zero, zero) if matching is None else matching(ours, theirs)
                 return div, nll, states, attention
@@ -368,7 +370,7 @@ class DistillTraining:
     # --- Saved state --------------------------------------------------------------------------------------------------
 
     def _plan(self) -> dict[str, Any]:
-        """What a continued run must have in common with the interrupted one."""
+        """Settings that a continued run must have in common with the interrupted one."""
         shapes = {n: list(p.shape) for n, p in self.named.items()}
         plan = {
             "settings": asdict(self.settings),
@@ -487,8 +489,9 @@ def _worker(
         if rank == 0:
             write(files.out, found, settings, dtype=getattr(torch, files.dtype))
         if meeting is not None:
-            # gloo's threads release a collective's tensors some time after it ended, and need the interpreter for that. A
-            # process that exits meanwhile aborts. Waiting here gives them the interpreter.
+            # gloo's threads release a collective's tensors some time after it ended, and need the
+            # interpreter for that. A process that exits meanwhile aborts. Waiting here gives them
+            # the interpreter.
             dist.barrier()
     finally:
         if meeting is not None:

@@ -1,12 +1,14 @@
-"""Trains a draft head for a model from the model's own answers, and writes it as its authors publish such heads.
+"""Trains a draft head for a model on the model's own answers, and writes it in the format in which
+such heads are published.
 
-1. The model answers questions of a text, as many as the time allows. They are kept beside the result, for a run that goes on.
-2. What the head reads and is to predict is computed once for every answer, and kept if it fits in memory.
+1. The model answers questions from a text, as many as the time allows. The answers are stored next
+   to the result, so that an interrupted run can continue.
+2. The head's inputs and targets are computed once for every answer, and cached if they fit in
+   memory.
 3. The head is trained (`compress.heads`) for a number of steps, or until the time is up.
-4. The engine runs with the head on questions that it was not trained on: the receipt.
+4. The engine runs with the head on questions that it was not trained on, for the receipt.
 
-The folder is what `speculative_config` takes: {"method": "eagle3", "model": FOLDER}.
-"""
+`speculative_config` takes the folder: {"method": "eagle3", "model": FOLDER}."""
 
 from __future__ import annotations
 
@@ -56,9 +58,9 @@ if TYPE_CHECKING:
 
 RECEIPT_NAME = "slipstream-draft.json"
 ANSWER_SHARE = 0.4
-"""Of the time, for answers; the rest is for training."""
+"""Share of the time for answers; the rest is for training."""
 CACHE_BYTES = 4 * 2**30
-"""The most memory for states that are computed once; beyond, they are computed for each batch."""
+"""Most memory for cached states; beyond it they are computed for each batch."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -73,7 +75,7 @@ def train_head(
     download_dir: str | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Write the head to `out`, with its receipt, which is returned."""
+    """Write the head to `out`. Returns its receipt, which is also in `out`."""
     work, seconds = work_folder(out, "draft"), 60 * settings.limit(on_gpu=device.type != "cpu")
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source)}, restart=restart)
     begin = time.perf_counter()
@@ -86,7 +88,7 @@ def train_head(
         begin + ANSWER_SHARE * seconds,
         progress,
     )
-    if settings.num_questions_held_out:  # found missing before the work, not after it
+    if settings.num_questions_held_out:  # fail before the work if they are missing
         held_out = read_questions(
             settings.text,
             "evaluation",
@@ -132,8 +134,8 @@ def _answers(
     until: float,
     progress: Progress,
 ) -> list[Example]:
-    """The model's answers, as many as the settings ask for and the time allows, at least some. After the last question the
-    questions start again, and the answers are then sampled."""
+    """The model's answers: as many as the settings ask for and the time allows, at least some.
+    After the last question the questions start again, and answers are sampled."""
     from slipstream.engine.llm import LLM
 
     found = read_examples(kept) if kept.is_file() else []
@@ -166,7 +168,7 @@ def _answers(
             )
             if not answers:
                 raise ConfigError(
-                    f"{source.name} answers nothing to {len(some)} questions of {settings.text}",
+                    f"{source.name} gave no answer to {len(some)} questions of {settings.text}",
                     field="text",
                 )
             found += answers
@@ -188,7 +190,7 @@ def _engine(source: ModelDescription, settings: DraftHead, device: torch.device)
 
 
 class HeadTraining:
-    """One run. The head is in float32; products are in bfloat16 where that is faster."""
+    """One run. The head is in float32; products are in bfloat16 if that is faster."""
 
     def __init__(
         self,
@@ -248,12 +250,12 @@ class HeadTraining:
         )
 
     def is_read(self, name: str) -> bool:
-        """Tell whether a head begins with this parameter of the model, or is to agree with it."""
+        """Whether a head starts from this parameter of the model, or is trained to match it."""
         last = f"layers.{self.source.spec.num_layers - 1}."
         return name.startswith(("embed.", "head.", "final_norm.", last))
 
     def forget(self) -> None:
-        """Drop the model, which another one may need the memory of."""
+        """Drop the model to free its memory."""
         self.model, self.cache = None, None
 
     @torch.no_grad()
@@ -297,8 +299,8 @@ class HeadTraining:
             yield from (found[i] for i in torch.randperm(len(found), generator=generator).tolist())
 
     def padded(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(tokens [B, L], what the head reads [B, L, …], the model's final states [B, L, E], its logits among the head's tokens
-        [B, L, D], counted [B, L])"""
+        """(tokens [B, L], the head's inputs [B, L, …], the model's final states [B, L, E], its
+        logits of the head's tokens [B, L, D], counted [B, L])"""
         some = [self.examples[i] for i in indices]
         longest, e = max(len(x.token_ids) for x in some), self.source.spec.hidden_size
         tokens = torch.zeros(len(some), longest, dtype=torch.int64)
@@ -336,7 +338,7 @@ class HeadTraining:
                 loss, hits, counts = losses(
                     self.net, hidden, wanted, counted, final, s.state_weight
                 )
-            if not counts.any():  # no answer has a token of the head's
+            if not counts.any():  # no answer has a token of the head's vocabulary
                 continue
             if not torch.isfinite(loss):
                 raise ConfigError(
@@ -406,7 +408,8 @@ class HeadTraining:
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) -> Tensor:
-    """The `count` tokens that answers have most often, rising; the lowest numbers where they have fewer."""
+    """The `count` most frequent tokens of the answers, ascending. If answers have fewer, the lowest
+    token ids fill up."""
     counter = Counter(token for e in examples for token in e.token_ids[e.num_context :])
     ranked = [token for token, _ in counter.most_common(count)]
     others = (token for token in range(vocab_size) if token not in counter)
@@ -445,7 +448,7 @@ def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Counts of right drafts by place, over a number of runs of drafts."""
+    """Counts of accepted drafts by position."""
 
     num_prompts: int
     num_runs: int
@@ -453,7 +456,7 @@ class Accepted:
 
     @property
     def length(self) -> float:
-        """Tokens that a verification yields: the right drafts and one more."""
+        """Tokens per verification: the accepted drafts and one more."""
         return 1 + sum(self.by_position)
 
     def as_data(self) -> dict[str, Any]:
@@ -475,7 +478,8 @@ def measure_head(
     device: torch.device,
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Acceptance by position and accepted length, for each kind of text: the engine answers `questions`, greedily."""
+    """Acceptance by position and accepted length, for each kind of text. The engine answers
+    `questions` greedily."""
     from slipstream.engine.llm import LLM
 
     most = settings.num_places

@@ -1,10 +1,12 @@
-"""Draft heads under autograd: what training computes, in plain torch over padded sequences [B, L].
+"""Draft heads with autograd: the computations of training, in plain torch over padded sequences [B,
+L].
 
-EAGLE-3 is trained as it will draft (its "training-time test", Li et al. 2025, section 3.2). Step 0 reads the model's states;
-step s reads, at each place, the head's own state of step s − 1 there, and the token s places further. So at step s the query of
-place p stands for a pair at place p + s. It sees the pairs 0 … p of step 0 and those of its own place of steps 1 … s, which is
-the path that a chain of drafts takes. Each step is to predict as the model does, among the head's tokens; step s counts 0.8^s.
-"""
+EAGLE-3 is trained the way it drafts (its "training-time test", Li et al. 2025, section 3.2). Step 0
+reads the model's states. Step s reads, at each place, the head's own state of step s − 1 there, and
+the token s places further. So at step s the query of place p stands for a pair at place p + s. It
+sees the pairs 0 … p of step 0, and those of its own place in steps 1 … s, which is the path of a
+chain of drafts. The target of each step is the model's prediction among the head's tokens; step s
+has the weight 0.8^s."""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ from slipstream.spec.model import (
 )
 
 DECAY = 0.8
-"""How much less each further step counts."""
+"""Ratio of a step's weight to that of the step before."""
 
 
 class EagleNet(nn.Module):
-    """`parameters` are by the names of `spec.shapes`; `embed` [V, E] is the model's table, and is not trained."""
+    """EAGLE-3's head. `parameters` are by the names of `spec.shapes`; `embed` [V, E] is the model's
+    table, and is not trained."""
 
     def __init__(
         self, spec: LayeredSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int
@@ -51,8 +54,9 @@ class EagleNet(nn.Module):
         self.register_buffer("embed", embed, persistent=False)
 
     def forward(self, token_ids: Tensor, aux: Tensor, num_steps: int) -> list[Tensor]:
-        """token_ids [B, L], the model's states before `aux_layers` side by side [B, L, 3E] → for each step s the hidden states
-        [B, L, E] whose product with the head predicts, at place p, token p + s + 2."""
+        """token_ids [B, L], the model's states before `aux_layers`, concatenated [B, L, 3E] → for
+        each step s the hidden states [B, L, E] whose product with the head predicts, at place p,
+        token p + s + 2."""
         if norms := self.spec.aux_norms:
             parts = zip(aux.chunk(len(norms), -1), norms, strict=True)
             aux = torch.cat([self.norm(part, name) for part, name in parts], -1)
@@ -131,7 +135,8 @@ def along(
     group: int,
     scale: float,
 ) -> Tensor:
-    """Queries [B, H, L, D] over the keys of step 0 up to their places, and those of the later steps at their own."""
+    """Attention of queries [B, H, L, D] over the keys of step 0 up to their places, and over those
+    of the later steps at their own places."""
     k, v = (t.repeat_interleave(group, 1) for t in first)
     length = q.shape[2]
     ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -150,7 +155,8 @@ class MedusaNet(nn.Module):
     def __init__(
         self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor, model: ModelSpec
     ) -> None:
-        """`rows`: of the output head of `model`, those of the tokens that training counts; they are not trained."""
+        """`rows`: rows of `model`'s output head for the tokens that training counts; they are not
+        trained."""
         super().__init__()
         self.spec, self.model = spec, model
         register(self, {f"head{name}": nn.Parameter(value) for name, value in parameters.items()})
@@ -184,10 +190,13 @@ def losses(
     final: Tensor | None = None,
     state_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the loss, its sum over steps weighed; per step: how often the likeliest token is the model's, over how many places).
-    `wanted` [B, L, D]: the model's logits at each place among the head's tokens; `counted` [B, L]: places whose prediction
-    counts, those whose next token is one of the head's. With `state_weight` it is also to give the states of which the model's
-    own logits are made, `final` [B, L, E] (smooth L1, as EAGLE-1 and 2 are trained)."""
+    """(weighted sum of the steps' losses; per step: how often the likeliest token is the model's,
+    out of how many places).
+
+    `wanted` [B, L, D]: the model's logits at each place among the head's tokens. `counted` [B, L]:
+    places that count, whose next token is one of the head's. With `state_weight` the states also
+    match `final` [B, L, E], from which the model computes its logits (smooth L1, as EAGLE-1 and 2
+    are trained)."""
     total, hits, counts = wanted.new_zeros(()), [], []
     for step, h in enumerate(hidden):
         shift = step + 1
@@ -217,7 +226,8 @@ def eagle_for(
     fc_norm: Literal["each", "joint"] | None = None,
     norm_output: bool = False,
 ) -> LayeredSpec:
-    """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
+    """A head with a layer like the model's last one, if that is of the usual kind; else of the
+    usual proportions."""
     last = spec.layers[-1]
     a, m, e = last.self_attention, last.feed_forward, spec.hidden_size
     head_dim = 64 if e % 64 == 0 else e
@@ -256,9 +266,10 @@ def eagle_for(
 def eagle_start(
     head: LayeredSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
 ) -> dict[str, Tensor]:
-    """Parameters to begin with: the highest state passes `fc` as it is (a norm in front of it is the model's last one), the
-    layer is the model's last where it has its shapes, and the output head the model's `rows` of the head's tokens, which scale
-    as its logits do. What reads embeddings is random and small."""
+    """Initial parameters. `fc` passes the highest state unchanged (a norm before it is the model's
+    last norm). The layer is the model's last one, if the shapes are equal. The output head is the
+    model's `rows` for the head's tokens, with the scale of its logits. Weights that read embeddings
+    are random and small."""
     g = torch.Generator().manual_seed(seed)
     e, last = head.hidden_size, f"layers.{spec.num_layers - 1}."
     values = {
@@ -304,5 +315,5 @@ def medusa_for(spec: ModelSpec, num_heads: int) -> MedusaSpec:
 
 
 def medusa_start(head: MedusaSpec) -> dict[str, Tensor]:
-    """Blocks of zeros: each head begins as the model's own."""
+    """Blocks of zeros: each head starts as the model's own head."""
     return {name: torch.zeros(shape) for name, shape in head.shapes.items()}

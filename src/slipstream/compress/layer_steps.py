@@ -1,13 +1,13 @@
 """The steps of a recipe that change one layer, in the order in which they run:
 
-    1. `MoveScales`     moves magnitude between inputs and weights (AWQ, SmoothQuant)
-    2. `RoundWeights`   rounds and sparsifies the weights
-    3. `LearnRounding`  trains the rounding of the weights that ask for it
-    4. `FindCacheScales`    finds the scales of an 8-bit KV cache
+1. `MoveScales` moves magnitude between inputs and weights (AWQ, SmoothQuant)
+2. `RoundWeights` rounds and sparsifies the weights
+3. `LearnRounding` trains the rounding of the weights that ask for it
+4. `FindCacheScales` finds the scales of an 8-bit KV cache
 
-The contract of a step: it is made of its settings, it is called with a `LayerState` and changes only that, and it keeps nothing
-from one layer to the next. What a later layer or run needs is in the layer's `note`, which is stored beside its weights.
-"""
+The contract of a step: it is made from its settings, it is called with a `LayerState` and changes
+only that, and it keeps nothing from one layer to the next. Data for a later layer or run is in the
+layer's `note`, which is stored next to its weights."""
 
 from __future__ import annotations
 
@@ -44,24 +44,23 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer on its way through the steps. Products go by their names in the layer ("mlp.up"), `values` by the names of
-    parameters ("mlp.up.weight")."""
+    """One layer during the steps. Products have their names in the layer ("mlp.up"), `values` the
+    names of parameters ("mlp.up.weight")."""
 
     index: int
     spec: LayerSpec
-    values: dict[str, Tensor]  # float32: what the layer computes with after the steps so far
+    values: dict[str, Tensor]  # float32: the layer's parameters after the steps so far
     planned: Mapping[str, PlannedWeight]  # the products that the recipe rounds or sparsifies
     text: Stream | None  # the calibration text as this layer reads it
     sparsity: float  # the share of zeros, where no pattern decides it
     exact: dict[str, Tensor] = field(default_factory=dict)  # `values` before rounding
     rounded: dict[str, Rounded] = field(default_factory=dict)
-    offsets: dict[str, Offsets] = field(default_factory=dict)  # where learned rounding begins
+    offsets: dict[str, Offsets] = field(default_factory=dict)  # initial values of learned rounding
     inputs: dict[str, FakeInputs] = field(
         default_factory=dict
     )  # how the inputs of products are rounded
-    cache_scales: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # "k" and "v", as they are written
+    # "k" and "v", as written to the checkpoint
+    cache_scales: dict[str, Tensor] = field(default_factory=dict)
     note: dict[str, dict[str, Any]] = field(default_factory=lambda: {key: {} for key in NOTES})
 
     def set_weight(self, name: str, made: Rounded) -> None:
@@ -111,8 +110,8 @@ class MoveScales:
 
 @dataclass(frozen=True, slots=True)
 class RoundWeights:
-    """Rounds and sparsifies product after product. Each is calibrated with the ones before it already rounded; with
-    `true_sequential: false` all are calibrated at once."""
+    """Rounds and sparsifies one product after another. Each is calibrated with the ones before it
+    already rounded; with `true_sequential: false` all are calibrated at once."""
 
     quantize: Quantize | None
     sparsify: Sparsify | None
@@ -228,7 +227,8 @@ class RoundWeights:
 
 @dataclass(frozen=True, slots=True)
 class LearnRounding:
-    """Trains the offsets that `RoundWeights` began, all of a layer together. It does nothing where there are none."""
+    """Trains the offsets that `RoundWeights` started, all of a layer together. Does nothing without
+    any."""
 
     settings: Quantize
 
@@ -254,7 +254,7 @@ class LearnRounding:
         for name, made in learned.items():
             layer.set_weight(name, made)
             layer.note["learned"][name] = error_left
-            layer.note["errors"].pop(name, None)  # it was that of the start
+            layer.note["errors"].pop(name, None)  # the error before training
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,18 @@
-"""Trains an adapter (LoRA) on a frozen model and writes it as PEFT does: `slipstream compress MODEL --recipe lora`.
+"""Trains an adapter (LoRA) on a frozen model and writes it in PEFT's format: `slipstream compress
+MODEL --recipe lora`.
 
-1. The base is what a checkpoint holds: dense, compressed-tensors or GGUF, dequantised once; or rounded as an engine rounds it
-   at load (`quantization`). So the adapter learns on the numbers that will be served (QLoRA, Dettmers et al. 2023). While it is
-   trained the base lies in memory in bfloat16 (float32 where a CPU has no products of bfloat16).
-2. A document is a text, all of whose tokens are learned, or a conversation, of which the assistant's words are. The prompt of
-   an answer is tokenised apart from it, as a server does.
-3. A step's documents depend only on the step's number. The state is saved in a folder beside the result; an interrupted run
-   goes on from there.
-4. Some documents are held out. The receipt has their perplexity before and after, the loss of each step, and a digest of the
-   data.
+1. The base is a checkpoint's model: dense, or dequantised once from compressed-tensors or GGUF, or
+   rounded as an engine rounds it at load (`quantization`). The adapter thus learns on the numbers
+   that will be served (QLoRA, Dettmers et al. 2023). During training the base is in memory in
+   bfloat16 (float32 on a CPU without bfloat16 products).
+2. A document is a text, of which all tokens are learned, or a conversation, of which the
+   assistant's words are learned. The prompt of an answer is tokenised separately, as in a server.
+3. A step's documents depend only on the step's number. The state is saved in a folder next to the
+   result, from which an interrupted run continues.
+4. Some documents are held out. The receipt has their perplexity before and after, the loss of each
+   step, and a digest of the data.
 
-The folder is what `--lora NAME=PATH` and `peft.PeftModel.from_pretrained` take.
-"""
+`--lora NAME=PATH` and `peft.PeftModel.from_pretrained` take the folder."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ RECEIPT_NAME = "slipstream-lora.json"
 PARTS: tuple[Part, ...] = ("calibration", "evaluation")
 
 SAVE_S = 60.0
-"""The state is saved so often."""
+"""Interval between saved states."""
 
 _PRODUCT = re.compile(r"layers\.\d+\.(attention\.(qkv|out)|mlp\.(up|down))\.weight")
 
@@ -69,7 +70,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens, and which of them are to be predicted (never the first)."""
+    """Tokens, and which of them to predict (never the first)."""
 
     token_ids: tuple[int, ...]
     learned: tuple[bool, ...]
@@ -81,7 +82,7 @@ class Module:
 
     name: str  # PEFT's
     place: Placement
-    rows: slice  # of the parameter `place.target`
+    rows: slice  # rows of the parameter `place.target`
     inner: int
     rank: int
     scale: float
@@ -97,7 +98,8 @@ def train_adapter(
     download_dir: str | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Write the adapter to `out`, with its receipt, which is returned. ConfigError, before the work, if it can't be."""
+    """Write the adapter to `out`. Returns its receipt, which is also in `out`. ConfigError is
+    raised before the work."""
     modules = adapted_modules(source, settings)
     progress("reading the data", 0, 0)
     tokenizer = Tokenizer.for_model(source)
@@ -152,7 +154,8 @@ def train_adapter(
 
 
 def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
-    """The products that get an adapter. ConfigError names a target that the model lacks, or can't have."""
+    """The products that get an adapter. ConfigError names a target that the model lacks, or that
+    can't have one."""
     spec = source.spec
     if spec.kind != "a decoder":
         raise ConfigError(
@@ -162,7 +165,7 @@ def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
     for layer in spec.layers:
         attention_of(layer)
     shapes, names = parameters(spec), source.family.names(spec)
-    # Where a family's table has names without what the modules' begin with, that is the second of its prefixes.
+    # If a family's first prefix is empty, its modules' names begin with its second one.
     before = (*source.family.prefixes, "")[1] if source.family.prefixes[0] == "" else ""
     every = {
         before + name.removesuffix(".weight"): place
@@ -198,8 +201,9 @@ def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
 def read_samples(
     settings: LoRA, tokenizer: Tokenizer, longest: int, download_dir: str | None
 ) -> tuple[list[Sample], list[Sample], int]:
-    """(to train on, held out, documents that hold nothing to learn). The documents held out are those with the smallest
-    digests, so that they stay the same when others are added."""
+    """(training samples, held-out samples, number of documents with nothing to learn). The held-out
+    documents are those with the smallest digests, so that they stay the same when others are added.
+    """
     count, context = settings.num_documents, min(settings.context, longest)
     documents = [
         document
@@ -249,7 +253,8 @@ def _samples(document: Document, tokenizer: Tokenizer, context: int) -> Iterator
 def _conversation(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int
 ) -> Sample | None:
-    """None: nothing of an answer is within the context, or the template changes what came before an answer."""
+    """A conversation's sample. None: no answer is within the context, or the template changes text
+    before an answer."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             "the data has conversations, and the model has no chat template; give texts",
@@ -273,7 +278,7 @@ def _conversation(
                 learned += [is_answer] * len(tokens)
             done = whole
     except RequestError:
-        return None  # a template that refuses, such as two users in a row
+        return None  # a template that refuses, for example two user turns in a row
     ids, learned = ids[:context], learned[:context]
     return Sample(tuple(ids), tuple(learned)) if any(learned[1:]) else None
 
@@ -282,8 +287,8 @@ def _conversation(
 
 
 class LoRAOps(AutogradOps):
-    """Products with adapters. `own`: by the address of a product's weight, its modules with A [r, in] and B [out, r], B in the
-    checkpoint's order of rows."""
+    """Products with adapters. `own`: address of a product's weight → its modules with A [r, in] and
+    B [out, r], B in the checkpoint's order of rows."""
 
     def __init__(self, dropout: float) -> None:
         self.own: dict[int, list[tuple[Module, Tensor, Tensor]]] = {}
@@ -313,7 +318,7 @@ class LoRAOps(AutogradOps):
 
 
 class LoraTraining:
-    """One run; it goes on from the state in `work`, if there is one."""
+    """One run; it continues from the state in `work`, if there is one."""
 
     def __init__(
         self,
@@ -339,7 +344,7 @@ class LoraTraining:
         generator = torch.Generator().manual_seed(settings.seed)
         self.values: dict[str, torch.nn.Parameter] = {}
         for m in sorted(modules, key=lambda m: (m.place.target, m.rows.start)):
-            bound = m.inner**-0.5  # as PEFT begins: kaiming_uniform with a = √5
+            bound = m.inner**-0.5  # PEFT's initialisation: kaiming_uniform with a = √5
             a = torch.empty(m.rank, m.inner).uniform_(-bound, bound, generator=generator)
             pair = a, torch.zeros(m.rows.stop - m.rows.start, m.rank)
             down, up = (torch.nn.Parameter(side.to(device)) for side in pair)
@@ -357,7 +362,7 @@ class LoraTraining:
         self._resume()
 
     def run(self, progress: Progress) -> None:
-        """Take the steps that are left, until the time is up."""
+        """Take the remaining steps, until the time is up."""
         s = self.settings
         begin, before, saved = time.perf_counter(), self.seconds, time.perf_counter()
         limit = math.inf if s.minutes is None else 60 * s.minutes
@@ -380,9 +385,9 @@ class LoraTraining:
                 saved = now
 
     def _train_step(self, rate: float) -> float:
-        """The loss: nats of a learned token."""
+        """Take one step. Returns the loss in nats per learned token."""
         s = self.settings
-        torch.manual_seed(s.seed * 1_000_003 + self.step)  # dropout's
+        torch.manual_seed(s.seed * 1_000_003 + self.step)  # for dropout
         some = sorted(
             (self.samples[i] for i in self.epochs.indices(self.step)),
             key=lambda sample: len(sample.token_ids),
@@ -425,7 +430,7 @@ class LoraTraining:
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[Sample]) -> float:
-        """Nats of a learned token, with the adapter as it is."""
+        """Nats per learned token with the present adapter."""
         self.ops.training = False
         some = sorted(held_out, key=lambda sample: len(sample.token_ids))
         size = self.settings.micro_batch

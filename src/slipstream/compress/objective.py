@@ -157,7 +157,7 @@ def attention_weights(
 
 @dataclass(slots=True)
 class LayerOutputs:
-    """What one pass computes in some layers, by layer."""
+    """Outputs of some layers in one pass, by layer."""
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
@@ -216,7 +216,7 @@ class Matching(nn.Module):
                 student.layers[s].self_attention.num_heads,
                 teacher.layers[t].self_attention.num_heads,
             )
-            near = torch.arange(others) * heads // others  # each head begins as the nearest one
+            near = torch.arange(others) * heads // others  # each head starts as the nearest one
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())
 
     def forward(self, student: LayerOutputs, teacher: LayerOutputs) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,8 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def labels(document: Mapping[str, Any]) -> tuple[str, str]:
-    """What the two sides are called: as the user called them. If that is one name, with the settings that differ."""
+    """Names of the two sides, as the user gave them. If they are equal, the differing settings are
+    added."""
     a, b = document["original"], document["compressed"]
     if a["model"] != b["model"]:
         return a["model"], b["model"]
@@ -71,7 +72,7 @@ def labels(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def changes(document: Mapping[str, Any]) -> list[tuple[str, str, str, float | None]]:
-    """The figures of memory in which the two sides differ: (name, first, second, the second over the first)."""
+    """Memory figures in which the two sides differ: (name, first, second, second over first)."""
     a, b = document["original"], document["compressed"]
     found: list[tuple[str, str, str, float | None]] = []
     for key, name, show in (
@@ -122,7 +123,7 @@ SIGNS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def token(text: str) -> Markup:
-    """A token with its white space and control characters as signs."""
+    """A token with its white space and control characters as visible signs."""
     return (
         Markup("").join(_sign(c) for c in text)
         if text
@@ -131,7 +132,7 @@ def token(text: str) -> Markup:
 
 
 def passage(text: str) -> Markup:
-    """A text with signs for the white space at its ends, where it can't be seen, and for control characters and line ends."""
+    """A text with visible signs for white space at its ends, control characters and line ends."""
     if not text or text.isspace():
         return token(text)
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())

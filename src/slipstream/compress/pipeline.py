@@ -1,9 +1,8 @@
-"""The first part of a recipe: prune and distil, which change the model's shape. The second part, `run.py`, reads the resulting
-checkpoint like any other.
+"""The first part of a recipe, which changes the model's shape: prune and distil. The second part,
+`run.py`, reads the resulting checkpoint like any other.
 
-The first part keeps its results in a folder beside the result, so that an interrupted run can continue: the student is not
-pruned again, and training continues from its last saved step.
-"""
+The first part stores its results in a folder next to the result, so that an interrupted run can
+continue: the student is not pruned again, and training continues from its last saved step."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from slipstream.spec.description import ModelDescription, huggingface_config, re
 from slipstream.spec.model import ModelSpec
 
 Progress = Callable[[str, int, int], None]
-"""Gets the phase, and the steps done and in all."""
+"""Called with the phase, the steps done, and their total."""
 BATCH_TOKENS = 2048
 """Tokens that go through a model together while it is measured."""
 
@@ -67,7 +66,7 @@ def layer_recipe(recipe: Recipe) -> Recipe | None:
 
 
 def reshaped_spec(source: ModelDescription, recipe: Recipe) -> ModelSpec:
-    """The spec after the first part, found without weights."""
+    """The spec after the first part, computed without weights."""
     check_writable(source)
     layer_recipe(recipe)
     settings = recipe.one(PruneSettings)
@@ -85,8 +84,8 @@ def reshape(
     download_dir: str | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> ModelDescription:
-    """Carry out the first part. The result is the description of a dense checkpoint in the work folder, `.OUT.reshaped`.
-    `publish` makes it the result of the recipe, `clean` removes the folder."""
+    """Carry out the first part. Returns the description of a dense checkpoint in the work folder,
+    `.OUT.reshaped`. `publish` makes it the result of the recipe; `clean` removes the folder."""
     reshaped_spec(source, recipe)
     work = work_folder(out, "reshaped")
     claim(work, out, {"recipe": recipe.as_data(), "source": fingerprint(source)}, restart=restart)
@@ -117,7 +116,8 @@ def reshape(
 def publish(
     made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]
 ) -> None:
-    """Make the first part's checkpoint the result. `finish` gets the folder before, and may raise."""
+    """Make the first part's checkpoint the result. `finish` is called with the folder before, and
+    may raise."""
     with new_folder(out) as folder:
         shutil.copytree(made.path, folder, dirs_exist_ok=True)
         (folder / RECIPE_NAME).write_text(json.dumps(recipe.as_data(), indent=2) + "\n")
@@ -185,7 +185,7 @@ def _prepare(
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
 
     def windows(part: Part, count: int) -> list[Example]:
-        """Cut windows, of short documents too, since examples may differ in length."""
+        """Cut windows, also from short documents, because examples may differ in length."""
         asked = TextSettings(
             source=settings.text, part=part, context=context, stride=context, num_windows=count
         )

@@ -40,8 +40,9 @@ ORDER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWeight:
-    """The weight [rows, inner] of a product. It is rounded to `fmt` by `settings`, or not if these are None. Until a budget of
-    bits is allocated, `fmt` has the choice nearest to its average. `sparse`: it is sparsified."""
+    """A product's weight [rows, inner] and its treatment. It is rounded to `fmt` by `settings`;
+    None: not rounded. Until a budget of bits is allocated, `fmt` has the choice nearest to its
+    average. `sparse`: it is sparsified."""
 
     name: str
     rows: int
@@ -84,8 +85,8 @@ class CompressionPlan:
 def plan(
     source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None
 ) -> CompressionPlan:
-    """Apply the recipe; `bits` are those that a budget allocated, by product. ConfigError or UnsupportedModelError if the
-    recipe can't be carried out on the model."""
+    """Apply the recipe. `bits`: those that a budget allocated, by product. ConfigError or
+    UnsupportedModelError if the recipe can't be applied to the model."""
     check_writable(source)
     quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)
@@ -189,7 +190,7 @@ def _check_parallel(
             }
             if len(forms) > 1:
                 raise ConfigError(
-                    f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form",
+                    f"layer {i}: attention.qkv and mlp.up read the same inputs; give both the same format",
                     field="inputs",
                 )
 

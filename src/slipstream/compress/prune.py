@@ -89,7 +89,8 @@ def prune(
             f"importance={settings.importance!r} and ranked layers need calibration text",
             field="text",
         )
-    pruned_spec(model.family, model.config, model.spec, settings)  # before anything is measured
+    # fail before anything is measured
+    pruned_spec(model.family, model.config, model.spec, settings)
     spec, measured = model.spec, UnitStats()
     if batches:
         gradients = settings.importance in NEEDS_GRADIENTS
@@ -109,8 +110,8 @@ def prune(
 def pruned_spec(
     family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings
 ) -> ModelSpec:
-    """The spec of the pruned model, found without weights. UnsupportedModelError or ConfigError if such a model could not be
-    written or would be empty."""
+    """The spec of the pruned model, computed without weights. UnsupportedModelError or ConfigError
+    if such a model could not be written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
         raise ConfigError(
@@ -131,12 +132,13 @@ def pruned_spec(
 
 
 def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, Tensor]) -> int:
-    """How many layers stay. For a `size`, as many as come nearest to it, the other parts cut already."""
+    """Number of layers that stay. With `size`, the number that comes nearest to it after the other
+    parts are cut."""
     if settings.size is None:
         count = _count(spec.num_layers, settings.layers, 1)
         if settings.layers and count == spec.num_layers:
             raise ConfigError(
-                f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more",
+                f"layers={settings.layers} removes none of {spec.num_layers}; ask for more",
                 field="layers",
             )
         return count if settings.layers else spec.num_layers - len(set(settings.drop_layers))
@@ -146,7 +148,7 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
     if not 1 <= count < spec.num_layers:
         share = one.num_parameters / spec.num_parameters
         raise ConfigError(
-            f"size={settings.size:.3g} can't be had with 1 to {spec.num_layers - 1} of {spec.num_layers} layers: one of them "
+            f"size={settings.size:.3g} can't be met by 1 to {spec.num_layers - 1} of {spec.num_layers} layers: one of them "
             f"and the embeddings are {share:.2f} of the model",
             field="size",
         )
@@ -171,7 +173,8 @@ def choose(
 
 
 def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
-    """How many units stay, of the kinds that lose any. ConfigError if a share rounds to none."""
+    """Number of units that stay, for each kind that loses some. ConfigError if a share rounds to
+    none."""
     shares = {
         "heads": settings.heads,
         "channels": settings.channels,
@@ -189,14 +192,14 @@ def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
         sizes = max(size for key, size in num_units(spec).items() if key.kind == name)
         step = 1 if name == "heads" else settings.multiple
         raise ConfigError(
-            f"{name}={shares[name]} takes out none of {sizes}, in steps of {step}; ask for more",
+            f"{name}={shares[name]} removes none of {sizes}, in steps of {step}; ask for more",
             field=name,
         )
     return found
 
 
 def _count(whole: int, share: float, multiple: int) -> int:
-    """How many units stay: the nearest multiple, at least one."""
+    """Units that stay: the nearest multiple, at least one."""
     if share == 0.0:
         return whole
     return min(whole, max(multiple, round(whole * (1.0 - share) / multiple) * multiple))
@@ -213,7 +216,7 @@ def measure(
     gradients: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> UnitStats:
-    """Run the text once, with `gradients` also a backward pass of each batch's mean loss."""
+    """Run the text once; with `gradients` also a backward pass of each batch's mean loss."""
     found = UnitStats()
     parts = split_experts(spec, parameters)
     names = {part.data_ptr(): name for name, part in parts.items()}
@@ -334,8 +337,8 @@ def _keep_scale(
 
 
 def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tensor]) -> None:
-    """Some families scale embeddings by the root of the width. The embedding table is scaled to undo the difference, and the
-    final norm to undo what that does to a tied head."""
+    """Compensate for families that scale embeddings by the root of the width. The embedding table
+    is scaled to undo the difference, and the final norm to undo what that does to a tied head."""
     ratio = wanted.embed_scale / read.embed_scale
     if ratio == 1.0:
         return

@@ -43,7 +43,7 @@ from slipstream.files import parse_json, read_yaml
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
 RECIPE_NAME = "slipstream-recipe.json"
-"""A file in a compressed checkpoint: the recipe that made it."""
+"""File in a compressed checkpoint with the recipe that made it."""
 
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
@@ -124,15 +124,13 @@ class Quantize:
     alpha: float | Literal["search"] = (
         "search"  # SmoothQuant: the share of magnitude that goes to the weights
     )
-    begin: Literal["nearest", "gptq"] = "nearest"  # learned rounding: the start
+    begin: Literal["nearest", "gptq"] = "nearest"  # initial codes of learned rounding
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
-    outliers: float | None = (
-        None  # LLM.int8(): columns of inputs that reach this magnitude are not rounded
-    )
-    catch_up: float = (
-        0.0  # the share of the change of a product's inputs that its weight compensates
-    )
+    # LLM.int8(): columns of inputs that reach this magnitude are not rounded
+    outliers: float | None = None
+    # share of the change of a product's inputs that its weight compensates
+    catch_up: float = 0.0
 
     def check(self) -> None:
         if isinstance(self.bits, Budget):
@@ -242,10 +240,12 @@ class Rotate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
-    """Trains the rounded weights and their scales, after `quantize`, towards the outputs of the original model.
+    """Trains the rounded weights and their scales, after `quantize`, towards the outputs of the
+    original model.
 
-    The memory holds the model four times in float32, and the original. The text is the calibration text, or `num_windows`
-    windows of its source, the first of which calibrate; training can use much more text than rounding."""
+    Memory holds the model four times in float32, and the original. The text is the calibration
+    text, or `num_windows` windows from the same source, the first of which calibrate. Training can
+    use much more text than rounding."""
 
     num_windows: int | None = None
     num_steps: int = 200
@@ -336,8 +336,8 @@ PRESETS: dict[str, list[Any]] = {
     "draft:medusa": [{"draft_head": {"kind": "medusa"}}],
     "lora": [{"lora": {}}],
 }
-"""By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model
-with this share of the parameters."""
+"""Presets by name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`
+(or `draft:small`), a draft model with this share of the parameters."""
 
 OTHERS = {
     "awq": "int4-awq",
@@ -346,7 +346,7 @@ OTHERS = {
     "w8a8": "int8",
     "smoothquant": "int8",
 }
-"""What other libraries call them."""
+"""Other libraries' names of presets."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
@@ -354,7 +354,7 @@ _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """`name` is that of the preset or file."""
+    """The steps of a compression. `name` is the preset's or the file's."""
 
     steps: tuple[Step, ...]
     name: str = "custom"
@@ -371,7 +371,7 @@ class Recipe:
 
     @property
     def calibration(self) -> Calibrate:
-        """The calibration text, or the default."""
+        """The calibration text, or the default one."""
         return self.one(Calibrate) or Calibrate()
 
     @property
@@ -420,12 +420,13 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
         return parse(parse_json(file.read_bytes()))
     except (ValueError, ConfigError) as error:
         raise ConfigError(
-            f"{file} is no recipe that this version knows: {error}", field=RECIPE_NAME
+            f"{file} is not a recipe that this version can read: {error}", field=RECIPE_NAME
         ) from error
 
 
 def more_bits(recipe: Recipe) -> list[Recipe]:
-    """The recipe with one bit more, two bits more … up to 8; a budget by half bits up to its largest choice."""
+    """The recipe with one more bit, two more bits, … up to 8; a budget in steps of half a bit up to
+    its largest choice."""
     quantize = recipe.one(Quantize)
     if quantize is None:
         return []
@@ -508,9 +509,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     layers = [kind for kind in LAYER_STEPS if recipe.one(kind) is not None]
     if [type(s) for s in found if isinstance(s, LAYER_STEPS)] != layers:
         order = ", ".join(STEP_NAMES[kind] for kind in layers)
-        raise ConfigError(
-            f"these steps are taken in the order {order}; list them in it", field="steps"
-        )
+        raise ConfigError(f"list these steps in the order {order}", field="steps")
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError(
@@ -520,7 +519,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     for kind, step in (("draft_head", DraftHead), ("lora", LoRA)):
         if recipe.one(step) is not None and len(found) > 1:
             raise ConfigError(
-                f"{kind} leaves the model as it is; it stands alone in a recipe", field="steps"
+                f"{kind} leaves the model as it is; it must be a recipe's only step", field="steps"
             )
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")

@@ -1,8 +1,9 @@
-"""Reports what a compression costs in quality and saves in bytes and time, as JSON and as an HTML page.
+"""Reports the quality that a compression costs, and the bytes and time that it saves, as JSON and
+as an HTML page.
 
-`slipstream-report.json` holds `Report.document`, with `kl` (mean, p99, …), `perplexity` (of the compressed model) and
-`top1_agreement` at the top. `slipstream-report.html` shows the same. Both are in the checkpoint's folder.
-"""
+`slipstream-report.json` has `Report.document`, with `kl` (mean, p99, …), `perplexity` (of the
+compressed model) and `top1_agreement` at the top. `slipstream-report.html` shows the same. Both are
+in the checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -68,8 +69,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`recipe` has JSON's types. `tried` are attempts above `max_kl`, with their mean KL. `tasks` are the results (original,
-    compressed) of each task. `canary` is the compressed model's. `limits` say when the compressed model counts as broken."""
+    """Comparison of both models.
+
+    - `recipe`: JSON data.
+    - `tried`: attempts above `max_kl`, with their mean KL.
+    - `tasks`: the results (original, compressed) of each task.
+    - `canary`: the compressed model's.
+    - `limits`: when the compressed model counts as broken."""
 
     original: Side
     compressed: Side
@@ -85,7 +91,7 @@ class Report:
 
     @property
     def within_max_kl(self) -> bool | None:
-        """None without a limit. A NaN is over the limit."""
+        """Whether the KL is within `max_kl`; None without a limit. A NaN is over the limit."""
         return None if self.max_kl is None else self.divergence.kl.mean <= self.max_kl
 
     @property
@@ -200,7 +206,7 @@ def measure(
         _side(b, compressed, divergence.perplexity_b, name),
     ]
     del a, b
-    # What "auto" was resolved to, so that both run as they were compared.
+    # The values that "auto" was resolved to, so that both run as they were compared.
     settled = [
         dataclasses.replace(args, dtype=str(side.run_as["dtype"]))
         for args, side in zip((original, compressed), sides, strict=True)
@@ -230,14 +236,15 @@ def measure(
 
 
 def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
-    """`write_report` into the compressed checkpoint's folder, with the canary that the engine checks at each start."""
+    """Write the report into the compressed checkpoint's folder (`write_report`), with the canary
+    that the engine checks at each start."""
     if report.canary is not None:
         write_canary(report.canary, checkpoint)
     return write_report(report, checkpoint)
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
-    """Write the JSON file and the page, each atomically; their paths."""
+    """Write the JSON file and the page, each atomically. Returns their paths."""
     from slipstream.compress.page import render
 
     files = {

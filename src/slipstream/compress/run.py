@@ -1,11 +1,12 @@
-"""Carries out the layer steps of a recipe: a checkpoint in, a compressed one out, one layer's weights in memory at a time.
+"""Applies the layer steps of a recipe: reads a checkpoint and writes a compressed one, with one
+layer's weights in memory at a time.
 
     bits within a budget → sparsity by layer → embeddings and head → each layer → QAT → the result
 
-1. Each stage stores what it found in the work folder. An interrupted run continues after the last stage or layer stored.
-2. A layer is calibrated on the outputs of the compressed layers before it. These are computed from the files that were
-   written, so that a continued run gives the same result.
-"""
+1. Each stage stores its results in the work folder. An interrupted run continues after the last
+   stored stage or layer.
+2. A layer is calibrated on the outputs of the compressed layers before it. These are computed from
+   the files that were written, so that a continued run gives the same result."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ Progress = Callable[[int, int], None]
 Windows = Sequence[Sequence[int]]
 
 PRODUCTS_NAME = "slipstream-products.json"
-"""A file beside the weights: the format of each product, and what rounding it cost."""
+"""File next to the weights with the format of each product, and the error of rounding it."""
 
 
 def compress(
@@ -117,7 +118,7 @@ def compress(
 
 @dataclass(frozen=True)
 class CompressionRun:
-    """What the stages share. Nothing in it changes during a run."""
+    """Data that the stages share. Nothing in it changes during a run."""
 
     original: ModelDescription
     recipe: Recipe
@@ -137,7 +138,7 @@ class CompressionRun:
 
     @cached_property
     def source(self) -> ModelDescription:
-        """The original, with an output head of its own if the recipe rotates."""
+        """The original; with its own output head if the recipe rotates."""
         return self.original if self.rotation is None else rotate.untied(self.original)
 
     @cached_property
@@ -180,7 +181,7 @@ class CompressionRun:
         return {name.split(".", 2)[2]: value for name, value in found.items()}
 
     def tensors(self, layer: LayerState) -> list[tuple[str, Tensor]]:
-        """What the checkpoint holds of a layer."""
+        """The checkpoint's tensors of a layer."""
         prefix = f"layers.{layer.index}."
         values = {prefix + name: value for name, value in layer.values.items()}
         rounded = {f"{prefix}{name}.weight": made for name, made in layer.rounded.items()}
@@ -198,8 +199,8 @@ class CompressionRun:
         return found
 
     def input_rounding(self, index: int) -> dict[str, FakeInputs]:
-        """How the inputs of a finished layer's products are rounded. Slipstream does it token by token, also where the
-        checkpoint holds a static scale."""
+        """How the inputs of a finished layer's products are rounded. Slipstream does it token by
+        token, even if the checkpoint has a static scale."""
         note = self.work.note(f"layer-{index:05d}") or {}
         found = {}
         for name in ORDER:
@@ -271,10 +272,11 @@ def layer_sparsity(run: CompressionRun, windows: Windows) -> list[float]:
 
 
 def write_ends(run: CompressionRun) -> str:
-    """Write embeddings, last norm and output head; the name of their part."""
+    """Write embeddings, last norm and output head. Returns the name of their part."""
     if run.work.note("ends") is None:
         fmt = run.plan.formats.get("head.weight")
-        # Large tables stay in the type they are written in, unless something is computed with them.
+        # Large tables stay in the type in which they are written, unless something is computed with
+        # them.
         dtype = run.written if run.rotation is None and fmt is None else torch.float32
         values = load_parameters(
             run.original,
@@ -314,7 +316,8 @@ def compress_layer(
 def train_layers(
     run: CompressionRun, parts: Sequence[str], qat: QAT, windows: Windows, progress: Progress
 ) -> list[str]:
-    """Train the rounded weights of all layers together; the names of the new parts, which are written beside the old ones."""
+    """Train the rounded weights of all layers together. Returns the names of the new parts, which
+    are written next to the old ones."""
     files = [run.work.part(part) for part in parts]
     values = [run.names.read(file, run.stored, device=run.device) for file in files]
     grids: dict[str, QuantGrid] = {}
@@ -343,7 +346,7 @@ def train_layers(
 
 
 def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], None]) -> None:
-    """Make the result of the parts."""
+    """Make the result from the parts."""
     cache = run.recipe.one(KVCache)
     kv = None if cache is None else cache_config(cache.form, cache.per)
     config: dict[str, Any] = {} if run.rotation is None else {"tie_word_embeddings": False}
@@ -363,7 +366,7 @@ def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], 
 def _products(
     planned: CompressionPlan, notes: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The format of each product and what was noted of it (before QAT, if there was any)."""
+    """The format of each product and the notes about it (before QAT, if there was any)."""
     keys = {"errors": "error", "exponents": "exponent", "zeros": "zeros", "learned": "learned"}
     found: dict[str, dict[str, Any]] = {}
     for weight in planned.weights:
@@ -389,7 +392,7 @@ def zeros_of(checkpoint: Path) -> float | None:
 
 
 def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """The outlier columns by the checkpoint's module names."""
+    """Outlier columns by the checkpoint's module names."""
     columns = {
         f"layers.{i}.{name}.weight": found
         for i, note in enumerate(notes)

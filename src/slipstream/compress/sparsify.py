@@ -84,8 +84,8 @@ def sparsegpt(
     damping: float = 0.01,
     grid: QuantGrid | None = None,
 ) -> Tensor:
-    """The weight with its zeros and the compensated rest, rounded to `grid` if there is one; 0 is on every symmetric grid.
-    Columns keep their order, since a pattern is of neighbours."""
+    """The weight with its zeros and the compensated rest, rounded to `grid` if there is one; 0 is
+    on every symmetric grid. Columns keep their order, because a pattern is about neighbours."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]

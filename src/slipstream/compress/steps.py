@@ -51,8 +51,9 @@ def require_one_of(settings: Any, allowed: tuple[Any, ...], *fields: str) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsify:
-    """Sets `ratio` of the weights of the layers' products to zero, or half of them by `pattern`. `ignore` are name patterns of
-    products that stay dense. With ratios="outliers" the layers' ratios differ by up to 2 · `spread`."""
+    """Sets `ratio` of the weights of the layers' products to zero, or half of them by `pattern`.
+    `ignore`: name patterns of products that stay dense. With ratios="outliers" the layers' ratios
+    differ by up to 2 · `spread`."""
 
     method: Method = "sparsegpt"
     ratio: float = 0.5
@@ -61,9 +62,8 @@ class Sparsify:
     spread: float = 0.08
     outlier: float = 5.0  # times the mean
     damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a share of its mean
-    catch_up: float = (
-        0.0  # the share of the change of a product's inputs that its weight compensates
-    )
+    # share of the change of a product's inputs that its weight compensates
+    catch_up: float = 0.0
     ignore: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -96,9 +96,10 @@ class Sparsify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneSettings:
-    """The shares to remove, from 0 to 1, of each layer's heads (kv groups) and channels, of the hidden width and of the layers.
-    Channels and width stay multiples of `multiple`. `drop_layers` names the layers to remove. `size` removes as many as leave
-    this share of the model's parameters."""
+    """Shares to remove, from 0 to 1, of each layer's heads (kv groups) and channels, of the hidden
+    width and of the layers. Channels and width stay multiples of `multiple`. `drop_layers` names
+    the layers to remove. `size` removes as many layers as leave this share of the model's
+    parameters."""
 
     heads: float = 0.0
     channels: float = 0.0
@@ -152,9 +153,10 @@ class PruneSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """A step takes `batch_size` sequences over all processes, `micro_batch` at once in each. The loss is the sum of the terms
-    of `objective.py`, times their weights. The learning rate rises over the share `warmup` of the steps and falls along a
-    cosine to `final_rate` of its maximum. `recompute` saves memory and costs time."""
+    """Settings of distillation. A step takes `batch_size` sequences over all processes,
+    `micro_batch` at a time in each. The loss is the weighted sum of the terms of `objective.py`.
+    The learning rate rises over the share `warmup` of the steps and falls along a cosine to
+    `final_rate` of its maximum. `recompute` saves memory and costs time."""
 
     num_steps: int = 1000
     batch_size: int = 16
@@ -208,10 +210,11 @@ class DistillSettings:
 class Distill(DistillSettings):
     """Distillation as a step of a recipe: the original model teaches the pruned one.
 
-    The student learns from `num_windows` windows of `context` tokens of `text`, and from the teacher's answers to `num_answers`
-    questions of it (with `rationale_weight` also from its rationales). `held_out` windows of the evaluation part are for
-    evaluation. With `top_k` the teacher runs once, and its likeliest tokens are cached on disk. Each of `num_processes` takes a
-    GPU."""
+    The student learns from `num_windows` windows of `context` tokens of `text`, and from the
+    teacher's answers to `num_answers` of its questions (with `rationale_weight` also from the
+    teacher's rationales). `held_out` windows of the evaluation part are for evaluation. With
+    `top_k` the teacher runs once, and its likeliest tokens are cached on disk. Each of
+    `num_processes` takes a GPU."""
 
     text: str = "sharegpt"
     num_windows: int = 2048
@@ -252,13 +255,19 @@ class Distill(DistillSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftHead:
-    """Trains a head that drafts for the model (`compress.draft`), from its own answers to up to `num_answers` questions of
-    `text`, of up to `max_tokens` tokens. Questions have `context` characters at most. The head learns to guess `num_places`
-    tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, by 16,
-    up to 32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
-    training (None: 50 on a CPU, 9 on a GPU). `state_weight` is that of the distance to the states that the model makes its
-    logits of. `norm_before_fc` is one norm of what `fc` reads, `fc_norm` one for each state in it, and `norm_output` that of
-    EAGLE-3.1. The receipt is of `num_questions_held_out` questions."""
+    """Trains a draft head for the model (`compress.draft`), on its own answers to up to
+    `num_answers` questions of `text`, of up to `max_tokens` tokens.
+
+    - `context`: most characters of a question.
+    - `num_places`: tokens in a row that the head learns to predict.
+    - `draft_vocab_size`: most frequent tokens of the answers that the head knows (None: a quarter
+      of the model's, a multiple of 16, at most 32,000).
+    - `num_steps`, `batch_tokens`: steps of training, and tokens of a step.
+    - `minutes`: limit for answers and training (None: 50 on a CPU, 9 on a GPU).
+    - `state_weight`: weight of the distance to the states from which the model computes its logits.
+    - `norm_before_fc`: one norm of all inputs of `fc`; `fc_norm`: one for each state in them;
+      `norm_output`: EAGLE-3.1's.
+    - `num_questions_held_out`: questions for the receipt."""
 
     kind: Literal["eagle3", "medusa"]
     text: str = "sharegpt"
@@ -282,13 +291,12 @@ class DraftHead:
     seed: int = 0
 
     def limit(self, *, on_gpu: bool) -> float:
-        """Minutes."""
+        """Limit in minutes."""
         return (9.0 if on_gpu else 50.0) if self.minutes is None else self.minutes
 
     def vocab_size(self, of_model: int) -> int:
-        usual = max(
-            16, min(32_000, of_model // 4) // 16 * 16
-        )  # a GPU's 8-bit products have outputs by 16
+        # GPU kernels for 8-bit products need outputs in multiples of 16
+        usual = max(16, min(32_000, of_model // 4) // 16 * 16)
         return min(of_model, self.draft_vocab_size or usual)
 
     def check(self) -> None:
@@ -315,11 +323,16 @@ class DraftHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """Trains an adapter (`compress.lora`) on up to `num_documents` documents of each part of `text`, of which `held_out` are
-    not learned (a tenth at most). `rank` is that of every product in `targets` (the last part of PEFT's name, such as q_proj;
-    empty: all), but for those in `ranks`. What an adapter gives is multiplied by alpha/rank, with `rslora` by alpha/√rank.
-    `quantization` rounds the base as an engine with that setting does. Training ends after `num_steps` steps of `batch_size`
-    documents, or after `minutes`. The rate rises over the share `warmup` and falls along a cosine to 0."""
+    """Trains an adapter (`compress.lora`) on up to `num_documents` documents of each part of
+    `text`, of which `held_out` (at most a tenth) are not learned.
+
+    - `targets`: the last parts of PEFT's names of products, such as q_proj; empty: all.
+    - `rank`: rank of every product, except those in `ranks`.
+    - `alpha`: the adapter's output is multiplied by alpha/rank, with `rslora` by alpha/√rank.
+    - `quantization`: rounds the base as an engine with that setting does.
+    - `num_steps`, `batch_size`, `minutes`: training ends after this many steps of this many
+      documents, or after this time.
+    - `warmup`: share of the steps in which the rate rises; then it falls along a cosine to 0."""
 
     text: str = "sharegpt"
     num_documents: int = 4096

@@ -34,8 +34,8 @@ Kind: TypeAlias = Literal["hidden", "heads", "channels", "shared"]
 
 
 class Units(NamedTuple):
-    """The units of one kind in a layer or one of its experts. `channels` are of an MLP or expert, `shared` of the shared
-    expert."""
+    """The units of one kind in a layer or one of its experts. `channels` are an MLP's or expert's,
+    `shared` the shared expert's."""
 
     kind: Kind
     layer: int = -1
@@ -158,7 +158,7 @@ def _attention_axes(
             return hidden, (units, q) if kind == "weight" else None
         case "attention.sinks":
             return (units, groups), None
-    if a.qk_norm is None or a.qk_norm.over == "head":
+    if a.qk_norm is None or a.qk_norm.over in ("head", "layer"):
         return None, None
     of_q = stem == "attention.q_norm"
     if a.qk_norm.over == "row":
@@ -286,7 +286,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "expert": ("moe_intermediate_size", "intermediate_size"),
     "shared": ("shared_expert_intermediate_size",),
 }
-"""The keys that configs use for these sizes. A family's reader takes only its own."""
+"""Config keys of these sizes. A family's reader takes only its own."""
 
 HEADS_SHARE_WIDTH = frozenset(
     (
@@ -366,7 +366,7 @@ def cut_config(
 
 
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
-    """How the config differs from `wanted` when it is read; None if it does not."""
+    """How the config, when read, differs from `wanted`; None if it does not."""
     a = wanted.layers[0].self_attention
     if (
         a.q_size != wanted.hidden_size

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 WHY = "Think step by step and explain the reasoning that leads to the answer.\n\n"
-"""Stands before a question whose rationale is wanted, for the teacher and for the student."""
+"""Prefix of a question that asks for a rationale, for the teacher and for the student."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def read_questions(
 
 
 def write_examples(path: Path, examples: Iterable[Example], *, append: bool = False) -> None:
-    """Write a file for `read_examples`, one JSON object a line; `append` to what it has."""
+    """Write a file for `read_examples`, one JSON object per line; `append` to its contents."""
     lines = (
         json.dumps({"token_ids": e.token_ids, "num_context": e.num_context, "weight": e.weight})
         for e in examples
@@ -149,7 +149,7 @@ class LogitCache:
             ) from error
         if self.about["examples"] != fingerprint(examples):
             raise ConfigError(
-                f"the logits in {folder} are of other examples; make them anew", field="logits"
+                f"the logits in {folder} are of other examples; make them again", field="logits"
             )
         self.folder = folder
         self._starts = torch.tensor([0, *(len(e.token_ids) for e in examples)]).cumsum(0).tolist()
@@ -163,7 +163,7 @@ class LogitCache:
         return int(self.about["vocab_size"])
 
     def of(self, indices: Sequence[int], device: torch.device) -> TopK:
-        """The tokens of these examples, one example after another."""
+        """The tokens of these examples, concatenated."""
         from safetensors import safe_open
 
         ids, values = [], []

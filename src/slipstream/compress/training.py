@@ -1,4 +1,4 @@
-"""The common part of all trainings: the order of examples, the groups of parameters, the receipt, and a saved state."""
+"""Common parts of all trainings: order of examples, groups of parameters, receipt, and saved state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slipstream.spec.description import ModelDescription
 
 STATE_NAME = "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW remembers of each parameter."""
+"""State that AdamW keeps for each parameter."""
 
 
 def in_bfloat16(device: torch.device) -> bool:
-    """Whether products are faster so."""
+    """Whether products are faster in bfloat16."""
     return device.type != "cpu" or "AVX-512 BF16" in cpu_features()
 
 
@@ -38,8 +38,9 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 class Epochs:
-    """Which of `count` examples a step takes, `size` at a time. An epoch has each once, in its own order. A step's examples
-    depend on its number alone, so that a run that goes on takes the same."""
+    """Chooses which of `count` examples a step takes, `size` at a time. An epoch has each example
+    once, in its own order. A step's examples depend on its number alone, so that a continued run
+    takes the same."""
 
     def __init__(self, count: int, size: int, seed: int) -> None:
         self.count, self.size, self.seed = count, size, seed
@@ -62,7 +63,8 @@ class Epochs:
 def write_receipt(
     file: Path, source: ModelDescription, settings: DraftHead | LoRA, **parts: Any
 ) -> dict[str, Any]:
-    """Write what was made of `source` with these settings, on which machine and how well; the receipt."""
+    """Write how `source` was trained with these settings, on which machine, and the results.
+    Returns the receipt."""
     receipt = {
         "format": 1,
         **environment(),
@@ -85,8 +87,9 @@ def save_state(
     *,
     write: bool = True,
 ) -> None:
-    """Write parameters, moments and `about`, which names the "step". It is valid when state.json names it; then the one before
-    is deleted. Where parameters are sharded every process calls this, and one has `write`."""
+    """Write parameters, moments and `about`, which names the "step". The state is valid when
+    state.json names it; then the previous one is deleted. If parameters are sharded, every process
+    calls this, and one has `write`."""
     from safetensors.torch import save_file
 
     tensors = {f"parameter.{n}": full(p.detach()).cpu() for n, p in parameters.items()}

@@ -1,7 +1,7 @@
-"""Judges a compression: whether the result is smaller than its input, whether it is worse, and whether it is broken.
+"""Judges a compression: whether the result is smaller than its input, worse, or broken.
 
-The input is what the user gave: a GGUF file's own bytes, and not what it would take in 16 bits. No torch.
-"""
+The input's size is that of the user's file: the bytes of a GGUF file, not what it would take in 16
+bits. No torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 DENSE_TYPES = frozenset(("F32", "F16", "BF16"))
 
 
+def check_max_kl(max_kl: float | None) -> None:
+    """ConfigError if a limit of the mean KL is negative or NaN."""
+    if max_kl is not None and not max_kl >= 0:
+        raise ConfigError(
+            f"--max-kl must be a number of nats of at least 0, got {max_kl}", field="max_kl"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityLimits:
-    """A result outside of these is broken. Useful recipes stayed far inside: INT3 by GPTQ has 1.8 times the perplexity and 67 %
-    of the likeliest tokens, half of the weights at zero by SparseGPT 1.9 times (SmolLM2-135M)."""
+    """Limits beyond which a result counts as broken. Useful recipes stayed far inside: INT3 by GPTQ
+    has 1.8 times the perplexity and 67 % of the likeliest tokens, half of the weights at zero by
+    SparseGPT 1.9 times (SmolLM2-135M)."""
 
-    max_perplexity_ratio: float = 3.0  # the result's perplexity over its input's
+    max_perplexity_ratio: float = 3.0  # perplexity of the result over its input's
     min_top1_agreement: float = 0.5
 
     def check(self) -> None:
@@ -39,7 +48,7 @@ class QualityLimits:
             )
 
     def faults(self, found: Divergence) -> tuple[str, ...]:
-        """What is outside of the limits, in words. A NaN is."""
+        """Limits that are exceeded, in words. A NaN exceeds them."""
         faults = []
         if not found.perplexity_ratio <= self.max_perplexity_ratio:
             faults.append(
@@ -65,7 +74,7 @@ def headline(
     found: Divergence | None = None,
     faults: tuple[str, ...] = (),
 ) -> str:
-    """One line: broken or not, the size and the perplexity against the input's."""
+    """One line: whether it is broken, and size and perplexity against the input's."""
     size = f"{bytes_after / bytes_before:.2f} × the bytes of its input"
     parts = [f"larger than its input: {size}" if bytes_after > bytes_before else size]
     if found is None:
@@ -78,8 +87,8 @@ def headline(
 
 
 def rounded_before(source: ModelDescription) -> str | None:
-    """How a GGUF file's layers were rounded, such as "4-bit already: Q4_1, …"; None if they were not. The type that holds most
-    of the values names the bits."""
+    """How a GGUF file's layers were rounded, such as "4-bit already: Q4_1, …"; None if they were
+    not. The type of most values gives the bits."""
     if source.gguf is None:
         return None
     products = [

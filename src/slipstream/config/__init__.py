@@ -1,8 +1,8 @@
 """The settings of an engine.
 
-`EngineArgs` is what a user wrote. `resolve(args, model, device)` checks it and returns a frozen `EngineConfig`, which records
-for each setting who chose its value and why. It is changed once at most: `EngineConfig.with_memory_limits` returns a copy with
-a shorter context. No torch here.
+`EngineArgs` has what the user wrote. `resolve(args, model, device)` checks it and returns a frozen
+`EngineConfig`, which records who chose each setting's value and why. It changes at most once:
+`EngineConfig.with_memory_limits` returns a copy with a shorter context. No torch.
 """
 
 from slipstream.config.cpu_layers import stage_args

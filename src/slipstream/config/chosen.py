@@ -1,4 +1,4 @@
-"""A setting of a section: the user's value, or one that is chosen, and why."""
+"""The value of a setting: the user's, or one that is chosen, with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Origins: TypeAlias = dict[str, Origin]
 
 
 class Chosen:
-    """Takes the user's value of a setting, or else the one chosen here. `origins` says which it was and why."""
+    """Takes the user's value of a setting, or else a chosen one. `origins` records which, and
+    why."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
@@ -26,8 +27,8 @@ class Chosen:
         return self.origins[name].value
 
     def needs_full_prompt(self, name: str, value: bool) -> bool:
-        """Takes a value that an encoder forces, whatever the user said. Its tokens see each other, so no part of a prompt can
-        be computed or kept by itself."""
+        """Record and return a value that an encoder forces, whatever the user said. An encoder's
+        tokens attend to each other, so no part of a prompt can be computed or cached separately."""
         self.origins[name] = Origin(value, "model", "its encoder reads texts whole")
         return value
 

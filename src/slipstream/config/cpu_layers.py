@@ -1,9 +1,10 @@
-"""Layers that the host's CPU computes beside a GPU (`cpu_layers`): how many, and the settings of the two stages they make.
+"""Layers that the host's CPU computes next to a GPU (`cpu_layers`): their number, and the settings
+of the two stages.
 
     CPU   embedding, the first layers ──residual──> GPU   the other layers, output head, sampling
 
-The two are a pipeline. While the GPU has one step, the CPU has the next one, of other requests. ConfigError names what that
-does not go with.
+The two are a pipeline: while the GPU has one step, the CPU has the next one, of other requests.
+ConfigError names settings that conflict with it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 def with_cpu_layers(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: str | None
 ) -> EngineArgs:
-    """The settings with a number of layers from 1 on, or None where "auto" finds that all layers fit on the GPU. `stored`: the
-    scheme that the checkpoint has its weights in."""
+    """The settings with at least one layer on the CPU, or None if "auto" finds that all layers fit
+    on the GPU. `stored`: the scheme of the checkpoint's weights."""
     wanted, count = args.cpu_layers, model.spec.num_layers
     if wanted is None:
         return args
     if wanted != "auto" and not (str(wanted).isdigit() and not isinstance(wanted, bool)):
-        raise _refused(f"it is a number of layers, or 'auto', got {wanted!r}")
+        raise _refused(f"it must be a number of layers or 'auto', got {wanted!r}")
     quantization = args.quantization or stored
     _check(args, model, device, quantization)
     if args.dtype == "auto" and model.dtype == "float16":
@@ -40,7 +41,7 @@ def with_cpu_layers(
         )
     if not 0 < int(wanted) < count:
         raise _refused(
-            f"got {wanted}, and the model has {count} layers: at least one is the CPU's, and one the GPU's"
+            f"got {wanted}, and the model has {count} layers: the CPU and the GPU need at least one each"
         )
     return dataclasses.replace(args, cpu_layers=int(wanted))
 
@@ -48,8 +49,11 @@ def with_cpu_layers(
 def stage_args(
     args: EngineArgs, config: EngineConfig, num_threads: int
 ) -> tuple[EngineArgs, EngineArgs]:
-    """The settings of the CPU's stage and of the GPU's, as an ordinary pipeline of two. What the stages have in common is taken
-    from `config`, which is resolved for the GPU, since a CPU would choose otherwise."""
+    """The settings of the CPU's stage and of the GPU's, as an ordinary pipeline of two.
+
+    Common settings come from `config`, which was resolved for the GPU, because a CPU would choose
+    others.
+    """
     common = dataclasses.replace(
         args,
         cpu_layers=None,
@@ -64,9 +68,8 @@ def stage_args(
         max_num_mixed_tokens=config.scheduling.max_num_mixed_tokens,
         num_threads=None,
     )
-    gpu = dataclasses.replace(
-        common, device="cuda", enforce_eager=True
-    )  # graphs of this stage were not tried on a GPU
+    # Graphs of this stage were not tried on a GPU.
+    gpu = dataclasses.replace(common, device="cuda", enforce_eager=True)
     of_cpu = dict(
         gpu_memory_utilization=None, kv_cache_bytes=None, tile_table="auto", num_threads=num_threads
     )
@@ -84,25 +87,25 @@ def _check(
     ranks = (args.tensor_parallel_size, args.expert_parallel_size, args.pipeline_parallel_size)
     scheme = None if quantization is None else SCHEMES.get(quantization)
     for applies, why in (
-        (not device.is_cuda, "it is for GPUs: on a CPU all layers are the CPU's; leave it out"),
+        (not device.is_cuda, "it is for GPUs: without one the CPU has all layers; leave it out"),
         (
             args.device.startswith("cuda:"),
             "it takes the first GPU that CUDA_VISIBLE_DEVICES leaves; use device='cuda'",
         ),
         (
             args.kernels != "auto",
-            f"a CPU and a GPU have kernels of their own; leave out kernels={args.kernels!r}",
+            f"a CPU and a GPU use different kernels; leave out kernels={args.kernels!r}",
         ),
         (max(ranks) > 1, "it is for one GPU; leave the parallel sizes at 1"),
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
-        (model.spec.vision is not None, "pictures were not tried beside it; set max_images=0"),
+        (model.spec.vision is not None, "pictures were not tried with it; set max_images=0"),
         (args.weights_bytes is not None, "it does not go with weights_bytes; leave one out"),
         (args.host_experts is not None, "it does not go with host_experts; leave one out"),
-        (args.enable_lora, "adapters were not tried beside it; leave out enable_lora"),
+        (args.enable_lora, "adapters were not tried with it; leave out enable_lora"),
         (args.deterministic, "deterministic=True does not cover it; leave one out"),
         (
             drafts,
-            "drafts of a model were not tried beside it; take speculative_model='ngram' or 'suffix'",
+            "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'",
         ),
         (
             scheme is not None and scheme.name not in (*NATIVE_PRODUCTS["cpu"], "mxfp4"),
@@ -125,7 +128,7 @@ def _check(
 def _least(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """The fewest layers on the host that leave room on the GPU for the others and the cache: a GPU reads and computes
+    """The fewest layers on the host so that the others and the cache fit on the GPU. A GPU computes
     a layer several times faster than the host, whatever the number of tokens."""
     on_gpu, of_layer = 0, [0] * model.spec.num_layers
     element = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])

@@ -1,14 +1,15 @@
-"""An engine folder: a checkpoint with what an engine was found to do best with it. `slipstream build` and `optimize` make one.
+"""An engine folder: a checkpoint with the engine settings found best for it, made by `slipstream
+build` and `optimize`.
 
     DIR/                     the checkpoint, as any other engine reads it
       serve.yaml             settings, to be edited: {engine: {quantization: int8, ...}}
-      slipstream-engine.json versions, the machine it was made on, and what was chosen for that machine
+      slipstream-engine.json versions, the machine it was made on, and the choices for that machine
       packed/                weights as that machine's products want them
       tiles.json             tiles of that machine's GPU kernels
 
-Wherever a model is named, such a folder can be. Settings count in this order: the user's, `serve.yaml`, and, on the machine
-that the folder was made on, what was chosen there. Another machine chooses and packs anew, and ignores the tiles. It logs that,
-and never refuses the folder. No torch.
+Such a folder can be used wherever a model is named. Settings have this precedence: the user's,
+`serve.yaml`, and on the folder's machine the choices made there. Another machine chooses and packs
+anew, and ignores the tiles. It logs that, and never refuses the folder. No torch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = (
 FORMAT = 1
 NOT_SAVED = (
     "model",
+    "chat_template",
     "device",
     "download_dir",
     "tile_table",
@@ -43,7 +45,7 @@ NOT_SAVED = (
     "rank_address",
     "local_ranks",
 )
-"""Settings that belong to a start, not to a folder."""
+"""Settings of a start, not of a folder."""
 
 OF_SEVERAL_DEVICES = (
     "tensor_parallel_size",
@@ -61,13 +63,13 @@ MACHINE_DEPENDENT = (
     "max_num_mixed_tokens",
     "block_size",
 )
-"""Settings that `resolve` chooses by the machine where the user leaves them open."""
+"""Settings that `resolve` chooses by the machine if the user leaves them open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The properties of a machine that settings, packed weights and tiles depend on. Memory is in GiB, rounded: what
-    is free of it varies."""
+    """The properties of a machine that settings, packed weights and tiles depend on. Memory is in
+    whole GiB: the free part varies."""
 
     cpu: str
     cpu_features: tuple[str, ...]
@@ -76,7 +78,7 @@ class Machine:
     gpus: tuple[str, ...] = ()
 
     def differences(self, other: Machine) -> list[str]:
-        """The differences in words: this one's, and what `other` has instead."""
+        """The differences in words: this machine's properties, and `other`'s."""
         found = []
         for name, what in (
             ("gpus", "GPU"),
@@ -97,7 +99,8 @@ def _words(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFolder:
-    """`settings` are serve.yaml's. `chosen` counts only on `machine`. `measured` is what the folder's maker found."""
+    """`settings` are serve.yaml's. `chosen` applies only on `machine`. `measured` are its maker's
+    results."""
 
     path: Path
     machine: Machine
@@ -115,8 +118,8 @@ class EngineFolder:
     def settle(
         self, args: EngineArgs, here: Machine, *, one_device: bool = False
     ) -> tuple[EngineArgs, list[str]]:
-        """`args` with what the folder says of what the user left open, and notices for the user. `one_device`: but for how
-        several devices share the model."""
+        """Fill the settings that the user left open from the folder. Returns (settings, notices for
+        the user). `one_device`: leave out how several devices share the model."""
         notices = [
             f"{self.path.name} was made on another machine ({d})"
             for d in self.machine.differences(here)
@@ -124,7 +127,7 @@ class EngineFolder:
         given = dict(self.settings)
         if notices:
             notices.append(
-                "what depends on the machine is chosen anew; `slipstream build` here makes a folder for this one"
+                "machine-dependent settings are chosen anew; `slipstream build` here makes a folder for this machine"
             )
         else:
             given = {**self.chosen, **given}
@@ -147,13 +150,13 @@ def is_engine_folder(path: Path) -> bool:
 
 
 def packed_folder(checkpoint: Path) -> Path | None:
-    """The folder of packed weights of a checkpoint that is an engine folder; None for another one."""
+    """The folder of packed weights of a checkpoint that is an engine folder; None for any other."""
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
     return folder / PACKED_NAME if is_engine_folder(folder) else None
 
 
 def read_engine_folder(path: Path) -> EngineFolder:
-    """ConfigError names a file that can't be read, or a setting that there is not."""
+    """Read an engine folder. ConfigError names an unreadable file or an unknown setting."""
     reading = ENGINE_NAME
     try:
         data = parse_json((path / ENGINE_NAME).read_bytes())
@@ -188,7 +191,7 @@ def read_engine_folder(path: Path) -> EngineFolder:
             raise ConfigError(f"{path / where}: {error}", field="model") from None
         if refused := given.keys() & set(NOT_SAVED):
             raise ConfigError(
-                f"{path / where}: {min(refused)} is for each start to say; leave it out",
+                f"{path / where}: {min(refused)} is a setting of each start; leave it out",
                 field=min(refused),
             )
     return EngineFolder(
@@ -203,7 +206,7 @@ def read_engine_folder(path: Path) -> EngineFolder:
 
 
 def file_of(path: Path, setting: str) -> Path | None:
-    """An engine folder's serve.yaml, if it holds this setting; None otherwise, and where `path` is no such folder."""
+    """The serve.yaml of an engine folder if it has this setting; otherwise None."""
     try:
         held = is_engine_folder(path) and setting in read_engine_folder(path).settings
     except (ConfigError, OSError):
@@ -212,7 +215,7 @@ def file_of(path: Path, setting: str) -> Path | None:
 
 
 def write_engine_folder(folder: EngineFolder) -> None:
-    """The two files; the checkpoint is there already."""
+    """Write the two files next to the checkpoint."""
     import yaml
 
     data = {

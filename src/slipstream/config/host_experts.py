@@ -1,5 +1,7 @@
-"""Checks the setting `host_experts`: how many mixtures have their experts on the host. ConfigError names a setting that
-conflicts."""
+"""Checks the setting `host_experts`: the number of mixtures whose experts are on the host.
+
+ConfigError names a setting that conflicts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 CACHE_SHARE = 0.2
-"""Share of a GPU's memory that "auto" leaves to the cache, activations and graphs. For `cpu_layers` too."""
+"""Share of a GPU's memory that "auto" leaves to the cache, activations and graphs, also for
+`cpu_layers`."""
 
 
 def host_experts(
@@ -32,7 +35,7 @@ def host_experts(
     quantization: str | None,
     dtype_bytes: int,
 ) -> int:
-    """The number of mixtures, counted from the first, whose experts are the host's."""
+    """The number of mixtures, counted from the first, whose experts are on the host."""
     wanted = args.host_experts
     if args.hot_expert_bytes is not None and (wanted is None or args.hot_expert_bytes < 1):
         why = (
@@ -47,7 +50,7 @@ def host_experts(
     if wanted not in ("all", "auto") and not (
         str(wanted).isdigit() and not isinstance(wanted, bool)
     ):
-        raise _refused(f"it is a number of layers, 'all' or 'auto', got {wanted!r}")
+        raise _refused(f"it must be a number of layers, 'all' or 'auto', got {wanted!r}")
     _check(args, model, device, quantization)
     if wanted == "all":
         return count
@@ -55,7 +58,7 @@ def host_experts(
         return _least(args, model, device, quantization, dtype_bytes)
     if int(wanted) > count:
         raise _refused(
-            f"the model has {count} layers with experts, and {wanted} were named; lower it, or say 'all'"
+            f"the model has {count} layers with experts, fewer than {wanted}; lower it, or use 'all'"
         )
     return int(wanted)
 
@@ -80,10 +83,10 @@ def _check(
         (num_ranks(args) > 1, f"it is for one GPU; leave {split_setting(args)} at 1"),
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (args.weights_bytes is not None, "it does not go with weights_bytes; leave one out"),
-        (args.enable_lora, "adapters were not tried beside it; leave out enable_lora"),
+        (args.enable_lora, "adapters were not tried with it; leave out enable_lora"),
         (
             drafts,
-            "drafts of a model were not tried beside it; take speculative_model='ngram' or 'suffix'",
+            "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'",
         ),
         (
             scheme is not None and scheme.name not in (*NATIVE_PRODUCTS["cpu"], "mxfp4"),
@@ -105,7 +108,8 @@ def _least(
     quantization: str | None,
     dtype_bytes: int,
 ) -> int:
-    """The fewest experts on the host that leave room on the GPU for the rest of the model and `CACHE_SHARE`."""
+    """The fewest mixtures on the host so that the rest of the model and `CACHE_SHARE` fit on the
+    GPU."""
     sizes = weight_sizes(model, quantization, dtype_bytes)
     room = room_for_weights(args, device) - (args.hot_expert_bytes or 0)
     count = len(mixtures(model.spec))
@@ -119,7 +123,7 @@ def _least(
 def weight_sizes(
     model: ModelDescription, quantization: str | None, dtype_bytes: int
 ) -> dict[str, int]:
-    """Bytes of each parameter, as a GPU holds it."""
+    """Bytes of each parameter on a GPU."""
     scheme, formats = (
         None if quantization is None else SCHEMES[quantization],
         model.native_formats(NATIVE_PRODUCTS["triton"]),
@@ -131,7 +135,8 @@ def weight_sizes(
 
 
 def room_for_weights(args: EngineArgs, device: DeviceInfo) -> int:
-    """Bytes of a GPU that weights may take, if `CACHE_SHARE` of its memory is left to the cache, activations and graphs."""
+    """Bytes of a GPU's memory for weights, if `CACHE_SHARE` is left to the cache, activations and
+    graphs."""
     share = args.gpu_memory_utilization or GPU_MEMORY_SHARE
     return int((share - CACHE_SHARE) * device.memory_bytes) - (
         device.memory_bytes - device.free_bytes

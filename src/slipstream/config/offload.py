@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def check_offload(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> None:
-    """ConfigError: layers of this model can't be read as they are needed, with these settings, or on this device."""
+    """Raise ConfigError if this model, these settings or this device do not allow reading layers in
+    each step."""
     on_cpu = not device.is_cuda
     drafts = args.speculative_config is not None or args.speculative_model not in (
         None,
@@ -35,7 +36,7 @@ def check_offload(args: EngineArgs, model: ModelDescription, device: DeviceInfo)
         ),
         (
             drafts,
-            "drafts of a model need all weights in memory; take speculative_model='ngram' or 'suffix'",
+            "drafts of a model need all weights in memory; use speculative_model='ngram' or 'suffix'",
         ),
         (
             on_cpu and model.quantization is not None and model.quantization.rounds,

@@ -1,4 +1,5 @@
-"""How a model is split over ranks: `ParallelConfig` from the settings. ConfigError names what ranks can't share."""
+"""The split of a model over ranks: `ParallelConfig` from the settings. ConfigError names what ranks
+can't share."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def parallel_section(
     quantization: str | None,
     speculation: SpeculationConfig | None,
 ) -> ParallelConfig:
-    """Over which ranks the model is split. ConfigError names what they can't share."""
+    """The split of the model over ranks. ConfigError names what they can't share."""
     ranks = num_ranks(args)
     if args.pipeline_layers is not None and args.pipeline_parallel_size == 1:
         raise ConfigError(
@@ -80,7 +81,8 @@ def parallel_section(
             field=field,
         )
     if speculation is not None and speculation.by_model and args.local_ranks is not None:
-        raise ConfigError(  # other CPUs, or other tables of tiles, round otherwise, and each rank goes by its own drafts
+        # Other CPUs or tile tables round differently, and each rank follows its own drafts.
+        raise ConfigError(
             "rank_address: drafts of a model are for ranks of one host, which all propose the same; use 'ngram' or 'suffix'",
             field="rank_address",
         )
@@ -99,8 +101,8 @@ def parallel_section(
 def _check_dealt_requests(
     args: EngineArgs, spec: ModelSpec, speculation: SpeculationConfig | None
 ) -> None:
-    """ConfigError names what does not work where each rank has requests of its own: the ranks must run steps of one size, and
-    in one way."""
+    """Raise ConfigError for what does not work with separate requests on each rank: all ranks must
+    run steps of the same size in the same way."""
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
     if spec.encoder is not None or spec.is_encoder:
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
@@ -113,7 +115,7 @@ def _check_dealt_requests(
             (
                 f"method {speculation.method!r} of speculation",
                 "speculative_config",
-                "take 'ngram' or 'suffix'",
+                "use 'ngram' or 'suffix'",
             )
         )
     for what, field, remedy in found[:1]:
@@ -121,20 +123,26 @@ def _check_dealt_requests(
             "" if field == "expert_parallel_size" else f", or set tensor_parallel_size={size}, too"
         )
         raise ConfigError(
-            f"{field}: expert_parallel_size={size} without tensor_parallel_size deals requests out, which does not cover "
+            f"{field}: expert_parallel_size={size} without tensor_parallel_size distributes requests, which does not cover "
             f"{what}; {remedy}{other}",
             field=field,
         )
 
 
 def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
-    """The layers of each stage of a pipeline; empty: there is none."""
+    """The number of layers of each pipeline stage; empty without a pipeline."""
     size, given = args.pipeline_parallel_size, args.pipeline_layers
     if size == 1:
         return ()
     if spec.kind == "an encoder-decoder" or spec.is_encoder:
         raise ConfigError(
             f"pipeline_parallel_size={size}: {spec.kind} has no stages; use tensor_parallel_size",
+            field="pipeline_parallel_size",
+        )
+    if spec.layer_inputs is not None or spec.owners != tuple(range(spec.num_layers)):
+        raise ConfigError(
+            f"pipeline_parallel_size={size}: layers of {spec.family} read the first stage's inputs, or the keys and values of "
+            "an earlier layer, which another stage has not got; use tensor_parallel_size",
             field="pipeline_parallel_size",
         )
     if size > spec.num_layers:
@@ -156,7 +164,8 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
 def _units(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> SplitUnits:
-    """How many inputs of attention's output product, and of an MLP's second, share a scale."""
+    """The number of inputs of attention's output product, and of an MLP's second one, that share a
+    scale."""
     attention, mlp = [1], [1]
     if quantization is not None:
         scheme = SCHEMES[quantization]

@@ -1,4 +1,5 @@
-"""`resolve`: from what a user set to what an engine runs with. Pure; one function a section of `EngineConfig`."""
+"""`resolve`: from the user's settings to those that an engine runs with. Pure; one function for
+each section of `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -43,14 +44,15 @@ CPU_SCHEMES = frozenset(
     name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"]
 )
 DENSE_SHARE = 0.25
-"""The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
+"""Largest share of a GPU's memory for dense copies of 4-bit weights, if the user says nothing."""
 
 FEW_SEQUENCES = 8
-"""A CPU's sparse weights are the faster form for steps of about so many tokens."""
+"""Number of tokens of a step up to which a CPU's sparse weights are the faster form."""
 
 
 def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:
-    """Check `args` against the model and the device, and choose what was left open. ConfigError names the setting at fault."""
+    """Check `args` against the model and the device, and choose the open settings. ConfigError
+    names a wrong setting."""
     stored = _stored_scheme(args, model, device)
     num_ranks(args)
     args = with_cpu_layers(args, model, device, stored.value)
@@ -81,7 +83,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     )
 
 
-# --- The sections -----------------------------------------------------------------------------------------------------
+# --- The sections --------------------------------------------------------------------
 
 
 def _model_section(
@@ -119,7 +121,7 @@ def _model_section(
     max_model_len = chosen("max_model_len", longest, "model", "the context the model was made for")
     positive("max_model_len", max_model_len)
     if spec.generates and max_model_len < 2:
-        message = f"max_model_len={max_model_len} has no room for a prompt and an answer, of a token each; raise it"
+        message = f"max_model_len={max_model_len} is too short for a prompt and an answer of a token each; raise it"
         raise ConfigError(message, field="max_model_len")
     if max_model_len > spec.max_position:
         raise ConfigError(
@@ -171,7 +173,7 @@ def _cache_section(
     if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
-            f"out, or take the model's type, {dtype!r}",
+            f"out, or use the model's type, {dtype!r}",
             field="kv_cache_dtype",
         )
     one_of(
@@ -235,7 +237,7 @@ def _state_slots(args: EngineArgs, spec: ModelSpec) -> int:
 
 
 def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
-    """Whether what lies below the device's cache can be had."""
+    """Raise ConfigError if the tiers below the device's cache can't be used."""
     given = [
         n
         for n in ("kv_host_bytes", "kv_disk_bytes", "kv_disk_path")
@@ -276,7 +278,7 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
         (
             given[0],
             not args.enable_prefix_caching,
-            "what it keeps is found as cached prefixes: leave enable_prefix_caching on",
+            "its blocks are found as cached prefixes: leave enable_prefix_caching on",
         ),
         (
             given[0],
@@ -372,7 +374,9 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
         if value is not None:
             positive(name, value)
     if spec.is_encoder or spec.encoder is not None or not spec.generates:
-        message = f"enable_lora: adapters are for decoders that write text, and this is {spec.kind}"
+        message = (
+            f"enable_lora: adapters are for decoders that generate text, and this is {spec.kind}"
+        )
         raise ConfigError(message, field="enable_lora")
     if args.deterministic:
         raise ConfigError(
@@ -443,11 +447,12 @@ def _image_section(
     )
 
 
-# --- What is chosen ---------------------------------------------------------------------------------------------------
+# --- Choices -------------------------------------------------------------------------
 
 
 def _stored_scheme(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> Origin:
-    """The scheme that the checkpoint's weights are used in; None where they have several formats, or are expanded."""
+    """The scheme in which the checkpoint's weights are used; None if they have several formats, or
+    are expanded."""
     if not _has_formats(model):
         return Origin(model.scheme, "model", "what the checkpoint holds")
     if args.quantization not in (None, model.scheme):
@@ -474,7 +479,8 @@ def _auto_dtype(trained: str, device: DeviceInfo) -> tuple[DType, str]:
 def _parameters_of_4_bits(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """Parameters in 4 bits, without the experts'. Kept a second time, dense, they make steps of many tokens faster."""
+    """The number of 4-bit parameters, without experts. Dense copies of them make steps of many
+    tokens faster."""
     held = model.native_formats(native_products(args.kernels, device))
     if held:
         sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
@@ -498,7 +504,7 @@ def _parameters_of_4_bits(
 def _parameters_of_8_bits(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """Parameters in int8, without the experts', that a CPU's kernels may hold sparse."""
+    """The number of int8 parameters, without experts, that a CPU's kernels may hold sparse."""
     if device.is_cuda or args.kernels not in ("auto", "cpu"):
         return 0
     sizes = {
@@ -520,13 +526,16 @@ def _parameters_of_8_bits(
 
 
 def _has_formats(model: ModelDescription) -> bool:
-    """Whether the checkpoint says weight by weight how it is rounded."""
+    """Whether the checkpoint has a separate format for each weight."""
     return model.quantization is not None and model.quantization.formats is not None
 
 
 def _has_graphs(args: EngineArgs, spec: ModelSpec) -> bool:
-    """Generators have graphs. Encoders have them unless `deterministic`: the number of tokens would not say how their kernels
-    are launched. The reference has none: its attention reads lengths on the host."""
+    """Whether steps can run in graphs.
+
+    Generators can. Encoders can unless `deterministic`: their kernels' launches would not depend on
+    the number of tokens alone. The reference can't: its attention reads lengths on the host.
+    """
     return args.kernels != "reference" and (
         spec.generates or (spec.is_encoder and not args.deterministic)
     )
@@ -537,11 +546,11 @@ def _has_tiles(args: EngineArgs, device: DeviceInfo) -> bool:
 
 
 def _on_cpu(args: EngineArgs, device: DeviceInfo) -> bool:
-    """Whether the kernels made for a CPU run, rather than the reference's or a GPU's."""
+    """Whether the kernels made for a CPU run, not the reference's or a GPU's."""
     return not device.is_cuda and args.kernels != "reference"
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------------------
 
 
 def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
@@ -575,7 +584,8 @@ def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
 def _check_formats(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> None:
-    """Whether the device's kernels have the formats of weights and cache, the user's or the checkpoint's."""
+    """Raise ConfigError if the device's kernels lack the format of weights or cache, the user's or
+    the checkpoint's."""
     if quantization is not None:
         one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache

@@ -1,5 +1,7 @@
-"""The scheduler's section of `EngineConfig`: how many sequences and tokens a step may have. ConfigError if steps could not hold
-what they must."""
+"""The scheduler's section of `EngineConfig`: the number of sequences and tokens of a step.
+
+ConfigError if steps could not hold what they must.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,8 @@ def scheduling_section(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
 ) -> tuple[SchedulingConfig, Origins]:
     chosen, chunked = Chosen(args), args.enable_chunked_prefill
-    ranks = (
-        args.expert_parallel_size if args.tensor_parallel_size == 1 else 1
-    )  # each has its share of a step
+    # Each has its share of a step.
+    ranks = args.expert_parallel_size if args.tensor_parallel_size == 1 else 1
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
     if args.target_itl_ms is not None:
@@ -30,18 +31,17 @@ def scheduling_section(
     seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
     seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
     positive("max_num_seqs", seqs)
-    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192 tokens of a small model.
-    # A step that copies layers to a GPU computes many tokens meanwhile.
+    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192
+    # tokens of a small model. A step that copies layers to a GPU computes many tokens meanwhile.
     many = spec.is_encoder or args.weights_bytes is not None
     tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
     if not chunked:
         tokens_auto = max(tokens_auto, ranks * max_model_len, 2048 if spec.is_encoder else 0)
-    needed = (
-        max_model_len + seqs if spec.encoder is not None else 0
-    )  # the encoder's whole prompt beside the others' tokens
+    # The encoder's whole prompt, with the others' tokens.
+    needed = max_model_len + seqs if spec.encoder is not None else 0
     tokens_auto = max(tokens_auto, needed)
     picture = 0 if spec.vision is None else spec.vision.whole_tokens
-    if picture:  # whose tokens see one another
+    if picture:  # its tokens attend to each other
         tokens_auto = max(tokens_auto, picture + seqs)
     tokens = chosen(
         "max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee"
@@ -56,12 +56,12 @@ def scheduling_section(
     _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=full, spec=spec, ranks=ranks)
     if tokens < picture + seqs * bool(picture):
         raise ConfigError(
-            f"max_num_batched_tokens={tokens}: a step must hold a picture, of {picture} tokens that see one another, beside a "
+            f"max_num_batched_tokens={tokens}: a step must hold a picture, of {picture} tokens that see each other, and a "
             f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
             field="max_num_batched_tokens",
         )
-    # A step that copies layers takes long with any number of tokens. Experts are read again by each chunk, and latent attention
-    # is several times as fast where a step computes whole prompts.
+    # A step that copies layers takes long with any number of tokens. Each chunk reads experts
+    # again, and latent attention is several times faster if a step computes whole prompts.
     is_plain = not any(
         isinstance(x, (MoESpec, LatentAttentionSpec))
         for y in spec.layers
@@ -121,8 +121,11 @@ def _check_step_tokens(
     spec: ModelSpec,
     ranks: int,
 ) -> None:
-    """Whether steps of so many tokens can hold what they must: a token of each sequence; `needed` tokens, beside an encoder; a
-    prompt of `full_prompt` tokens, without chunked prefill."""
+    """Raise ConfigError if steps are too small for what they must hold.
+
+    That is a token of each sequence; with an encoder, `needed` tokens; without chunked prefill, a
+    prompt of `full_prompt` tokens.
+    """
     positive("max_num_batched_tokens", tokens)
     if tokens < seqs:
         raise ConfigError(
@@ -147,7 +150,7 @@ def _check_step_tokens(
     if mixed < needed:
         raise ConfigError(
             f"max_num_mixed_tokens={mixed} (at most max_num_batched_tokens={tokens}): a step must hold a whole prompt for the "
-            f"encoder beside a token of each other sequence, {needed} in all; raise it, or lower max_model_len or max_num_seqs",
+            f"encoder and a token of each other sequence, {needed} in all; raise it, or lower max_model_len or max_num_seqs",
             field="max_num_mixed_tokens" if mixed < tokens else "max_num_batched_tokens",
         )
     if mixed < tokens and full_prompt is not None:

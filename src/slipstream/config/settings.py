@@ -27,25 +27,25 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8":
 GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
 MIXED_CHUNK = 512
-"""Prompt tokens in a step with decodes. On GPUs the products of so many take about three times as long as the weights
-take to be read, which a decode step does anyway; on CPUs no step has more by default."""
+"""Prompt tokens in a step with decodes. On GPUs their products take about three times as long as
+reading the weights, which a decode step does anyway. On CPUs no step has more by default."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """The kind, memory and abilities of a device, as `worker.device.detect` found it."""
+    """The kind, memory and abilities of a device, as found by `worker.device.detect`."""
 
     device: str  # "cpu" or "cuda:0"
     name: str
-    memory_bytes: int  # in all
+    memory_bytes: int  # in total
     free_bytes: int
     best_dtype: DType  # the fastest 16- or 32-bit type, measured on a CPU
     num_threads: int = 1
     compute_capability: tuple[int, int] | None = None
     dtype_reason: str = ""
-    isa: str | None = None  # of the C++ kernels, on a CPU where they are built
+    isa: str | None = None  # of the C++ kernels, on a CPU with built kernels
 
     @property
     def is_cuda(self) -> bool:
@@ -60,10 +60,8 @@ def setting(
     unset: str = "",
     rare: bool = False,
 ) -> Any:
-    """A field of `EngineArgs`. `text` is its help. If there are `choices`, other values are refused.
-
-    `unset` says what None stands for. A command line shows a `rare` one only in --help-all.
-    """
+    """A field of `EngineArgs`. `text` is its help. With `choices`, other values are refused.
+    `unset` explains None. The command line shows a `rare` setting only in --help-all."""
     about = {"help": text, "choices": choices, "unset": unset, "rare": rare}
     return field(default=default, metadata=about)
 
@@ -83,10 +81,11 @@ AUTO = "chosen for the model and machine"
 @partial(suggesting_init, what="setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """The settings of an engine, as a user gives them. None or "auto" leaves the choice to `resolve`.
+    """The settings of an engine, as a user gives them. None or "auto" leaves the choice to
+    `resolve`.
 
-    This is the only place where a setting is declared: `LLM(...)` and the command line's options are made from these fields.
-    The names are those that vLLM's users know.
+    This is the only declaration of a setting: `LLM(...)` and the command line's options are made
+    from these fields. Names are those that vLLM's users know.
     """
 
     model: str = field(
@@ -94,6 +93,9 @@ class EngineArgs:
         metadata={"help": "a folder, a GGUF file, or a name that `slipstream pull` knows"},
     )
     tokenizer: str | None = setting(None, "another model's tokenizer, by name or path", rare=True)
+    chat_template: str | None = setting(
+        None, "a file with a chat template (Jinja), instead of the model's"
+    )
     dtype: str = setting(
         "auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16")
     )
@@ -278,8 +280,8 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
-        """Paths become texts. Each setting has the type it is declared with (a whole number does for a float), and is one of
-        its choices: some are read before `resolve` looks at them."""
+        """Turn paths into texts, and check types and choices: some settings are read before
+        `resolve` looks at them. An int is accepted for a float."""
         hints = types_of(EngineArgs)
         for declared in dataclasses.fields(self):
             name, value, hint = declared.name, getattr(self, declared.name), hints[declared.name]
@@ -293,7 +295,8 @@ class EngineArgs:
 
 
 def num_ranks(args: EngineArgs) -> int:
-    """Processes that compute the model. ConfigError if the settings don't go together."""
+    """The number of processes that compute the model. ConfigError if the settings contradict each
+    other."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         size = getattr(args, name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -309,7 +312,7 @@ def num_ranks(args: EngineArgs) -> int:
 
 
 def num_stages(args: EngineArgs) -> int:
-    """Stages of a pipeline. The host's CPU and the GPU are two."""
+    """The number of pipeline stages. A host's CPU and a GPU are two."""
     return 2 if args.cpu_layers is not None else args.pipeline_parallel_size
 
 
@@ -345,8 +348,8 @@ class ModelConfig:
     seed: int
     skip_tokenizer_init: bool
     weights_bytes: int | None = None
-    host_experts: int = 0  # so many mixtures, the first ones, have their experts on the host
-    hot_expert_bytes: int = 0  # of the GPU, for some of them
+    host_experts: int = 0  # number of mixtures, from the first, with experts on the host
+    hot_expert_bytes: int = 0  # of the GPU, for some of the experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,45 +374,47 @@ class SchedulingConfig:
     policy: Policy
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_mixed_tokens: int  # where some sequences decode
+    max_num_mixed_tokens: int  # in steps in which sequences decode
     enable_chunked_prefill: bool
     batch_window_s: float
     max_queue: int | None
     target_itl_ms: float | None = None
-    mixed_chunk: int | None = (
-        None  # prompt tokens of a step where some sequences decode, while few wait; None: not bounded
-    )
-    pipeline_steps: int = 1  # of a pipeline: its stages are at so many steps at once, of different requests; 1: there is none
-    num_ranks: int = (
-        1  # each with requests and a KV cache of its own; the other numbers are of all together
-    )
+    # Prompt tokens of a step in which sequences decode, while few requests wait; None: unlimited.
+    mixed_chunk: int | None = None
+    # Stages of a pipeline, which work on this many steps at once, of different requests; 1: no
+    # pipeline.
+    pipeline_steps: int = 1
+    # Each has its own requests and KV cache; the other numbers are totals of all ranks.
+    num_ranks: int = 1
 
     @property
     def seqs_of_rank(self) -> int:
-        """The most sequences in one step of a rank."""
+        """Most sequences in one step of a rank."""
         return -(-self.max_num_seqs // self.num_ranks)
 
     @property
     def tokens_of_rank(self) -> int:
-        """The most tokens in one step of a rank."""
+        """Most tokens in one step of a rank."""
         return -(-self.max_num_batched_tokens // self.num_ranks)
 
     @property
     def mixed_tokens_of_rank(self) -> int:
-        """The same where some sequences decode, on whichever rank."""
+        """Most tokens of a rank in a step in which sequences decode, on any rank."""
         return -(-self.max_num_mixed_tokens // self.num_ranks)
 
 
 MAX_STEP_DRAFTS = 512
-"""The most guessed tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no step wants more."""
+"""Most draft tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no
+step wants more."""
 
 MAX_DRAFTS = 16
-"""Drafts of a request in a step, where the number is chosen."""
+"""Most drafts of a request in a step, if the number is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
+    """The way in which tokens are drafted. `num_speculative_tokens` None: as many as pay off,
+    chosen at each step."""
 
     method: Literal[
         "ngram", "suffix", "draft", "eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"
@@ -417,25 +422,24 @@ class SpeculationConfig:
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 32
-    model: str | None = None  # draft: the smaller model; else the head
-    quantization: str | None = (
-        None  # the scheme that its weights are rounded by at load; "none": a head's are not
-    )
+    model: str | None = None  # draft: the smaller model; otherwise the head
+    # The scheme to which its weights are rounded at load; "none": a head's stay as they are.
+    quantization: str | None = None
     most_drafts: int = MAX_DRAFTS  # of a request in a step; a head may have fewer
 
     @property
     def by_model(self) -> bool:
-        """The worker proposes, with weights."""
+        """Whether the worker drafts, with weights."""
         return self.method not in ("ngram", "suffix")
 
     @property
     def by_head(self) -> bool:
-        """The worker proposes, by states of the model."""
+        """Whether the worker drafts from states of the model."""
         return self.by_model and self.method != "draft"
 
     @property
     def limit(self) -> int:
-        """The most drafts of a request in a step."""
+        """Most drafts of a request in a step."""
         return self.num_speculative_tokens or self.most_drafts
 
 
@@ -450,13 +454,13 @@ class LoRASettings:
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The adapters that are there from the start."""
+        """The adapters that are loaded at the start."""
         return [LoRARequest(name, i, path) for i, (name, path) in enumerate(self.modules, 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings:
-    """Bounds of pictures: of a prompt, and of their embeddings that are kept."""
+    """Bounds of pictures: of a prompt, and of their cached embeddings."""
 
     max_images: int = 16
     cache_bytes: int = 64 * 2**20
@@ -466,7 +470,7 @@ class ImageSettings:
 class DeviceConfig:
     info: DeviceInfo
     kernels: Kernels
-    tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
+    tile_table: str  # auto, shipped, none, or a path; "none" for devices without tiles
     enforce_eager: bool
     deterministic: bool
     dense_copies: bool  # of 4-bit weights (GPU) and of sparse ones (CPU), for steps of many tokens
@@ -475,21 +479,22 @@ class DeviceConfig:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps run in graphs of some sizes (`costs/graph_sizes.py`)."""
+        """Whether steps run in graphs of certain sizes (`costs/graph_sizes.py`)."""
         return self.info.is_cuda and not self.enforce_eager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Numbers of ranks, a process each, that a model is split over.
+    """The numbers of ranks, a process each, over which a model is split.
 
-    Where `tensor` and `experts` are above 1 they are the same ranks.
-    `stages`: the number of layers of each stage of a pipeline; each stage has as many ranks, which are neighbours."""
+    If `tensor` and `experts` are both above 1 they are the same ranks. `stages`: the number of
+    layers of each pipeline stage; each stage has an equal number of consecutive ranks.
+    """
 
     tensor: int = 1
     experts: int = 1
     stages: tuple[int, ...] = ()
-    sequence: bool = False  # the residual of long steps is shared out by tokens
+    sequence: bool = False  # the residual of long steps is split by tokens
     on_host: bool = False  # the first of two stages is the host's CPU, the second a GPU
     units: SplitUnits = ONE_UNIT
 
@@ -499,7 +504,7 @@ class ParallelConfig:
 
     @property
     def deals_requests(self) -> bool:
-        """Whether each rank of a stage has requests and a KV cache of its own."""
+        """Whether each rank of a stage has its own requests and KV cache."""
         return self.experts > 1 and self.tensor == 1
 
     @property
@@ -545,12 +550,14 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The width of a block table: a prompt with its answer, or one of the two where an encoder reads the prompt."""
+        """The width of a block table: a prompt with its answer, or the longer of the two if an
+        encoder reads the prompt."""
         return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether the drafter goes on before the host knows which drafts were right: a chain in a graph, on a GPU."""
+        """Whether the drafter continues before the host knows which drafts were right: a chain in a
+        graph, on a GPU."""
         is_chain = self.speculation is not None and self.speculation.method in (
             "draft",
             "eagle",
@@ -560,7 +567,8 @@ class EngineConfig:
         return is_chain and self.device.has_graphs
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:
-        """The settings with at most so many drafts of a request in a step, where the number is chosen."""
+        """The settings with at most `most` drafts of a request in a step, if the number is
+        chosen."""
         if self.speculation is None or most is None:
             return self
         return dataclasses.replace(
@@ -570,7 +578,7 @@ class EngineConfig:
 
     @property
     def of_rank(self) -> EngineConfig:
-        """The settings of one rank: where requests are dealt out, its share of a step."""
+        """The settings of one rank: if requests are distributed, its share of a step."""
         whole = self.scheduling
         if whole.num_ranks == 1:
             return self
@@ -585,7 +593,7 @@ class EngineConfig:
 
     @property
     def max_num_sampled(self) -> int:
-        """The most tokens that a step samples: one of each sequence, and one behind each draft."""
+        """Most tokens that a step samples: one for each sequence, and one for each draft."""
         drafts = 0 if self.speculation is None else self.speculation.limit
         num_seqs = self.scheduling.max_num_seqs
         return min(
@@ -595,14 +603,15 @@ class EngineConfig:
 
     @property
     def longest_seq_blocks(self) -> int:
-        """The most blocks that a sequence holds, in all groups together."""
+        """Most blocks that a sequence holds, in all groups together."""
         step = self.scheduling.tokens_of_rank
         return blocks_of_sequence(
             self.cache.groups, self.model.max_model_len, self.cache.block_size, step
         )
 
     def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
-        """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left open, else OutOfMemoryError."""
+        """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left
+        open, otherwise raise OutOfMemoryError."""
         wanted, groups = self.model.max_model_len, self.cache.groups
         step = self.scheduling.tokens_of_rank
         capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)
@@ -638,7 +647,7 @@ class EngineConfig:
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ConfigError with the likely value if it is none of them."""
+    """Raise ConfigError with the likely value if `value` is not allowed."""
     if value not in allowed:
         what = f"{name}={value!r} is not one of {', '.join(allowed)}{likely_value(value, allowed)}"
         raise ConfigError(what, field=name)

@@ -1,4 +1,4 @@
-"""`speculative_config`, checked: from what a user wrote to a `SpeculationConfig`."""
+"""Checks `speculative_config`: from the user's settings to a `SpeculationConfig`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ KEYS = {
     **dict.fromkeys(("draft", "eagle", "eagle3", "peagle", "dflash", "medusa"), OF_MODEL),
     "mtp": ("method", "num_speculative_tokens", "quantization"),
 }
-"""Settings that each method takes."""
+"""Settings of each method."""
 
 
 def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig | None:
-    """ConfigError names the setting at fault and what is wrong in it."""
+    """The speculation section of the config. ConfigError names a wrong setting and its fault."""
     if args.speculative_model is None:
         if args.num_speculative_tokens is not None:
             raise ConfigError(
@@ -87,10 +87,11 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
         raise ConfigError(
             f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}"
         )
+    # Only heads are rounded by default.
     if values.get("quantization") == "none" and method in (
         "draft",
         "mtp",
-    ):  # only heads are rounded unasked
+    ):
         del values["quantization"]
     config = SpeculationConfig(**values)
     if config.prompt_lookup_min > config.prompt_lookup_max:

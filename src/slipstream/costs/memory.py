@@ -25,6 +25,8 @@ def part_of(name: str) -> str:
     it."""
     if name.startswith("vision."):
         return "image encoder"
+    if name.startswith("layer_inputs."):
+        return "layer inputs"
     of_layer = name.removeprefix("encoder.").removeprefix("layers.")
     first, _, rest = of_layer.partition(".")
     first = rest.partition(".")[0] if first.isdigit() else first
@@ -32,7 +34,8 @@ def part_of(name: str) -> str:
         return "embeddings"
     if first in ("attention", "cross", "recurrent"):
         return "attention"
-    if first in ("mlp", "router", "correction", "experts", "shared", "shared_weight"):
+    of_experts = "router", "correction", "expert_scales", "experts", "shared", "shared_weight"
+    if first in ("mlp", "own_input", *of_experts):
         return "mlp"
     return "output head" if first in ("head", "classifier") else "norms"
 
@@ -56,6 +59,8 @@ def weights_bytes(
     shapes = parameters(spec) if shapes is None else shapes
     if spec.vision is not None:
         found["image encoder"] = 0
+    if spec.layer_inputs is not None:
+        found["layer inputs"] = 0
     for name, shape in shapes.items():
         found[part_of(name)] += math.prod(shape) * (4 if keeps_float32(name) else dtype_bytes)
     if scheme is None:

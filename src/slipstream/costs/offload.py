@@ -30,7 +30,7 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
         of_layers = sum(
             size
             for name, size in parts.items()
-            if name not in ("embeddings", "output head", "image encoder")
+            if name not in ("embeddings", "layer inputs", "output head", "image encoder")
         )
         sizes = [of_layers * number // sum(numbers) for number in numbers]
     else:

@@ -21,7 +21,7 @@ from slipstream.spec.model import (
     MoESpec,
 )
 
-UNROUNDED = ("expand", "router", "shared_weight")
+UNROUNDED = ("expand", "router", "shared_weight", "gate", "project")
 """Products of a layer that keep the model's type."""
 
 

@@ -46,6 +46,7 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.progress import progress_bar
+from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import (
     Formats,
@@ -162,6 +163,8 @@ class LLM:
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         args = settled(args)
+        if args.chat_template is not None:
+            read_template(args.chat_template)  # a bad one is an error before the model is loaded
         self._args = args
         self._asleep: Asleep | None = None
         with no_collections():  # nearly all objects of a start stay
@@ -326,7 +329,9 @@ class LLM:
         for how, answer in zip(readings, answers, strict=True):
             for output in answer.outputs:
                 output.message = (
-                    ChatMessage(output.text) if how is None else how.message(output.text)
+                    ChatMessage(output.text)
+                    if how is None
+                    else how.message(output.text, output.finish_reason)
                 )
                 if output.finish_reason is not None:
                     output.finish_reason = finish_reason(

@@ -21,6 +21,7 @@ from slipstream.engine.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.grammars.grammar import check
 from slipstream.engine.prompts import PromptReader
 from slipstream.engine.sampler_params import Breakers, with_functions
+from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.texts import TextsProcessor
 from slipstream.engine.vision.pictures import PictureProcessor, placed
@@ -124,16 +125,19 @@ class PreparedBeams:
 
 
 def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
-    """The tokenizer that `args` asks for: the model's own, another one, or none."""
+    """The tokenizer that `args` asks for: the model's own, another one, or none. With a `chat_template` it has that one.
+    ConfigError if the file is none."""
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer is None:
-        return Tokenizer.for_model(model, None)
-    folder = Path(args.tokenizer).expanduser()
-    alone = (folder / "tokenizer.json").is_file()  # it needs no model beside it
-    return Tokenizer.for_model(
-        model, folder if alone else resolve_model(args.tokenizer, download_dir=args.download_dir)
-    )
+    path = None
+    if args.tokenizer is not None:
+        path = Path(args.tokenizer).expanduser()
+        if not (path / "tokenizer.json").is_file():  # else it needs no model beside it
+            path = resolve_model(args.tokenizer, download_dir=args.download_dir)
+    tokenizer = Tokenizer.for_model(model, path)
+    if args.chat_template is not None:
+        tokenizer.set_chat_template(read_template(args.chat_template))
+    return tokenizer
 
 
 def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -308,6 +312,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             encoder_token_ids=encoded,
             images=images,
+            marks=self.prompts.borders(tokens),
         )
         others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"

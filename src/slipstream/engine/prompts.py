@@ -18,6 +18,9 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.vision import VisionSpec
 from slipstream.types import Prompt, SamplingParams
 
+MAX_BORDERS = 2
+"""Messages at whose beginnings a prompt's states are kept."""
+
 
 class PromptReader:
     """`tokenizer` None: prompts are token ids. `pictures`: of a model that takes some."""
@@ -50,6 +53,25 @@ class PromptReader:
             if len(tokens) <= limit
             else (*before, *tokens[len(tokens) - limit + len(before) :])
         )
+
+    def borders(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Positions where the last two messages of a conversation begin, for models with recurrent states.
+
+        A chat prompt ends with the special token that begins the answer's turn. The same token begins the other turns. The
+        next request of the conversation may have another last message, so the states before it are worth keeping.
+        """
+        spec = None if self.description is None else self.description.spec
+        if self.tokenizer is None or spec is None or not spec.is_recurrent:
+            return ()
+        special, found, opener = self.tokenizer.special_ids, list[int](), None
+        for i in range(len(tokens) - 1, 0, -1):
+            if opener is None and tokens[i] in special:
+                opener = tokens[i]
+            elif tokens[i] == opener:
+                found.append(i)
+                if len(found) == MAX_BORDERS:
+                    break
+        return tuple(found)
 
     @property
     def vision(self) -> VisionSpec:

@@ -1,8 +1,8 @@
-"""Many replicas served as one: the gateway, its router, who starts, scales and replaces the replicas, and what goes wrong.
+"""Serving of many replicas as one: gateway, router, starting, scaling and replacing replicas, and
+fault detection.
 
     clients ── gateway (`gateway`) ── HTTP, mutual TLS ──> replicas (`slipstream serve`, each with an engine)
-                 └─ router (`router`) <── what each replica holds and how loaded it is (`/fleet/events`)
+                  └─ router (`router`) <── cached blocks and load of each replica (`/fleet/events`)
 
-`router`, `prefixes`, `forecast`, `autoscaler` and `detection` are policy alone: no I/O, no clock but the one they are given. A
-simulator runs them as they are.
-"""
+`router`, `prefixes`, `forecast`, `autoscaler` and `detection` are pure policy: they do no I/O and
+read no clock but the time that is passed in. The simulator runs them unchanged."""

@@ -1,8 +1,8 @@
-"""A certificate authority of the fleet's own, for mutual TLS between gateway and replicas (`tls: auto`).
+"""A private certificate authority for mutual TLS between gateway and replicas (`tls: auto`).
 
-It signs one certificate for the gateway and one for the replicas. The authority's key is forgotten as soon as both
-are signed, so nobody can make a third. Replicas are known by the name `replica`, whatever their address.
-"""
+The authority signs one certificate for the gateway and one for the replicas. Its key is dropped as
+soon as both are signed, so nobody can make a third. Every replica's certificate is for the name
+`replica`, whatever its address."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from slipstream.errors import ConfigError
 from slipstream.files import open_new
 from slipstream.fleet.config import Tls
 
-_DAYS = 3650  # as long as a fleet runs; it ends with its folder
+_DAYS = 3650  # longer than any fleet runs: the certificates are deleted with its folder
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """PEM files: the authority, and the certificate with its key of gateway and replicas."""
+    """Paths of PEM files: the authority, and certificate and key of the gateway and of the
+    replicas."""
 
     ca: str
     gateway: tuple[str, str]
     replica: tuple[str, str]
 
     def context(self) -> ssl.SSLContext:
-        """For the gateway's connections to replicas."""
+        """TLS context for the gateway's connections to replicas."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             context.load_cert_chain(*self.gateway)
@@ -37,7 +38,7 @@ class CertificateFiles:
 
 
 def given(tls: Tls) -> CertificateFiles:
-    """One certificate of the user's for both sides; it must be valid for the name `replica`."""
+    """Use one certificate from the user for both sides. It must be valid for the name `replica`."""
     assert tls.ca
     assert tls.certificate
     assert tls.key
@@ -46,7 +47,7 @@ def given(tls: Tls) -> CertificateFiles:
 
 
 def make(folder: Path) -> CertificateFiles:
-    """New ones, in files that only this user can read."""
+    """Make new certificates, in files that only this user can read."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -76,7 +77,7 @@ def make(folder: Path) -> CertificateFiles:
             .issuer_name(named(issuer))
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
+            .not_valid_before(now - datetime.timedelta(days=1))  # tolerates clocks that differ
             .not_valid_after(now + datetime.timedelta(days=_DAYS))
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
             .add_extension(

@@ -1,4 +1,5 @@
-"""`fleet.yaml`: which models are served, by which replicas, and how requests find them. Errors name the field.
+"""Settings of a fleet (`fleet.yaml`): the models, their replicas, and how requests are routed.
+Errors name the field.
 
     models:
       chat:                          # the name that requests ask for
@@ -6,8 +7,8 @@
           - {name: v1, model: smollm2, share: 95, replicas: 2, engine: {num_threads: 1}}
           - {name: v2, model: smollm2, share: 5, replicas: 1, engine: {max_model_len: 2048}}
 
-A version with replicas of several kinds has `pools`, each with what differs from the version. docs/fleet.md is the manual.
-"""
+A version with replicas of several kinds has `pools`; each pool holds what differs from the version.
+docs/fleet.md is the manual."""
 
 from __future__ import annotations
 
@@ -40,73 +41,71 @@ class Spec(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
 
 
 class ReplicaRange(Spec, frozen=True, kw_only=True):
-    """Replicas: as few and as many as an autoscaler may keep. Without one there are `min`, at least one."""
+    """Bounds for the number of replicas. Without an autoscaler the pool has `min`, and at least
+    one."""
 
     min: Count = 1
     max: Annotated[int, Meta(ge=1, le=10_000)]
 
 
 class Resources(Spec, frozen=True, kw_only=True):
-    """What one replica takes. CPUs are logical: Ray counts them, and nothing is bound to them."""
+    """Resources of one replica. CPUs are logical: Ray counts them, and nothing is pinned to them."""
 
     cpus: Annotated[float, Meta(ge=0)] = 1.0
     gpus: Annotated[float, Meta(ge=0)] = 0.0
-    devices: tuple[
-        str, ...
-    ] = ()  # CUDA_VISIBLE_DEVICES of the first replica, the second, … ; empty: as they come
-    custom: dict[str, float] = {}  # of Ray's: kinds of nodes
+    # CUDA_VISIBLE_DEVICES of the first replica, the second, …; empty: not set
+    devices: tuple[str, ...] = ()
+    custom: dict[str, float] = {}  # custom Ray resources, which select kinds of nodes
 
 
 class Pool(Spec, frozen=True, kw_only=True):
-    """Replicas of one kind. What is left out is the version's."""
+    """Replicas of one kind. A field that is left out has the version's value."""
 
     name: Name
     replicas: Count | ReplicaRange | None = None
-    engine: dict[str, Any] = {}  # beside the version's
+    engine: dict[str, Any] = {}  # added to the version's
     resources: Resources | None = None
     weight: Annotated[float, Meta(gt=0)] | None = None
 
 
 class VersionSpec(Spec, frozen=True, kw_only=True):
     name: Name
-    model: str  # as `slipstream serve` takes it
-    share: Share = 1.0  # of the model's requests, against its other versions
-    shadow: Annotated[float, Meta(ge=0, le=1)] = (
-        0.0  # this share of requests is sent here, too; the answers are dropped
-    )
+    model: str  # in any form that `slipstream serve` takes
+    share: Share = 1.0  # weight among the model's versions when a request chooses one
+    # share of requests that are also sent here; the answers are dropped
+    shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0
     replicas: Count | ReplicaRange = 1
     engine: dict[str, Any] = {}  # fields of EngineArgs
     server: dict[str, Any] = {}  # some fields of ServerSettings
     resources: Resources = Resources()
     weight: Annotated[float, Meta(gt=0)] = 1.0
     pools: tuple[Pool, ...] = ()
-    prefill_tokens_per_s: Annotated[float, Meta(gt=0)] = (
-        10_000.0  # what the planner expects of one replica
-    )
+    # the planner's estimate for one replica
+    prefill_tokens_per_s: Annotated[float, Meta(gt=0)] = 10_000.0
     step_s: Seconds = 0.02
 
 
 class ScalingObjectives(Spec, frozen=True, kw_only=True):
-    """What an autoscaler keeps for 99 of 100 requests: seconds to the first token, and between tokens, in a request's mean."""
+    """Latency objectives that an autoscaler keeps for 99 of 100 requests: seconds to the first
+    token, and a request's mean seconds between tokens."""
 
     ttft_s: Seconds | None = None
     itl_s: Seconds | None = None
 
 
 class Autoscale(Spec, frozen=True, kw_only=True):
-    """The head changes the number of replicas between their `min` and `max`. With `min: 0`, requests that come while there is
-    none wait at the gateway: `max_waiting` of them, `wait_s` each."""
+    """Autoscaling between `min` and `max` replicas. With `min: 0`, requests that arrive while there
+    is no replica wait at the gateway: up to `max_waiting` of them, up to `wait_s` each."""
 
-    objectives: ScalingObjectives | None = None  # the fleet's
+    objectives: ScalingObjectives | None = None  # default: the fleet's
     interval_s: Seconds = 10.0  # between decisions
-    hold_s: Seconds = 60.0  # fewer only when fewer were enough for so long
-    idle_s: Seconds = 600.0  # none after so long without requests, if `min` is 0
-    cold_start_s: Seconds | None = None  # as measured
+    hold_s: Seconds = 60.0  # scale down only when fewer were enough for this long
+    idle_s: Seconds = 600.0  # with `min: 0`: no replica after this long without requests
+    cold_start_s: Seconds | None = None  # default: as measured
     wait_s: Seconds = 300.0
     max_waiting: Annotated[int, Meta(ge=1)] = 256
-    device: str | None = (
-        None  # that the replicas have, as `slipstream plan --gpu` names it; None: this machine's
-    )
+    # the replicas' GPU, as `slipstream plan --gpu` names it; None: this machine's
+    device: str | None = None
 
 
 class Model(Spec, frozen=True, kw_only=True):
@@ -115,15 +114,14 @@ class Model(Spec, frozen=True, kw_only=True):
 
 
 class Retries(Spec, frozen=True, kw_only=True):
-    share: Annotated[float, Meta(ge=0, le=1)] = (
-        0.2  # of requests may be sent again, in the long run
-    )
-    most: Annotated[int, Meta(ge=0, le=20)] = 3  # of one request
+    # retries as a share of requests, in the long run
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    most: Annotated[int, Meta(ge=0, le=20)] = 3  # retries of one request
 
 
 class Hedging(Spec, frozen=True, kw_only=True):
-    """A request without an answer after `after_s`, or three times the predicted TTFT if that is longer, is sent to a second
-    replica; the first answer is taken."""
+    """Hedging: a request without an answer after `after_s`, or after three times the predicted TTFT
+    if that is longer, is also sent to a second replica. The first answer wins."""
 
     after_s: Seconds
     share: Annotated[float, Meta(ge=0, le=1)] = 0.05
@@ -135,27 +133,23 @@ class Routing(Spec, frozen=True, kw_only=True):
     thrift: Annotated[float, Meta(ge=0)] = 1.5
     retries: Retries = Retries()
     hedging: Hedging | None = None
-    queue_s: Annotated[float, Meta(ge=0)] = (
-        30.0  # how long a request waits at the gateway for a replica
-    )
-    slow_factor: Annotated[float, Meta(gt=1)] = (
-        4.0  # a replica so many times slower than the others is taken out
-    )
-    probe_s: Annotated[float, Meta(ge=0)] = (
-        30.0  # between looks whether replicas say the same; 0: none
-    )
+    # how long a request waits at the gateway for a replica
+    queue_s: Annotated[float, Meta(ge=0)] = 30.0
+    # a replica this many times slower than the others gets no requests
+    slow_factor: Annotated[float, Meta(gt=1)] = 4.0
+    # time between checks that replicas give the same answer; 0: no checks
+    probe_s: Annotated[float, Meta(ge=0)] = 30.0
     connect_s: Seconds = 2.0
-    silence_s: Seconds = (
-        20.0  # of a replica, which reports its load twice a second: it hangs as a whole
-    )
-    first_token_s: Seconds = (
-        120.0  # from when a request was sent to a replica; or three times what was predicted
-    )
-    next_token_s: Seconds = 120.0  # between tokens
+    # a replica without reports for this long hangs (it reports its load twice a second)
+    silence_s: Seconds = 20.0
+    # limit since the request was sent to a replica, or three times the predicted TTFT if longer
+    first_token_s: Seconds = 120.0
+    next_token_s: Seconds = 120.0  # limit between tokens
 
 
 class Tls(Spec, frozen=True, kw_only=True):
-    """Mutual TLS between gateway and replicas, with these files. `auto` stands for certificates that the fleet makes itself."""
+    """Files for mutual TLS between gateway and replicas. `auto` in place of this means certificates
+    that the fleet makes itself."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -167,33 +161,28 @@ class Fleet(Spec, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     backend: Literal["processes", "ray"] = "processes"
-    ray_address: str | None = None  # of a cluster; left out: one on this machine
+    ray_address: str | None = None  # address of a cluster; default: start Ray on this machine
     api_key_file: str | None = None
-    keys_file: str | None = (
-        None  # of `slipstream keys`: roles, and limits that the gateway holds over all replicas
-    )
-    state_dir: str | None = None  # where keys' tokens by day are kept beyond the fleet's life
-    detect: bool = False  # watch the replicas for trouble
-    alert_urls: tuple[str, ...] = ()  # addresses that get findings
+    # file of `slipstream keys`: roles, and limits that the gateway enforces over all replicas
+    keys_file: str | None = None
+    state_dir: str | None = None  # keeps keys' token counts by day after the fleet has ended
+    detect: bool = False  # run the fault detector on the replicas
+    alert_urls: tuple[str, ...] = ()  # addresses that receive findings
     allowed_hosts: tuple[str, ...] = ()  # as --allowed-hosts of `slipstream serve`
     cors_origins: tuple[str, ...] = ()  # as --cors-origin
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
-    grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = (
-        None  # where the gateway speaks KServe's protocol over gRPC
-    )
-    files_dir: str | None = (
-        None  # where files and batches are, beyond the fleet's life; None: there are none
-    )
+    # port for KServe's gRPC protocol
+    grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    # keeps files and batches after the fleet has ended; None: both are off
+    files_dir: str | None = None
     max_files_bytes: Annotated[int, Meta(gt=0)] = 2**30
     max_file_bytes: Annotated[int, Meta(gt=0)] = 100 * 2**20
-    batch_max_concurrent: Annotated[int, Meta(gt=0)] | None = (
-        None  # lines at once; None: half of what the replicas run at once
-    )
-    batch_beside: Annotated[int, Meta(ge=0)] = (
-        0  # of them at replicas that have requests of clients
-    )
-    audit_log: str | None = None  # the file
+    # batch lines at a time; None: half of what the replicas run at a time
+    batch_max_concurrent: Annotated[int, Meta(gt=0)] | None = None
+    # batch lines on each replica that also has requests of clients
+    batch_beside: Annotated[int, Meta(ge=0)] = 0
+    audit_log: str | None = None  # path of the file
     audit_max_bytes: Annotated[int, Meta(ge=4096)] = 64 * 2**20
     audit_prompts: bool = False
     audit_failure: Literal["refuse", "serve"] = "refuse"
@@ -207,7 +196,7 @@ class Fleet(Spec, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Replicas of one kind, with nothing left out."""
+    """Settings of one pool, with every default filled in."""
 
     model: str
     version: str
@@ -227,23 +216,23 @@ class PoolSpec:
 
     @property
     def is_scaled(self) -> bool:
-        """With `autoscale` it is."""
+        """Whether an autoscaler may change the number of replicas."""
         return self.least < self.most
 
     @property
     def adapters(self) -> frozenset[str]:
-        """The names of those that its replicas have."""
+        """Names of the adapters that the pool's replicas load."""
         return frozenset(self.args.lora_modules or ())
 
     @property
     def fingerprint(self) -> str:
-        """Of what a replica is started with: another one needs other replicas."""
+        """Hash of what a replica is started with. When it changes, the replicas are replaced."""
         return hashlib.blake2b(
             repr((self.args, self.server, self.resources)).encode(), digest_size=8
         ).hexdigest()
 
 
-_OF_FLEET = {  # fields of ServerSettings that the fleet itself sets
+_OF_FLEET = {  # fields of ServerSettings that the fleet sets itself
     *("host", "port", "served_model_names", "api_keys", "fleet_key", "shared_dir"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
 }
@@ -273,7 +262,7 @@ _OF_GATEWAY = (
         "audit_failure",
     ),
 )
-"""Fields that are the gateway's ServerSettings, and that a rollout can't change."""
+"""Fields that become the gateway's ServerSettings, and that a rollout can't change."""
 
 FIXED = (*_OF_GATEWAY, "api_key_file", "backend", "ray_address", "tls", "detect", "alert_urls")
 """Fields that a rollout can't change."""
@@ -290,8 +279,8 @@ _PATHS = (
 
 
 def read(path: str | Path) -> Fleet:
-    """ConfigError names the field. Relative paths in the file are below its folder: what runs from there, also a head that
-    comes back, need not."""
+    """Read and check a fleet file. ConfigError names the field. Relative paths in the file are
+    relative to its folder, so that a head may run, or restart, from another folder."""
     try:
         data = read_yaml(Path(path))
     except OSError as error:
@@ -313,7 +302,7 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
 
     def model(
         name: str, field: str = "model"
-    ) -> str:  # a name that only looks like a path is one of a hub
+    ) -> str:  # a name that only looks like a path belongs to a hub
         return at(name, field) if name.startswith(("./", "../", "~")) else name
 
     def placed(version: VersionSpec) -> VersionSpec:
@@ -348,7 +337,7 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
 
 
 def gateway_settings(fleet: Fleet, api_keys: tuple[str, ...] = ()) -> ServerSettings:
-    """ConfigError names the field."""
+    """The gateway's ServerSettings. ConfigError names the field."""
     own = {name: getattr(fleet, name) for name in (*_OF_GATEWAY, "drain_timeout_s", "log_format")}
     return ServerSettings(served_model_names=tuple(fleet.models), api_keys=api_keys, **own)
 
@@ -377,7 +366,7 @@ def check(data: object) -> Fleet:
         where = f"models.{name}.versions"
         _unique((version.name for version in model.versions), where)
         if not any(version.share for version in model.versions):
-            raise ConfigError(f"{where}: every share is 0, so nobody would answer", field=where)
+            raise ConfigError(f"{where}: every share is 0, so no version would answer", field=where)
     if fleet.backend == "processes" and fleet.ray_address is not None:
         raise ConfigError("ray_address has an effect only with backend: ray", field="ray_address")
     if isinstance(fleet.tls, Tls) and not (
@@ -396,7 +385,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 
 
 def _wrong_model(models: dict[Any, object]) -> Any:
-    """The name of the first that is not right. There is one."""
+    """Name of the first invalid model. The caller knows that there is one."""
     for name, model in models.items():
         try:
             msgspec.convert(model, Model, str_keys=True)
@@ -406,7 +395,8 @@ def _wrong_model(models: dict[Any, object]) -> Any:
 
 
 def _plain(message: str, where: str) -> str:
-    """What msgspec says, with the values of an enumeration, and what an unknown field at `where` may have been meant to be."""
+    """msgspec's message, plus the values of an enumeration, or the nearest valid name for an
+    unknown field at `where`."""
     if message.startswith("Invalid enum value"):
         return message + allowed_values(Fleet, where)
     if (found := _UNKNOWN.fullmatch(message)) is None:
@@ -427,7 +417,8 @@ def _plain(message: str, where: str) -> str:
 
 
 def _fields() -> list[tuple[str, str]]:
-    """(place, name) of each field that a file may have; a place is such as models[].versions[]."""
+    """(place, name) of each field that a file may have. A place is, for example,
+    models[].versions[]."""
     found: list[tuple[str, str]] = []
 
     def walk(kind: Any, place: str) -> None:
@@ -449,7 +440,7 @@ def _fields() -> list[tuple[str, str]]:
 
 
 def pools(fleet: Fleet) -> list[PoolSpec]:
-    """All of the fleet's, in order."""
+    """All pools of the fleet, in the file's order."""
     found = []
     for name, model in fleet.models.items():
         for i, version in enumerate(model.versions):
@@ -474,7 +465,7 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
     for name in ("model", "download_dir"):
         if name == "model" and name in settings:
             raise ConfigError(
-                f"{where}.engine.model: the version's own field says it",
+                f"{where}.engine.model: leave it out; the version's field model has it",
                 field=f"{where}.engine.model",
             )
     try:
@@ -483,7 +474,8 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
         raise ConfigError(f"{where}.engine: {error}", field=f"{where}.engine") from None
     if taken := sorted(_OF_FLEET & version.server.keys()):
         raise ConfigError(
-            f"{where}.server.{taken[0]}: the fleet sets it", field=f"{where}.server.{taken[0]}"
+            f"{where}.server.{taken[0]}: leave it out; the fleet sets it",
+            field=f"{where}.server.{taken[0]}",
         )
     if wrong := sorted(_NOT_IN_FLEET.keys() & version.server.keys()):
         message = f"{where}.server.{wrong[0]}: leave it out; {_NOT_IN_FLEET[wrong[0]]}"
@@ -508,7 +500,7 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
 
 
 def _check_adapters(fleet: Fleet, found: list[PoolSpec]) -> None:
-    """A name is one model's, or one model's adapter."""
+    """Check that each name belongs to one model, or is an adapter of one model."""
     of: dict[str, str] = {}
     for spec in found:
         for name in spec.adapters:
@@ -533,7 +525,7 @@ def _check_autoscale(fleet: Fleet, name: str, own: list[PoolSpec]) -> None:
         field = f"models.{name}.versions[{i}]"
         if scaled and len(kinds) > 1:
             field += ".pools"
-            message = f"{field}: which of {len(kinds)} kinds of replicas to start is not planned; give each a fixed number"
+            message = f"{field}: autoscale can't choose between {len(kinds)} kinds of replicas; give each a fixed number"
             raise ConfigError(message, field=field)
         for spec in scaled:
             _check_scaled(spec, version.share, field, where, is_alone=len(versions) == 1)
@@ -559,10 +551,11 @@ def _check_autoscale(fleet: Fleet, name: str, own: list[PoolSpec]) -> None:
 
 
 def _check_scaled(spec: PoolSpec, share: float, field: str, where: str, *, is_alone: bool) -> None:
-    """`field` is the version's, `where` its model's `autoscale`."""
+    """Check a pool that is scaled. `field` is the path of the version, `where` the path of its
+    model's `autoscale`."""
     for setting in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         if getattr(spec.args, setting) > 1:
-            message = f"{where}: replicas over several devices are not planned, so leave {setting} at 1, or autoscale out"
+            message = f"{where}: autoscale can't plan replicas over several devices; set {setting}: 1, or drop autoscale"
             raise ConfigError(message, field=where)
     field += ".replicas"
     if share == 0:
@@ -577,5 +570,5 @@ def _unique(names: Any, where: str) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ConfigError(f"{where}: {name!r} is there twice", field=where)
+            raise ConfigError(f"{where}: {name!r} appears twice; rename one", field=where)
         seen.add(name)

@@ -1,12 +1,12 @@
-"""The fleet's head process: it keeps the number of replicas that the file names, runs the gateway, and takes commands.
+"""The fleet's head process: keeps the number of replicas that the file names, runs the gateway, and
+takes commands.
 
-Everything that it needs to come back is in its folder: the file as it is now. If the head dies, its processes end because their
-standard inputs close, and `slipstream fleet up` restarts from that folder. Commands come over a Unix socket in it, one line of
-JSON each.
+The head's folder holds all that a restart needs, including the current file. If the head dies, its
+processes end because their standard inputs close, and `slipstream fleet up` restarts from that
+folder. Commands come over a Unix socket in the folder, one line of JSON each.
 
-A change of the file (`rollout`) is made one replica at a time: a new one serves before an old one is drained, so that no
-request waits or is lost.
-"""
+A change of the file (`rollout`) is made one replica at a time: a new replica serves before an old
+one is drained, so no request waits or is lost."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.fleet")
 
 _OWN = ("control", "fleet.json", "fleet.json.new", "kept", "lock", "logs", "tls")
-"""What the head makes in its folder. All else there is not ours to remove."""
+"""Names that the head creates in its folder. Anything else there is not removed."""
 
 _END_S = 30.0
-"""From the last request's end to the head's: its replicas end first."""
+"""Time for the head to end after its last request: its replicas end first."""
 
 _KILLED = describe_exit(-signal.SIGKILL)
-_DEATHS_S = 300.0  # so long a replica's death makes the pause after its next one longer
+_DEATHS_S = 300.0  # deaths within this time make the pause before the next restart longer
 _PROBE = {
     "prompt": [1, 2, 3, 5, 8],
     "max_tokens": 8,
@@ -75,7 +75,7 @@ _PROBE = {
 
 
 class Member:
-    """A replica that the head started, or is about to."""
+    """A replica that the head started, or is about to start."""
 
     def __init__(self, spec: PoolSpec, place: int, id_: str) -> None:
         self.spec, self.place, self.id = spec, place, id_
@@ -95,15 +95,14 @@ class Head:
         self._key = secrets.token_hex(32)
         self._files: certificates.CertificateFiles | None = None
         self._backend: Backend | None = None
-        self._ray: RayReplicas | None = None  # in its place: Ray Serve keeps the replicas
+        self._ray: RayReplicas | None = None  # used instead when Ray Serve keeps the replicas
         self._server = self._make_server()
         self.scaling = Scaling(self.members, self.gateway, self._numbers_of, self._scale_now)
         self._lock: IO[bytes] | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._until_end: list[
-            asyncio.StreamWriter
-        ] = []  # who ordered `down`: the connection ends with this process
+        # connections that ordered `down`; they close with this process
+        self._until_end: list[asyncio.StreamWriter] = []
         self._failed: asyncio.Future[None]
 
     # --- Life ---------------------------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ class Head:
     async def run(
         self, listener: socket.socket, on_ready: Callable[[], None] = lambda: None
     ) -> None:
-        """Until a signal or `down`. Errors of the first start are raised."""
+        """Run until a signal or `down`. Errors of the first start are raised."""
         self._failed = asyncio.get_running_loop().create_future()
         self._take_folder()
         try:
@@ -179,7 +178,7 @@ class Head:
             control.close()
 
     def stop(self) -> None:
-        """Drain, and end; called a second time, do not wait any longer."""
+        """Drain and end. A second call ends without waiting."""
         self._server.stop()
 
     async def _until_stopped(self) -> None:
@@ -187,7 +186,7 @@ class Head:
             await asyncio.sleep(0.05)
 
     async def _end(self, *, keep_logs: bool = False) -> None:
-        """Leave no process and no file behind; after an error only the replicas' logs."""
+        """Leave no process and no file; after an error keep only the replicas' logs."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -208,7 +207,7 @@ class Head:
                 shutil.rmtree(path, ignore_errors=True)
             elif not path.is_dir():
                 path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # there are logs, or files of others
+        with contextlib.suppress(OSError):  # logs, or files of others, are there
             self.folder.rmdir()
         if self._lock is not None:
             self._lock.close()
@@ -223,7 +222,8 @@ class Head:
                 await writer.drain()
 
     def _take_folder(self) -> None:
-        """ConfigError if a running head uses the folder, or if it is another program's: it is emptied at the end."""
+        """Take the folder. ConfigError if a running head uses it, or if it holds another program's
+        files: the folder is emptied at the end."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others := sorted(path.name for path in self.folder.iterdir() if path.name not in _OWN):
             message = f"{self.folder} holds other files ({others[0][:100]!r}); a fleet needs a folder of its own"
@@ -234,7 +234,7 @@ class Head:
         except OSError:
             self._lock.close()
             self._lock, folder = None, self.folder
-            self.folder = Path("/nonexistent")  # it is not ours to remove
+            self.folder = Path("/nonexistent")  # so that the end does not remove what is not ours
             raise ConfigError(
                 f"a fleet runs in {folder} already; `slipstream fleet down` ends it",
                 field="state_dir",
@@ -245,7 +245,7 @@ class Head:
         self._write_file()
 
     def _write_file(self) -> None:
-        """What a head that comes after us starts from. Written whole or not at all."""
+        """Write the file that a restarted head reads, atomically."""
         new = self.folder / "fleet.json.new"
         with open(open_new(new, 0o600), "wb") as file:
             file.write(msgspec.json.encode(self.fleet))
@@ -304,7 +304,8 @@ class Head:
         return new
 
     async def _keep(self, member: Member) -> None:
-        """Keep a replica of this kind alive while it is wanted. Of the first start a wrong setting is raised to `run`."""
+        """Keep a replica running while it is wanted. During the first start a wrong setting is
+        raised to `run`."""
         deaths = Deaths(_DEATHS_S)
         while not member.unwanted:
             version = self.members.version(member.spec.model, member.spec.version)
@@ -330,7 +331,7 @@ class Head:
             await asyncio.sleep(deaths.pause_s)
 
     async def _live(self, member: Member) -> None:
-        """A replica's life."""
+        """Start a replica, and wait until it ends."""
         spec = member.spec
         began = time.monotonic()
         assert self._backend is not None
@@ -360,7 +361,7 @@ class Head:
             await started.stop(0.0)
 
     async def _retire(self, member: Member) -> None:
-        """Send it nothing more, wait for what it has, and end it."""
+        """Send the replica no more requests, wait for those it has, and end it."""
         member.unwanted = True
         replica = member.replica
         if replica is not None and replica.id in replica.version.replicas:
@@ -376,7 +377,8 @@ class Head:
             kept.remove(member)
 
     async def _probe(self) -> None:
-        """Send all replicas of a version the same request, and exclude those whose answer differs from most others'."""
+        """Send the same request to all replicas of a version, and exclude those whose answers
+        differ from the majority's."""
         every = self.fleet.router.probe_s
         while every:
             await asyncio.sleep(every)
@@ -444,9 +446,7 @@ class Head:
         """Make the fleet what the file says, one replica at a time."""
         for name in FIXED:
             if getattr(fleet, name) != getattr(self.fleet, name):
-                raise ConfigError(
-                    f"{name}: the fleet must be started anew to change it", field=name
-                )
+                raise ConfigError(f"{name}: restart the fleet to change it", field=name)
         async with self._changing:
             scalers = await self.scaling.make(fleet)
             await self.members.configure(_with_old(fleet, self.fleet))
@@ -465,9 +465,8 @@ class Head:
                 same = [m for m in kept if m not in old]
                 for member in same:
                     member.spec = spec
-                number = max(
-                    spec.least, min(spec.most, len(kept))
-                )  # as many as an autoscaler or `scale` has made them
+                # keep the number that the autoscaler or `scale` has set
+                number = max(spec.least, min(spec.most, len(kept)))
                 for _ in range(number - len(same)):
                     (new,) = self._grow(spec, 1)
                     await self._until_serves(new, before)
@@ -478,9 +477,8 @@ class Head:
                 for member in (*old, *same[spec.most :]):
                     await self._retire(member)
                     ended += 1
-            await self.members.configure(
-                fleet
-            )  # requests go to the new versions only; those of old ones end
+            # requests go to new versions only; those of old versions finish
+            await self.members.configure(fleet)
             self.scaling.take(scalers)
             for key in [key for key in self._kept if key not in wanted]:
                 for member in tuple(self._kept[key]):
@@ -496,7 +494,8 @@ class Head:
     async def _rollout_on_ray(
         self, ray: RayReplicas, fleet: Fleet, before: Fleet, scalers: dict[str, Scaler]
     ) -> tuple[int, int, int]:
-        """Replicas that were replaced, started and ended. ConfigError, and the file of before, if one does not start."""
+        """The rollout on Ray. Returns the numbers of replicas replaced, started and ended. If one
+        does not start: ConfigError, and the file of before is restored."""
         were = set(ray.followed)
         try:
             async with asyncio.timeout(self.fleet.start_timeout_s):
@@ -512,11 +511,10 @@ class Head:
                 else "not all replicas did start in time"
             )
             raise ConfigError(
-                f"{why}; the fleet is what it was before", field=getattr(error, "field", None)
+                f"{why}; the fleet is unchanged", field=getattr(error, "field", None)
             ) from None
-        await self.members.configure(
-            fleet
-        )  # requests go to the new versions only; those of old ones end
+        # requests go to new versions only; those of old versions finish
+        await self.members.configure(fleet)
         self.scaling.take(scalers)
         await ray.end_others()
         are = set(ray.followed)
@@ -524,25 +522,26 @@ class Head:
         return replaced, len(are - were) - replaced, len(were - are) - replaced
 
     async def _until_serves(self, member: Member, before: Fleet) -> None:
-        """ConfigError, and the file of before, if it does not."""
+        """Wait until a replica serves. If it does not: ConfigError, and the file of before is
+        restored."""
         try:
             await asyncio.wait_for(member.serves.wait(), self.fleet.start_timeout_s)
         except TimeoutError:
             await self._retire(member)
             self.fleet = before
             await self.members.configure(before)
-            message = f"a replica of {member.spec.key} did not start; what was there goes on, the rest of the file is not taken"
+            message = f"a replica of {member.spec.key} did not start; the old ones go on, and the file's rest is not applied"
             raise ConfigError(message, field=member.spec.key) from None
 
     async def scale(self, pool: str, replicas: int) -> dict[str, Any]:
-        """Have so many replicas of a pool, between its `min` and `max`."""
+        """Set the number of replicas of a pool, between its `min` and `max`."""
         known = {spec.key: spec for spec in pools(self.fleet)}
         if (spec := known.get(pool)) is None:
             raise ConfigError(
-                f"there is no pool {pool!r}; the fleet's are {', '.join(known)}", field="pool"
+                f"the fleet has no pool {pool!r}; it has {', '.join(known)}", field="pool"
             )
         if not spec.least <= replicas <= spec.most:
-            hint = "write others into its file (replicas: {min, max}) and use `slipstream fleet rollout`"
+            hint = "change replicas: {min, max} in its file, and run `slipstream fleet rollout`"
             has = (
                 f"from {spec.least} to {spec.most}"
                 if spec.least < spec.most
@@ -558,8 +557,8 @@ class Head:
         return {"pool": pool, "replicas": replicas}
 
     def _resize(self, spec: PoolSpec, replicas: int) -> list[Member]:
-        """Start what lacks. What is too many is unwanted from now on, and is the caller's to retire: those that do not serve
-        yet first, then those with the fewest requests."""
+        """Start missing replicas. Surplus ones are marked unwanted and returned, and the caller
+        retires them: first those that do not serve yet, then those with the fewest requests."""
         kept = [m for m in self._kept.get(spec.key, ()) if not m.unwanted]
         self._grow(spec, max(0, replicas - len(kept)))
         kept.sort(key=lambda m: (_serves(m), m.replica.num_in_flight if m.replica else 0, m.place))
@@ -569,7 +568,7 @@ class Head:
         return surplus
 
     def _scale_now(self, spec: PoolSpec, replicas: int) -> bool:
-        """What `scale` does, without waiting. False: a change is under way."""
+        """`scale` without waiting. False: another change is under way."""
         if self._changing.locked() or self._server.state.draining:
             return False
         if self._ray is not None:
@@ -580,7 +579,7 @@ class Head:
         return True
 
     def _numbers_of(self, spec: PoolSpec) -> tuple[int, int]:
-        """Replicas of a pool that are ready, and that start."""
+        """(ready, starting) replicas of a pool."""
         if self._ray is not None:
             return self._ray.numbers_of(spec)
         kept = [m for m in self._kept.get(spec.key, ()) if not m.unwanted]
@@ -597,8 +596,8 @@ class Head:
 
 
 def check_engines(fleet: Fleet) -> None:
-    """Read the models and check the engines' settings, before anything is started. ConfigError. Replicas of a cluster have
-    devices of their own, which only they can check."""
+    """Read the models and check the engines' settings before anything is started. ConfigError.
+    Replicas on a cluster check their devices themselves, because only they have them."""
     for spec in pools(fleet):
         args = settled(spec.args)
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
@@ -635,7 +634,8 @@ async def _all_serve(members: Sequence[Member]) -> None:
 
 
 def _with_old(new: Fleet, old: Fleet) -> Fleet:
-    """The new file, and versions that only the old one has, with no share: their requests end in peace."""
+    """The new file plus versions that only the old one has, with share 0, so that their requests
+    can finish."""
     models = dict(new.models)
     for name, model in old.models.items():
         known = {version.name for version in models[name].versions} if name in models else set()
@@ -654,7 +654,7 @@ def _with_old(new: Fleet, old: Fleet) -> Fleet:
 
 
 async def _ask_probe(replica: Replica) -> object:
-    """Its tokens; None if it did not answer."""
+    """Tokens of the replica's answer to the probe; None if it did not answer."""
     about = [replica.key_line + b"\r\n", b"content-type: application/json\r\n"]
     try:
         async with asyncio.timeout(30):
@@ -666,6 +666,6 @@ async def _ask_probe(replica: Replica) -> object:
             finally:
                 answer.done()
         return tuple(told["choices"][0]["token_ids"])
-    except Exception as error:  # whatever it is, the others' answers are compared
+    except Exception as error:  # the other replicas' answers are compared in any case
         logger.info("replica %s did not answer its probe: %r", replica.id, error)
         return None

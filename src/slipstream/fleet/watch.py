@@ -1,4 +1,5 @@
-"""Feeds the fleet's detector: every few seconds one observation of each replica, from its reports to the gateway."""
+"""Feeds the fleet's detector: every few seconds one observation of each replica, from its reports
+to the gateway."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class FleetWatch(ServerWatch):
 
 
 def _counters(replica: Replica, at: float) -> Counters:
-    """Of one that says nothing: it is down."""
+    """Counters of a replica's last report. A replica without reports counts as down."""
     metrics, load = Metrics(replica.spec.model), replica.load
     assert replica.counts is not None
     metrics.add(replica.counts)

@@ -126,7 +126,9 @@ class HostExpertOps:
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None
     ) -> Begun:
         """Queues the host's work, which overlaps with what the device queues next."""
-        weights, chosen = self._ops.route(router_logits, experts.spec, experts.correction, load)
+        weights, chosen = self._ops.route(
+            router_logits, experts.spec, experts.correction, load, experts.scales
+        )
         hot, here = self._hot.get(id(experts.up)), None
         if hot is not None:
             chosen, here = hot.split(weights, chosen)
@@ -173,7 +175,7 @@ class HostExpertOps:
         for name, w in (("up", experts.up), ("down", experts.down)):
             assert isinstance(w, NativeExperts)
             made.append(self._copied(name, w, dtype))
-        return Experts(made[0], made[1], experts.spec, experts.correction)
+        return Experts(made[0], made[1], experts.spec, experts.correction, experts.scales)
 
     def _copied(self, name: str, w: NativeExperts, dtype: torch.dtype) -> Linear:
         num_experts, start = w.parts[0].num_experts, 0

@@ -41,7 +41,9 @@ class NormParams:
 class QKVLayout:
     """The heads in a row of q, k and v, and how `rope_and_cache` norms and rotates them.
 
-    Without `q_norm` and `k_norm` heads are not normed; without `cos_sin` they are not rotated.
+    Without `q_norm` and `k_norm` heads are not normed; without `cos_sin` they are not rotated. With
+    `value_eps` values pass an RMS norm without weights. Without `has_values` a row ends with k, whose
+    unnormed heads are the values. With no kv heads a row is q alone, and nothing is cached.
     """
 
     num_heads: int
@@ -55,6 +57,8 @@ class QKVLayout:
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    value_eps: float | None = None
+    has_values: bool = True
 
     @property
     def rotary_dim(self) -> int:
@@ -115,6 +119,7 @@ class Experts:
     down: Linear
     spec: MoESpec
     correction: Tensor | None = None  # float32 [X], if spec.correction
+    scales: Tensor | None = None  # float32 [X], if spec.expert_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -453,15 +453,19 @@ class OpSet(ABC):
         """Clamps each element to ±limit."""
         return x.clamp(-limit, limit)
 
-    def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """Norms q and k in rows [T, (H + 2K) · D] by `spec.qk_norm`, over the row of all heads or
-        over each head with its own weight.
+    def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Tensor:
+        """Norms q and k in rows [T, (H + 2K) · D] by `spec.qk_norm`: over the row of all heads, or
+        over each head with its own weight, or with a layer norm (`NormParams`) that all share.
 
         `rope_and_cache` norms heads that share one weight.
         """
         norm = spec.qk_norm
         assert norm is not None
         q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
+        if norm.over == "layer":
+            heads_of = ((x.reshape(-1, spec.head_dim), n) for x, n in ((q, q_norm), (k, k_norm)))
+            q, k = (self.norm(x, n)[0].reshape(len(qkv), -1) for x, n in heads_of)  # type: ignore[union-attr]
+            return torch.cat((q, k, v), dim=1)
         if norm.over == "each":
             qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, spec.head_dim))
             heads = (
@@ -477,7 +481,7 @@ class OpSet(ABC):
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
     def norm_qk_part(
-        self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: RankGroup
+        self, qkv: Tensor, spec: AttentionSpec, q_norm: Any, k_norm: Any, group: RankGroup
     ) -> Tensor:
         """Runs `norm_qk` on rows of which each rank of `group` has the heads of `spec`.
 
@@ -499,6 +503,38 @@ class OpSet(ABC):
         ]
         return torch.cat((*normed, v), dim=1)
 
+    def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+        """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one
+        number."""
+        if isinstance(factor, float) and factor == 1.0:
+            return x + y
+        return ((x.float() + y.float()) * factor).to(x.dtype)
+
+    def layer_inputs(
+        self,
+        token_ids: Tensor,
+        projected: Tensor,
+        table: Any,
+        norm: NormParams,
+        *,
+        scale: float,
+        factor: float,
+    ) -> Tensor:
+        """(norm(projected) + scale · row) · factor, [T, L · P], for the tokens' rows of `table`.
+
+        The norm is over each P numbers, where P is its weight's size. `projected` may be overwritten.
+        """
+        parts, _ = self.norm(projected.reshape(-1, norm.weight.shape[0]), norm)
+        assert isinstance(parts, Tensor)
+        rows = self.embed(token_ids, table, scale)
+        return self.added(parts.view_as(projected), rows, factor)
+
+    def gated_by(self, x: Tensor, inputs: Tensor, activation: Activation, *, column: int) -> Tensor:
+        """act(x) · inputs[:, column : column + P] for x [T, P]."""
+        gates = self.activation(x, activation)
+        assert isinstance(gates, Tensor)
+        return gates * inputs[:, column : column + x.shape[1]]
+
     def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
         return x[:, start:stop].contiguous()
@@ -516,10 +552,10 @@ class OpSet(ABC):
     ) -> Tensor:
         """[T, (H + 2K) · D] → q [T, H, D]. k and v go to their slots of the cache.
 
-        If `kv.latent`, rows have no values: [T, (H + K) · D]. q and k of each head are RMS-normed
-        first, then rotated by the row of `cos_sin` at `meta.positions`. Dimensions beyond
-        rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its
-        scale.
+        If `kv.latent`, or without `heads.has_values`, rows have no values: [T, (H + K) · D]. q and k
+        of each head are RMS-normed first, then rotated by the row of `cos_sin` at `meta.positions`.
+        Dimensions beyond rotary_dim pass. Computed in float32, and rounded to the cache's type after
+        division by its scale.
         """
 
     def packed_attention(
@@ -742,6 +778,7 @@ class OpSet(ABC):
         spec: MoESpec,
         correction: Tensor | None = None,
         load: ExpertCounters | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Makes the choice of `moe`: (weights float32, experts of any integer type),
         [T, num_experts_per_token] each.
@@ -766,8 +803,8 @@ class OpSet(ABC):
 
         With p the softmax (or logistic function) of a row of router_logits in float32, the experts
         are the num_experts_per_token with the largest p (+ `correction`), within spec.groups. Their
-        weights are p, divided by their sum if spec.normalize, times spec.weight_scale. The chosen
-        experts are added to `load`.
+        weights are p, divided by their sum if spec.normalize, times spec.weight_scale and the expert's
+        own `scales`, if any. The chosen experts are added to `load`.
         """
 
     def moe_and_shared(

@@ -18,6 +18,7 @@ from slipstream.spec.model import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeSpec,
     YarnScaling,
 )
@@ -60,6 +61,9 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             return base, 1.0
         case LinearScaling(factor=factor):
             return base / np.float32(factor), 1.0
+        case ProportionalScaling(num_turned=turned, factor=factor):
+            count = np.arange(dim // 2)
+            return np.where(count < turned, base / np.float32(factor), np.float32(0.0)), 1.0
         case Llama3Scaling() as s:
             wavelength, less = np.float32(2 * math.pi) / base, np.float32(s.factor)
             low, high = (

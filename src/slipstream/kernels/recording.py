@@ -118,6 +118,7 @@ class TracedMeta:
     """Placeholder of a step's metadata for the layers of a group."""
 
     group: int = 0
+    layer_inputs: Value | None = None
 
     def of_group(self, group: int) -> TracedMeta:
         return TracedMeta(group)
@@ -133,6 +134,9 @@ class NamedWeight:
 
     name: str
     shape: tuple[int, ...]
+
+    def __mul__(self, factor: float) -> NamedWeight:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,25 @@ class RecordingOps:
 
     def linear(self, x: Value, w: Any) -> Value:
         return self.record("linear", (x,), (w.out_features,), w=w)
+
+    def added(self, x: Value, y: Value, factor: Any = 1.0) -> Value:
+        return self.record("added", (x, y), x.shape, factor=factor)
+
+    def layer_inputs(
+        self,
+        token_ids: object,
+        projected: Value,
+        table: Any,
+        norm: NormParams,
+        *,
+        scale: float,
+        factor: float,
+    ) -> Value:
+        how: dict[str, Any] = dict(table=table, norm=norm, scale=scale, factor=factor)
+        return self.record("layer_inputs", (projected,), projected.shape, **how)
+
+    def gated_by(self, x: Value, inputs: Value, activation: Activation, *, column: int) -> Value:
+        return self.record("gated_by", (x, inputs), x.shape, activation=activation, column=column)
 
     def linear_added(self, x: Value, w: Any, added: Value) -> Value:
         return self.linear(x, w) + added

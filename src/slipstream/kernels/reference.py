@@ -71,7 +71,10 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def route(
-    router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
+    router_logits: Tensor,
+    spec: MoESpec,
+    correction: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (weights float32, experts int64), [T, num_experts_per_token] each."""
     logits = router_logits.float()
@@ -88,7 +91,8 @@ def route(
     weights = scores.gather(1, chosen)
     if spec.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + MIN_WEIGHT)
-    return weights * spec.weight_scale, chosen
+    weights = weights * spec.weight_scale
+    return weights if scales is None else weights * scales[chosen], chosen
 
 
 def count_experts(chosen: Tensor, load: ExpertCounters | None) -> None:
@@ -164,12 +168,16 @@ class ReferenceOps(OpSet):
         h, num_turned = heads, heads.num_heads + heads.num_kv_heads
         rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
         q, k = rows[:, : h.num_heads].float(), rows[:, h.num_heads : num_turned].float()
-        v = rows[:, num_turned:]  # none if kv.latent
+        v = rows[:, num_turned:] if h.has_values else rows[:, h.num_heads :]  # none if kv.latent
+        if h.value_eps is not None:
+            v = rms(v, v.new_ones(h.head_dim), h.value_eps, 0.0)
         if h.q_norm is not None and h.k_norm is not None:
             q, k = (rms(t, w, h.norm_eps, h.norm_offset) for t, w in ((q, h.q_norm), (k, h.k_norm)))
         if h.cos_sin is not None:
             table = h.cos_sin[meta.positions]
             q, k = rotate(q, table, h.interleaved), rotate(k, table, h.interleaved)
+        if not h.num_kv_heads:
+            return q.to(qkv.dtype).contiguous()
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
         kv.k[block, :, offset] = to_cache(k, kv.k_scale, kv.k.dtype)
         if not kv.latent:
@@ -221,8 +229,9 @@ class ReferenceOps(OpSet):
         spec: MoESpec,
         correction: Tensor | None = None,
         load: ExpertCounters | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = route(router_logits, spec, correction)
+        weights, chosen = route(router_logits, spec, correction, scales)
         count_experts(chosen, load)
         return weights, chosen
 
@@ -230,7 +239,7 @@ class ReferenceOps(OpSet):
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         spec = experts.spec
-        weights, chosen = self.route(router_logits, spec, experts.correction, load)
+        weights, chosen = self.route(router_logits, spec, experts.correction, load, experts.scales)
         return self.moe_of_choice(
             x, weights, chosen - (0 if spec.held is None else spec.held[0]), experts
         )

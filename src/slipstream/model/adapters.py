@@ -57,6 +57,8 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
             own |= (
                 {} if m.shared is None else {"shared.up": m.shared.up, "shared.down": m.shared.down}
             )
+        if (more := layer.own_input) is not None:
+            own |= {"own_input.gate": more.gate, "own_input.project": more.project}
         found |= {f"layers.{i}.{stem}.weight": w for stem, w in own.items()}
     return {name: w for name, w in found.items() if w is not None}
 
@@ -251,7 +253,7 @@ class AdapterLayout:
             return part
         if part is None:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
-        elif part.target.startswith(("head.", "embed")):
+        elif part.target.startswith(("head.", "embed", "layer_inputs.")):
             why = "adapters of embeddings and output head are not supported; train without it"
         elif part.target.startswith("vision."):
             why = "adapters of the image encoder are not supported; train without it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.model.layers import (
@@ -15,6 +15,7 @@ from slipstream.model.layers import (
     LatentAttention,
     Layer,
     MoE,
+    OwnInput,
     Partition,
 )
 from slipstream.model.recurrent import build_recurrent
@@ -25,6 +26,7 @@ from slipstream.spec.model import (
     LayerSpec,
     MoESpec,
     NormSpec,
+    OwnInputSpec,
     RopeSpec,
 )
 from slipstream.spec.scheme import Scheme
@@ -75,18 +77,27 @@ def build_layer(
         return MoE(
             s,
             linear("router", None),
-            Experts(up, down, s, parameters.pop(f"{name}correction.weight", None)),
+            Experts(
+                up,
+                down,
+                s,
+                parameters.pop(f"{name}correction.weight", None),
+                parameters.pop(f"{name}expert_scales.weight", None),
+            ),
             dense(s.shared.mlp, "shared") if s.shared is not None else None,
             linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
         )
 
     def attention(s: AttentionSpec) -> Attention:
         qkv, out = linear("attention.qkv"), linear("attention.out")
-        norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
+        norms: list[Any] = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
+        biases = [parameters.pop(f"{name}attention.{x}_norm.bias", None) for x in "qk"]
         cos_sin, slopes, bias = tables.of(
             s, parameters.pop(f"{name}attention.distances.weight", None)
         )
         of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
+        if s.kv_from is not None:  # there are no keys to be normed
+            norms[1] = norms[0]
         heads = _heads(s, cos_sin, *(norms if of_heads else ()))
         params = AttentionParams(
             scale=s.scale,
@@ -98,6 +109,11 @@ def build_layer(
             causal=s.causal,
         )
         q_norm, k_norm = (None, None) if of_heads else norms
+        if s.qk_norm is not None and s.qk_norm.over == "layer":
+            q_norm, k_norm = (
+                NormParams(kind="layer", weight=w, bias=b, eps=s.qk_norm.eps)
+                for w, b in zip(norms, biases, strict=True)
+            )
         return Attention(s, qkv, out, heads, params, q_norm, k_norm, summed_ranks)
 
     def cross(s: AttentionSpec) -> CrossAttention:
@@ -125,6 +141,10 @@ def build_layer(
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
         return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
 
+    def own_input(s: OwnInputSpec) -> OwnInput:
+        gate, project = linear("own_input.gate", None), linear("own_input.project", None)
+        return OwnInput(s, gate, project, build_norm(s.norm, f"{name}own_input.norm", parameters))
+
     norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
     mlp: MLP | MoE | None = None
     if spec.mlp is not None:
@@ -143,6 +163,8 @@ def build_layer(
         norms,
         crossed,
         recurrent,
+        own_input=None if spec.own_input is None else own_input(spec.own_input),
+        scalar=parameters.pop(f"{name}scalar.weight", None),
         attention_ranks=summed_ranks,
         mlp_ranks=summed_ranks,
         expert_ranks=ranks if deals_requests else None,
@@ -152,6 +174,7 @@ def build_layer(
 
 def build_norm(spec: NormSpec, name: str, parameters: MutableMapping[str, Tensor]) -> NormParams:
     weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
+    weight = weight if spec.gain == 1.0 else weight * spec.gain
     return NormParams(
         kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset
     )
@@ -183,7 +206,7 @@ def _heads(
     any."""
     return QKVLayout(
         num_heads=s.num_heads,
-        num_kv_heads=s.num_kv_heads,
+        num_kv_heads=s.num_kv_heads if s.kv_from is None else 0,
         head_dim=s.head_dim,
         cos_sin=cos_sin,
         interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
@@ -191,6 +214,8 @@ def _heads(
         k_norm=k_norm,
         norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
         norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
+        value_eps=s.value_eps,
+        has_values=not s.keys_as_values,
     )
 
 

@@ -170,7 +170,8 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
-    """Makes a cache for each layer. An encoder's layers share one, which they use in turn."""
+    """Makes a cache for each layer that has one of its own. An encoder's layers share one, which
+    they use in turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     num_blocks, layers = 2 * meta.block_table.shape[1] + 1, decoder.spec.layers
     if decoder.spec.is_encoder:
@@ -178,13 +179,14 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
             layers
         )
     zeros = partial(torch.zeros, device=decoder.device)
-    return [
+    made = [
         LayerKV(
             *cache_tensors(layer.attention, num_blocks, BLOCK_SIZE, new),
             state=layer_state(layer.recurrent, 2, decoder.dtype, torch.float32, zeros),
         )
         for layer in layers
     ]
+    return [made[i] for i in decoder.spec.owners]
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
@@ -205,7 +207,8 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
             h = whole(decoder.ops, pending)
             found[where] = h.clone() if residual is None else h + residual
 
-        return run_layers(decoder.ops, layers, decoder.embedded(ids, meta), kv, meta, before)
+        h = decoder.embedded(ids, meta)
+        return run_layers(decoder.ops, layers, h, kv, decoder.with_inputs(ids, h, meta), before)
 
     if (encoder := decoder.encoder) is not None:
         states = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")

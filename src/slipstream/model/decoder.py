@@ -15,19 +15,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import Classifier, Encoder
 from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
 from slipstream.model.vocabulary import Vocabulary
-from slipstream.spec.model import LayerSpec, ModelSpec
+from slipstream.spec.model import LayerInputsSpec, LayerSpec, ModelSpec
 from slipstream.spec.parameters import keeps_float32
 from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights import Linear
@@ -35,6 +37,34 @@ if TYPE_CHECKING:
     from slipstream.model.layer_stream import LayerStream
     from slipstream.model.layers import Pending
     from slipstream.platform.collectives import Pipe, RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Inputs of the layers beside the residual (`LayerInputsSpec`)."""
+
+    spec: LayerInputsSpec
+    table: Any  # in the op set's layout
+    project: Linear
+    norm: NormParams
+
+    def into(self, meta: Any, ops: OpSet, token_ids: Tensor, h: Tensor) -> Any:
+        """Returns the step's metadata with them."""
+        s, rows = self.spec, ops.linear(h, self.project)
+        made = ops.layer_inputs(
+            token_ids, rows, self.table, self.norm, scale=s.scale, factor=s.factor
+        )
+        return dataclasses.replace(meta, layer_inputs=made)
+
+
+def _held_or_dense(
+    name: str, parameters: MutableMapping[str, Tensor], products: MutableMapping[str, Linear]
+) -> Tensor | Linear:
+    """Returns a table as it is held: quantized, or dense."""
+    dense, held = parameters.pop(f"{name}.weight", None), products.get(f"{name}.weight")
+    found = dense if held is None else held
+    assert found is not None, name
+    return found
 
 
 class Decoder:
@@ -83,7 +113,10 @@ class Decoder:
             None
             if spec.embed_size is None or not is_here
             else build_linear(name, parameters, ops, None, products)
-            for name, is_here in (("embed_in", spec.has_first), ("embed_out", spec.has_last))
+            for name, is_here in (
+                ("embed_in", spec.has_first),
+                ("embed_out", spec.has_last and spec.generates),
+            )
         )
         first_norm, last_norm = (
             spec.embed_norm if spec.has_first else None,
@@ -111,6 +144,14 @@ class Decoder:
             self.embed = ops.embedding(table, self.head if spec.tied_embeddings else None)
         self.device, self.dtype = ops.place_of(known)
         tables = ops.position_tables(max_model_len, self.device)
+        self.layer_inputs: LayerInputs | None = None
+        if (s := spec.layer_inputs) is not None and spec.has_first:
+            self.layer_inputs = LayerInputs(
+                s,
+                ops.embedding(_held_or_dense("layer_inputs.table", parameters, products), None),
+                build_linear("layer_inputs.project", parameters, ops, None, products),
+                build_norm(s.norm, "layer_inputs.norm", parameters),
+            )
         self.encoder = self.classifier = None
         self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads
 
@@ -160,6 +201,7 @@ class Decoder:
         On a pipeline stage other than the last, the result is what was sent to the next stage.
         """
         h = self.embedded(token_ids, meta)
+        meta = self.with_inputs(token_ids, h, meta)
         if self.stream is not None or self._sharing(h) is not None:
             return self.run(h, kv, meta)[0]
         return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
@@ -169,7 +211,14 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Returns (the result of `forward`, the states of the step that a draft head reads
         [T, E])."""
-        return self.run(self.embedded(token_ids, meta), kv, meta)
+        h = self.embedded(token_ids, meta)
+        return self.run(h, kv, self.with_inputs(token_ids, h, meta))
+
+    def with_inputs(self, token_ids: Tensor, h: Tensor, meta: Any) -> Any:
+        """Returns the step's metadata with what layers read beside the residual, made from the first
+        layer's input `h`."""
+        made = self.layer_inputs
+        return meta if made is None else made.into(meta, self.ops, token_ids, h)
 
     def run(
         self,
@@ -197,6 +246,9 @@ class Decoder:
             ranks := self._sharing(h)
         ) is not None:  # each rank has some of the tokens between the products
             num_tokens = len(h)
+            if meta.layer_inputs is not None:
+                inputs = self.ops.own_tokens(meta.layer_inputs, ranks)
+                meta = dataclasses.replace(meta, layer_inputs=inputs)
             own: Any = run_layers(
                 self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
             )
@@ -238,7 +290,8 @@ class Decoder:
             assert self.pipe is not None
             return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
         h = self.vocabulary.embed(self.ops, token_ids, self.embed, self.spec.embed_scale)
-        if self.embed_in is not None:
+        narrow = self.spec.sums_narrow
+        if self.embed_in is not None and not narrow:
             h = self.ops.linear(h, self.embed_in)
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed_positions(
@@ -246,7 +299,9 @@ class Decoder:
             )
         if self.token_types is not None:
             h = h + self.ops.embed_token_types(meta, self.token_types)
-        return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
+        if self.embed_norm is not None:
+            h = normed(self.ops, self.embed_norm, h)
+        return self.ops.linear(h, self.embed_in) if narrow and self.embed_in is not None else h
 
     def finished(self, h: Pending, residual: Tensor | None) -> Tensor:
         """The last layer's output → the input of `logits`. A pipeline stage before the last sends

@@ -28,8 +28,10 @@ from slipstream.spec.model import (
     LatentAttentionSpec,
     LayerSpec,
     MoESpec,
+    OwnInputSpec,
     ParallelBlock,
     PostNormBlock,
+    TwinBlock,
 )
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import InputFormat
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 class Attention:
     """Self-attention of a layer.
 
-    `q_norm` and `k_norm` norm whole rows, or each head with a weight of its own. A weight that all
-    heads share is in `heads`.
+    `q_norm` and `k_norm` norm whole rows, or each head: with a weight of its own, or as layer
+    norms. An RMS norm's weight that all heads share is in `heads`.
     """
 
     spec: AttentionSpec
@@ -59,8 +61,8 @@ class Attention:
     out: Linear
     heads: QKVLayout
     params: AttentionParams
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    q_norm: Tensor | NormParams | None = None
+    k_norm: Tensor | NormParams | None = None
     group: RankGroup | None = None  # the ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -220,12 +222,20 @@ class MoE:
 
         `load` counts this rank's own tokens. Shared experts see only these.
         """
+        return self._with_shared(ops, x, self.routed(ops, x, x, ranks, num_tokens, load))
+
+    def routed(
+        self, ops: OpSet, x: Tensor, by: Tensor, ranks: RankGroup, num_tokens: int, load: Any
+    ) -> Tensor:
+        """Computes `over_ranks` without shared experts. The router reads `by`, which are other rows
+        than x or the same."""
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
+        logits = ops.linear(rows if by is x else by, self.router)
+        if by is not x:
+            every = ranks.size * num_tokens
+            logits = ops.gather_tokens(ops.filled_up(logits, num_tokens), ranks, every)
         load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
-        routed = ops.scatter_tokens(
-            ops.moe(rows, ops.linear(rows, self.router), self.experts, load), ranks
-        )[: len(x)]
-        return self._with_shared(ops, x, routed)
+        return ops.scatter_tokens(ops.moe(rows, logits, self.experts, load), ranks)[: len(x)]
 
     def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
         if self.shared is None:
@@ -248,6 +258,24 @@ class MoE:
     @property
     def inputs(self) -> InputFormat | None:
         return None  # the router reads rows of the model's type
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInput:
+    """The addition from a layer's own input (`OwnInputSpec`). `step.layer_inputs` has those of all
+    layers."""
+
+    spec: OwnInputSpec
+    gate: Linear
+    project: Linear
+    norm: NormParams
+
+    def __call__(self, ops: OpSet, h: Tensor, step: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]."""
+        s, inputs = self.spec, step.layer_inputs
+        assert inputs is not None
+        rows = ops.gated_by(ops.linear(h, self.gate), inputs, s.activation, column=s.first)
+        return normed(ops, self.norm, ops.linear(rows, self.project))
 
 
 SEQUENCE_TOKENS = 64
@@ -320,6 +348,8 @@ class Layer:
     norms: Mapping[str, NormParams]
     cross: CrossAttention | None = None
     recurrent: Recurrent | None = None
+    own_input: OwnInput | None = None
+    scalar: Tensor | None = None  # [1], multiplies the residual after the layer
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -408,8 +438,58 @@ class Layer:
             )
         if self.mlp is None:
             return _scaled(ops, h, scale), residual
-        rows, residual = self._before("pre_mlp", ops, _scaled(ops, h, scale), residual, to_mlp)
-        return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
+        twin = isinstance(self.spec.block, TwinBlock)
+        rows, residual = self._before(
+            "pre_mlp", ops, _scaled(ops, h, scale), residual, None if twin else to_mlp
+        )
+        if twin:
+            made: Pending = self._twins(ops, rows, residual, kv, meta, step, summed)
+        else:
+            made = self._after("post_mlp", ops, feed(rows))
+        return self._ended(ops, _scaled(ops, made, scale), residual, step)
+
+    def _ended(
+        self, ops: OpSet, h: Pending, residual: Tensor, step: AttentionMetadata
+    ) -> tuple[Pending, Tensor | None]:
+        """Adds what comes from the layer's own input, and scales the residual, if the layer does."""
+        if self.own_input is not None:
+            residual = ops.added(whole(ops, h), residual)
+            h = self.own_input(ops, residual, step)
+        if self.scalar is None:
+            return h, residual
+        return ops.added(whole(ops, h), residual, self.scalar), None
+
+    def _twins(
+        self,
+        ops: OpSet,
+        rows: Any,
+        h: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        step: AttentionMetadata,
+        summed: Callable[..., Pending],
+    ) -> Tensor:
+        """Runs the shared expert on `rows` and the mixture on norms of the residual `h`, and norms
+        their sum."""
+        n, mlp = self.norms, self.mlp
+        assert isinstance(mlp, MoE)
+        assert mlp.shared is not None
+        load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
+
+        def mixture(x: Tensor) -> Tensor:
+            by, rows = normed(ops, n["pre_router"], x), normed(ops, n["pre_experts"], x)
+            if self.expert_ranks is None:
+                return ops.moe(rows, ops.linear(by, mlp.router), mlp.experts, load)
+            most = len(x) if step.most_tokens is None else step.most_tokens
+            return mlp.routed(ops, rows, by, self.expert_ranks, most, load)
+
+        always = summed(partial(mlp.shared, ops), rows, self.mlp_ranks)
+        chosen = summed(mixture, h, self.mlp_ranks)
+        always, chosen = (
+            normed(ops, n["post_shared"], always),
+            normed(ops, n["post_experts"], chosen),
+        )
+        return normed(ops, n["post_mlp"], always, chosen)
 
     @property
     def inputs(self) -> tuple[InputFormat | None, InputFormat | None]:

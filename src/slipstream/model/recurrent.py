@@ -49,7 +49,7 @@ class GatedDelta:
     out: Linear
     params: GatedDeltaParams
     latents: tuple[Linear, Linear, Linear, Linear] | None = None
-    """With `spec.latent`: decay to its latent and back, the output gate to its latent and back."""
+    """Products with `spec.latent`: decay to its latent and back, the output gate to its latent and back."""
 
     inputs: InputFormat | None = None  # the gates' product reads rows of the model's type
 

@@ -30,6 +30,7 @@ from slipstream.spec.parameters import (
     Placement,
     Regroup,
     Transpose,
+    Turnable,
     Ungroup,
 )
 
@@ -102,7 +103,7 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
     """Returns the checkpoint tensor that fills `placement`."""
     part = place(parameter, placement)
     match placement.transform:
-        case None:
+        case None | Turnable():
             return part
         case Transpose():
             return part.mT
@@ -195,6 +196,12 @@ def check_writable(source: ModelDescription) -> None:
     if source.spec.kind != "a decoder":
         raise UnsupportedModelError(
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
+            field="model_type",
+        )
+    if source.spec.is_recurrent:
+        raise UnsupportedModelError(
+            f"{source.name} has recurrent layers; such models can't be compressed yet, but they are rounded at load "
+            "(--quantization)",
             field="model_type",
         )
     for layer in source.spec.layers:

@@ -37,9 +37,24 @@ from slipstream.kernels.cpu.programs import (
     add_norm,
     add_rope_and_cache,
 )
+from slipstream.kernels.cpu.recurrent import (
+    add_causal_conv,
+    add_gate,
+    add_gated_delta,
+    add_mamba2,
+    add_selective_scan,
+    add_short_conv,
+)
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.states import (
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+    MambaParams,
+)
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
 from slipstream.spec.model import Activation
@@ -195,6 +210,8 @@ class CompiledOps:
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
+    _blocks: LayerKV | None = None  # of a layer with attention, if there is one
+    _states: LayerState | None = None  # of a recurrent layer, if there is one
 
     def run(
         self,
@@ -241,7 +258,13 @@ class CompiledOps:
         """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
+            self._blocks = max(kv, key=lambda layer: layer.k.shape[3])
+            self._states = next((layer.state for layer in kv if layer.state is not None), None)
+        assert self._blocks is not None
+        assert self._states is None or meta.states is not None
+        inputs, kept = native.step_inputs(
+            meta, self._pointers, self._blocks, token_ids, self.num_groups
+        )
         return inputs, (kept, self._pointers)
 
 
@@ -294,25 +317,26 @@ class ProgramEmitter(Emitter):
     def embed(
         self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool
     ) -> None:
-        data: Any
-        if isinstance(table, NativeLinear):
-            (part,) = table.parts
-            kind, rows, inner, data = part.kind, part.rows, part.inner, part.data
-        else:
-            data = native.contiguous(
-                table
-                if native.type_name(table) in ("float32", "bfloat16")
-                else native.float32(table)
-            )
-            kind = native.ROWS_BF16 if native.type_name(data) == "bfloat16" else native.ROWS_F32
-            rows, inner = data.shape
-        if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` does
-            scale = float(
-                np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table))))
-            )
         self.program.add(
-            "embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate
+            "embed", out, by_position, offset, *_table(table), _scale(table, scale), accumulate
         )
+
+    def sum(self, x: int, y: int, size: int, factor: Any) -> None:
+        if not isinstance(factor, float):
+            factor = float(native.float32(factor)[0])
+        self.program.add("sum", x, y, size, factor)
+
+    def layer_inputs(
+        self, x: int, table: Any, norm: NormParams, scale: float, factor: float
+    ) -> None:
+        weight = native.float32(norm.weight)
+        how = len(weight), weight, norm.eps, norm.offset, factor
+        self.program.add("layer_inputs", x, *_table(table), _scale(table, scale), *how)
+
+    def gated_by(
+        self, x: int, inputs: int, out: int, column: int, form: int, activation: Any, size: int
+    ) -> None:
+        self.program.add("gated_by", x, inputs, out, column, form, *_kind(activation), size)
 
     def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
         add_norm(self.program, x, residual, out, form, size, norm)
@@ -320,8 +344,11 @@ class ProgramEmitter(Emitter):
     def convert(self, x: int, out: int, form: int, size: int) -> None:
         self.program.add("convert", x, out, form, size, 1)
 
-    def place(self, x: int, out: int, column: int, size: int) -> None:
-        self.program.add("place", x, out, column, size)
+    def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
+        self.program.add("place", x, start, out, column, size)
+
+    def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
+        add_gate(self.program, x, z, column, out, form, size)
 
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
         add_linear(self.program, x, out, w, accumulate=accumulate)
@@ -368,6 +395,54 @@ class ProgramEmitter(Emitter):
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
         add_latent_attention(self.program, queries, out, layer, params, scratch)
 
+    def gated_delta(
+        self,
+        x: int,
+        gates: int,
+        decay: int | None,
+        z: int | None,
+        out: int,
+        form: int,
+        layer: int,
+        params: GatedDeltaParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        rows = x, gates, decay, z, out, form
+        add_gated_delta(self.program, *rows, layer, params, scratch)
+
+    def mamba2(
+        self,
+        x: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: Mamba2Params,
+        scratch: ScratchBuffers,
+    ) -> None:
+        add_mamba2(self.program, x, out, form, layer, params, scratch)
+
+    def short_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None:
+        add_short_conv(self.program, x, out, form, layer, params)
+
+    def causal_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None:
+        add_causal_conv(self.program, x, out, form, layer, params)
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        xz: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: MambaParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        rows = x, dt, b, c, xz, out, form
+        add_selective_scan(self.program, *rows, layer, params, scratch)
+
     def experts(
         self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers
     ) -> int:
@@ -375,13 +450,32 @@ class ProgramEmitter(Emitter):
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
         rows = scratch("expert rows", up.form, up.inner, spec.num_experts_per_token)
-        add_choice(p, x, logits, counts, spec, experts.correction, rows, up.form, up.inner)
+        numbers = experts.correction, experts.scales
+        add_choice(p, x, logits, counts, spec, *numbers, rows, up.form, up.inner)
         return add_experts(p, rows, up, down, spec, scratch)
 
     def combine(
         self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool
     ) -> None:
         self.program.add("combine", results, out, size, shared, weight, accumulate)
+
+
+def _table(table: Any) -> tuple[int, int, int, Any]:
+    """Returns the kind, the rows, their size and the data of a table of embeddings."""
+    if isinstance(table, NativeLinear):
+        (part,) = table.parts
+        return part.kind, part.rows, part.inner, part.data
+    kept = native.type_name(table) in ("float32", "bfloat16")
+    data: Any = native.contiguous(table if kept else native.float32(table))
+    kind = native.ROWS_BF16 if native.type_name(data) == "bfloat16" else native.ROWS_F32
+    return kind, *data.shape, data
+
+
+def _scale(table: Any, scale: float) -> float:
+    """Returns the scale rounded to the table's type, as `OpSet.embed` does."""
+    if scale == 1.0:
+        return scale
+    return float(np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table)))))
 
 
 def _native(w: object) -> NativeLinear:

@@ -71,7 +71,9 @@ def trace(decoder: Decoder) -> Trace:
     """Records a step of a decoder or of an encoder."""
     recorder, view = _recorded(decoder)
     embedded, embedding = _embed(recorder, view)
-    h, kv, meta = (cast("Any", given) for given in (embedded, _caches(decoder), TracedMeta()))
+    meta = view.with_inputs(cast("Any", TOKENS), cast("Any", embedded), TracedMeta())
+    embedding += _taken(recorder)
+    h, kv = (cast("Any", given) for given in (embedded, _caches(decoder)))
     hidden, tapped = view.run(h, kv, meta, lambda layer: _enter(recorder, layer, len(view.layers)))
     body, taken = _taken(recorder), None if view.tap is None else _value(tapped)
     if view.head is None:

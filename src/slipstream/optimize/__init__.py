@@ -1,1 +1,2 @@
-"""Searches compression and settings by measuring, and writes a folder that serves the chosen point."""
+"""Searches compression and settings by measurement, and writes a folder that serves the chosen
+candidate."""

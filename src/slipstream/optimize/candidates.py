@@ -1,4 +1,4 @@
-"""The candidates: their settings, their predicted figures, and their measured ones. Nothing here runs an engine."""
+"""Candidates: their settings, predictions and measurements. Nothing here runs an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ONE_DEVICE = "tp1"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`compression` is a name; `settings` are (name, value), in the space's order."""
+    """One candidate. `compression` is a name; `settings` are (name, value) pairs in the space's
+    order."""
 
     compression: str
     settings: tuple[tuple[str, Any], ...] = ()
@@ -29,14 +30,16 @@ class Candidate:
 
     @property
     def quality_key(self) -> tuple[Any, ...]:
-        """What its answers depend on: candidates that have this in common are measured once."""
+        """The settings that its answers depend on. The quality of candidates with the same key is
+        measured once."""
         return (self.compression, *(pair for pair in self.settings if pair[0] == "kv_cache_dtype"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Every compression with every choice of each axis. Axes are settings of the engine, and `parallel`, the form of
-    several devices (`tp2`). `left_out` are combinations that no engine starts with."""
+    """Every compression with every choice of each axis. Axes are settings of the engine, and
+    `parallel`, a form of several devices (`tp2`). `left_out`: combinations that no engine can start
+    with."""
 
     compressions: tuple[str, ...]
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Estimated output tokens a second, seconds between tokens, and divergence in nats."""
+    """Predicted output tokens per second, seconds between tokens, and divergence in nats."""
 
     throughput: float
     tpot_s: float
@@ -62,13 +65,14 @@ class Prediction:
 
 
 NOTHING = Prediction(throughput=1e-3, tpot_s=1e3, kl=1e3)
-"""Of a candidate that can't be planned, such as one that does not fit: it is tried last."""
+"""Prediction for a candidate that can't be planned, for example because it does not fit. It is
+tried last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """A candidate that was measured, or failed. `fits` says whether its quality is within the limits. `figures` are whatever
-    the measuring had to say."""
+    """Result of a candidate that was measured or failed. `fits`: its quality is within the limits.
+    `figures`: everything else that was measured."""
 
     candidate: Candidate
     throughput: float | None = None
@@ -80,7 +84,8 @@ class TrialResult:
 
     @property
     def point(self) -> tuple[float, float, float] | None:
-        """Its place, all three to be small: −ln throughput, ln seconds, nats. None of one that failed or does not fit."""
+        """(−ln throughput, ln seconds, nats), each better when smaller. None if it failed or does
+        not fit."""
         if (
             self.error is not None
             or not self.fits

@@ -1,9 +1,10 @@
-"""Checks a folder of `slipstream optimize` on this machine: its objectives under its own traffic, and its answers.
+"""Checks a folder of `slipstream optimize` on this machine: its latency objectives under its own
+traffic, and its answers.
 
-Speed is measured as the search measured it (`worker.speed`). Answers are those of the canary that lies in the folder, made
-where its quality was measured: the same checkpoint with a wrong kernel or a changed file does not pass it. With the original
-model at hand the quality itself is measured again, on the same text and tasks, and has to keep the same limits.
-"""
+Speed is measured as in the search (`worker.speed`). Answers are compared by the canary in the
+folder, which was made where the quality was measured: a wrong kernel or a changed file fails it. If
+the original model is given, the quality is measured again on the same text and tasks, and must be
+within the same limits."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ QUALITY = ("kl", "kl_stderr", "perplexity_ratio", "tasks", "not_measured")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Seconds at the 99th percentile: wanted, as the folder was made, and here; None where no request tells it."""
+    """Seconds at the 99th percentile: wanted, measured when the folder was made, and measured here.
+    None if no request gives a value."""
 
     name: str
     wanted: float
@@ -41,9 +43,12 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """`differences`: of this machine from the folder's, in words. `canary`: its KL in nats and the most that it
-    may be; None where the folder has none. `quality_here` is what was measured against the original, None where that was not
-    asked for; `faults` says which limits it does not keep."""
+    """Result of a check.
+
+    - `differences`: what differs between this machine and the folder's, in words.
+    - `canary`: its KL in nats and the limit; None if the folder has no canary.
+    - `quality_here`: the quality against the original; None if it was not asked for.
+    - `faults`: the quality limits that are not kept."""
 
     objectives: tuple[Objective, ...]
     figures: Mapping[str, Any]
@@ -61,21 +66,22 @@ class Checked:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What the search wrote. ConfigError if `folder` is none of its."""
+    """The record that the search wrote. ConfigError if `folder` was not made by a search."""
     if not is_engine_folder(folder):
         raise ConfigError(
-            f"{folder} is no engine folder; `slipstream optimize` makes one", field="folder"
+            f"{folder} is not an engine folder; `slipstream optimize` makes one", field="folder"
         )
     try:
         found: dict[str, Any] = parse_json((folder / RECORD_NAME).read_bytes())
+        # KeyError, IndexError or TypeError if one is missing
         (
             found["traffic"]["lengths"][0][1],
             found["chosen"]["figures"],
             found["objectives"],
-        )  # it must have them
+        )
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} holds no {RECORD_NAME}: `slipstream build` makes such folders, which promise no figures; only those "
+            f"{folder} has no {RECORD_NAME}: a folder of `slipstream build` has no figures to check; only those "
             "of `slipstream optimize` do",
             field="folder",
         ) from None
@@ -98,8 +104,8 @@ def check_folder(
     quality: Job | None = None,
     original: str | None = None,
 ) -> Checked:
-    """`speed` is `worker.speed`: it starts the folder's engine and sends the traffic. `quality` is `worker.quality`, which
-    needs the `original`."""
+    """Check a folder. `speed` (`worker.speed`) starts the folder's engine and sends the traffic.
+    `quality` (`worker.quality`) needs `original`."""
     record = read_record(folder)
     args = EngineArgs(model=str(folder), device=device, **record.get("at_start", {}))
     given = {"traffic": record["traffic"], "objectives": record["objectives"]}
@@ -131,7 +137,7 @@ def check_folder(
 def _quality(
     record: Mapping[str, Any], args: EngineArgs, original: EngineArgs, quality: Job
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is measured, and the limits of the search that it does not keep."""
+    """(measured quality, limits of the search that it exceeds)."""
     if record["chosen"]["figures"].get("not_measured"):
         raise ConfigError(
             "the folder was made with random weights, which have no quality to measure",

@@ -1,16 +1,16 @@
-"""Predicts candidates that were not measured: the prior, corrected by those that were.
+"""Predicts unmeasured candidates: the prior, corrected by the measured ones.
 
-The logarithms of measured over predicted are a Gaussian process. What the prior gets wrong is a sum:
+The log of measured over predicted is modelled as a Gaussian process. The prior's error is a sum of:
 
-1. of what it gets wrong for every candidate of this machine,
-2. of a part for each choice: of the compression, and of each setting,
-3. of a part for each combination of them.
+1. a part common to every candidate on this machine,
+2. a part for each choice: the compression, and each setting,
+3. a part for the combination of all choices.
 
-So all candidates that share a choice learn from one measurement, and how sure a figure is follows. A choice between numbers
-learns from numbers near it. A measurement has two parts more, which are not the candidate's: the machine's speed, which drifts
-from one measurement to the next, and noise. The sizes of all parts are those that make the measurements likeliest, under a
-prior of usual sizes.
-"""
+Candidates that share a choice thus learn from one measurement, and each prediction has a standard
+deviation. Numeric choices also learn from near ones. A measurement has two further parts that do
+not belong to the candidate: the machine's speed, which drifts from one measurement to the next, and
+noise. The sizes of all parts maximise the likelihood of the measurements, under a prior of usual
+sizes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ OF_SETTING = 0.15
 OF_COMBINATION = 0.05
 DRIFT = 0.05
 NOISE = 0.05
-"""Usual standard deviations of logarithms: of what the prior gets wrong by each, of the machine's speed, and of measuring
-again."""
+"""Usual standard deviations of the logarithms: of each part of the prior's error, of the machine's
+speed, and of a repeated measurement."""
 
 FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""What each of them may be multiplied by."""
+"""Factors that each standard deviation may be multiplied by."""
 
 UNUSUAL = 0.8
 """Standard deviation of the logarithm of such a factor."""
 
 NEAR = 1.0
-"""Doublings over which what is wrong of a number's choices is nearly alike."""
+"""Correlation length between numeric choices, in doublings."""
 
 STEADY = 6.0
-"""Measurements over which the machine's speed stays nearly the same."""
+"""Correlation length of the machine's speed, in measurements."""
 
 
 class Corrected:
-    """Of candidates −ln throughput and ln seconds. `measured` is in the order of measuring."""
+    """Corrected predictions of (−ln throughput, ln seconds). `measured` is in the order of
+    measuring."""
 
     def __init__(self, prior: Prior, measured: Sequence[TrialResult]) -> None:
         self._prior = prior
@@ -80,7 +81,7 @@ class Corrected:
         self._weights = self._inverse @ residuals  # [K, 2]
 
     def at(self, candidates: Sequence[Candidate]) -> tuple[Any, Any]:
-        """(mean, standard deviation), both [N, 2]."""
+        """(mean, standard deviation) of the candidates, both [N, 2]."""
         if not self._known:
             return self._expected(candidates), np.full(
                 (len(candidates), 2), math.hypot(OF_ALL, OF_COMPRESSION)
@@ -100,7 +101,8 @@ class Corrected:
 
 
 def _likeliest(residuals: Any, parts: Any, usual: Any) -> Any:
-    """The standard deviations [P] of the parts, found one after the other, twice."""
+    """The likeliest standard deviations [P] of the parts, optimised one after the other, in two
+    rounds."""
     factors = np.ones(len(usual))
     for _, i in itertools.product(range(2), range(len(usual))):
 
@@ -115,7 +117,7 @@ def _likeliest(residuals: Any, parts: Any, usual: Any) -> Any:
 
 
 def _log_likelihood(residuals: Any, covariance: Any) -> float:
-    """Of both columns [K, 2], up to a constant."""
+    """Log-likelihood of both columns [K, 2], up to a constant."""
     _, log_volume = np.linalg.slogdet(covariance)
     return float(
         -0.5 * np.sum(residuals * np.linalg.solve(covariance, residuals))
@@ -124,8 +126,8 @@ def _log_likelihood(residuals: Any, covariance: Any) -> float:
 
 
 def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any:
-    """How much two candidates have in common, [P, N, K] from 0 to 1: of everything, the compression, each setting, and all of
-    these together."""
+    """Similarity of each pair of candidates for each part, [P, N, K] from 0 to 1: common part,
+    compression, each setting, and the combination."""
     shape = len(first), len(second)
     parts = [
         np.ones(shape),
@@ -139,7 +141,7 @@ def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any
 
 
 def _table(first: Sequence[Any], second: Sequence[Any]) -> Any:
-    """`_alike` of each pair; there are few different values."""
+    """`_alike` of each pair, computed once per distinct pair of values."""
     rows, columns = list(dict.fromkeys(first)), list(dict.fromkeys(second))
     small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(
         len(rows), len(columns)

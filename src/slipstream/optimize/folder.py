@@ -1,4 +1,5 @@
-"""Makes an engine folder (`config.engine_folder`): the checkpoint's files, and what a first start with these settings found."""
+"""Makes an engine folder (`config.engine_folder`): the checkpoint's files, plus the results of a
+first start with these settings."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ KEPT_FILES = (
     ".md",
     ".vocab",
 )
-"""Endings of a checkpoint's files that are copied: no program and no pickle among them."""
+"""Endings of the checkpoint's files that are copied. Programs and pickles are not among them."""
 
 Tune = Callable[[EngineArgs, Path], None]
-"""Measures the tiles of the settings' GPU and writes them to a file."""
+"""Measures the tiles for the settings' GPU and writes them to a file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +63,24 @@ def build_folder(
     tune: Tune | None = None,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Built:
-    """`out` appears whole or not at all. ConfigError if there is something already, or a setting can't travel with it."""
+    """Make the folder `out`; it appears whole or not at all. ConfigError if `out` exists, or if a
+    setting can't be stored in a folder."""
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
+        raise ConfigError(f"{out} exists already; give another --out, or remove it", field="out")
     for name, why in (
         ("tokenizer", "give a checkpoint that has its own"),
         ("speculative_model", "a draft model stays outside"),
     ):
         if getattr(args, name) not in (None, "ngram", "suffix"):
             raise ConfigError(
-                f"{name}={getattr(args, name)!r} can't travel in the folder: {why}", field=name
+                f"{name}={getattr(args, name)!r} can't be stored in the folder: {why}", field=name
             )
     if args.cpu_layers is not None:
         what = "cpu_layers depends on what a GPU has free: leave it out, and give --cpu-layers at each start"
         raise ConfigError(what, field="cpu_layers")
     if "model" in (args.speculative_config or {}):
-        what = "a draft model or head can't travel in the folder; give --speculative-config at each start"
+        what = "a draft model or head can't be stored in the folder; give --speculative-config at each start"
         raise ConfigError(what, field="speculative_config")
     source = resolve_model(args.model, download_dir=args.download_dir)
     if is_engine_folder(source):
@@ -102,9 +104,9 @@ def build_folder(
             versions=versions(),
             measured=dict(measured or {}),
         )
-        write_engine_folder(folder)  # from here on the folder keeps its packed weights itself
+        write_engine_folder(folder)  # from here on the folder stores its packed weights itself
         placed = dataclasses.replace(args, model=str(partial), download_dir=None)
-        if tune is not None and num_ranks(args) == 1:  # tiles are measured for whole products
+        if tune is not None and num_ranks(args) == 1:  # tiles are measured for unsplit products
             progress("tiles")
             tune(placed, partial)
         config, sizes, _ = _start(placed, progress)
@@ -128,7 +130,7 @@ def build_folder(
 
 
 def saved_settings(args: EngineArgs) -> dict[str, Any]:
-    """The settings that the user chose, except those that each start sets again."""
+    """The user's settings, without those that are given again at each start."""
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     return {
         name: value
@@ -138,7 +140,7 @@ def saved_settings(args: EngineArgs) -> dict[str, Any]:
 
 
 def chosen_settings(config: EngineConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen for this machine where the user left it open."""
+    """Values chosen for this machine where the user gave none."""
     found = {
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
@@ -152,7 +154,7 @@ def chosen_settings(config: EngineConfig, settings: Mapping[str, Any]) -> dict[s
 
 
 def copy_checkpoint(source: Path, to: Path) -> None:
-    """The files of a checkpoint; a link in it becomes the file that it leads to."""
+    """Copy a checkpoint's files. A link becomes the file that it points to."""
     if source.is_file():
         shutil.copyfile(source, to / source.name)
         return
@@ -172,15 +174,17 @@ def copy_checkpoint(source: Path, to: Path) -> None:
 def _start(
     args: EngineArgs, progress: Callable[[str], None]
 ) -> tuple[EngineConfig, tuple[int, ...], float]:
-    """What an engine resolves to, the sizes of its graphs, and the seconds of its start. Its packed weights are written; those
-    of several ranks are none, and the sizes of their graphs are not asked for."""
+    """Start an engine once. Returns its resolved config, the sizes of its graphs, and the seconds
+    of the start. Its packed weights are written. With several ranks none are written, and no graph
+    sizes are returned."""
     with LLM.from_engine_args(args, progress=progress) as llm:
         return llm.config, _packed(llm, progress), sum(llm.phases.values())
 
 
 def _packed(llm: LLM, progress: Callable[[str], None]) -> tuple[int, ...]:
-    """The sizes of its graphs, when its packed weights are written. No variable of the engine's lives on when it ends: the GPU
-    memory that it names would stay with this process, and the next one, which measures the folder, needs it."""
+    """Write the packed weights and return the sizes of the graphs. No variable of the engine may
+    outlive this function: the GPU memory that it references would stay allocated, and the next
+    process, which measures the folder, needs it."""
     executor = llm.core.executor
     if not isinstance(executor, LocalExecutor):
         return ()

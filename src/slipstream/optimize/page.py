@@ -1,4 +1,4 @@
-"""The page of a search: what was measured, the front, and the chosen point. One file, no network."""
+"""The HTML page of a search: measurements, front and chosen candidate. One file, no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.bench.sweep.dashboard import fill_page
 
 
 def render(document: Mapping[str, Any], model: str) -> str:
-    """`document` is that of `optimize.json`."""
+    """Render the page. `document` is that of `optimize.json`."""
     return fill_page(
         Path(__file__).with_name("page.html"), title=f"{model}: what serves it best", data=document
     )

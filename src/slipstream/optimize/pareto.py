@@ -1,4 +1,4 @@
-"""Pareto fronts and hypervolumes. All objectives are to be small; a point is a tuple of them."""
+"""Pareto fronts and hypervolumes. A point is a tuple of objectives, each better when smaller."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ Point: TypeAlias = Sequence[float]
 
 
 def front(points: Sequence[Point]) -> list[int]:
-    """The numbers of the points that no other dominates, in their order. Of points that are equal, the first."""
+    """Indices, in ascending order, of the points that no other point dominates. Of equal points the
+    first."""
     found: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: (tuple(points[i]), i)):
-        # A point that dominates another, or equals it, comes before it in this order.
+        # In this order a point that dominates another, or equals it, comes before it.
         if not any(all(x <= y for x, y in zip(points[j], points[i], strict=True)) for j in found):
             found.append(i)
     return sorted(found)
 
 
 def hypervolume(points: Sequence[Point], reference: Point) -> float:
-    """The volume that the points dominate up to `reference`, exact for any number of objectives (slices along the last one:
-    While, Hingston, Barone, Huband, "A faster algorithm for calculating hypervolume", 2006). Points that are not below the
-    reference in every objective add nothing."""
+    """Volume that the points dominate up to `reference`, exact for any number of objectives (slices
+    along the last one: While, Hingston, Barone, Huband, "A faster algorithm for calculating
+    hypervolume", 2006). Points that are not below the reference in every objective add nothing."""
     inside = [tuple(p) for p in points if all(x < r for x, r in zip(p, reference, strict=True))]
     return _volume([inside[i] for i in front(inside)], tuple(reference))
 
@@ -58,12 +59,14 @@ def _volume(points: list[tuple[float, ...]], reference: tuple[float, ...]) -> fl
 def expected_gain(
     points: Sequence[Point], reference: Point, mean: Any, deviation: Any, third: Any
 ) -> Any:
-    """The hypervolume [N] that each of N candidates is expected to add to `points`, all of three objectives. Of a candidate the
-    first two are independent normal variables (`mean` and `deviation` [N, 2]), and the third is known (`third` [N]).
+    """Expected hypervolume [N] that each of N candidates adds to `points` of three objectives. A
+    candidate's first two objectives are independent normal variables (`mean` and `deviation` [N,
+    2]); the third is known (`third` [N]).
 
-    Exact. Along the third objective the points make slabs, in each of which the same points count. In a slab what is not
-    dominated is a row of strips between neighbours of the front, and of a strip a candidate takes a rectangle, whose expected
-    area is a product (Emmerich, Giannakoglou, Naujoks, "Single- and multiobjective evolutionary optimization assisted by
+    Exact. Along the third objective the points divide space into slabs, in each of which the same
+    points count. Within a slab the non-dominated area is a row of strips between neighbours of the
+    front. A candidate takes a rectangle of each strip, whose expected area is a product (Emmerich,
+    Giannakoglou, Naujoks, "Single- and multiobjective evolutionary optimization assisted by
     Gaussian random field metamodels", 2006)."""
     inside = [p for p in points if all(x < r for x, r in zip(p, reference, strict=True))]
     levels = sorted({p[2] for p in inside})

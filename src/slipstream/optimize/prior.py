@@ -1,5 +1,6 @@
-"""What is expected of a candidate before it is measured: the engine's own scheduler over the traffic, on a virtual clock
-(`simulate.simulator`), with steps as they were measured here, or estimated. `search` corrects whatever it is given."""
+"""Prediction of a candidate before any measurement: the engine's own scheduler over the traffic on
+a virtual clock (`simulate.simulator`), with step times measured here or estimated. `search`
+corrects the prediction."""
 
 from __future__ import annotations
 
@@ -24,22 +25,24 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
 
 KL_OF_BITS = {16: 0.0, 8: 0.002, 6: 0.008, 5: 0.02, 4: 0.05, 3: 0.3, 2: 1.5}
-"""Nats that rounding a large model's weights to so many bits costs, in the order of magnitude; the first measurement takes its
-place."""
+"""Nats lost by rounding a large model's weights to this many bits, in order of magnitude. The first
+measurement replaces it."""
 
 LARGE_MODEL = 8e9
-"""Its parameters. A smaller one loses more, by the root of how much smaller it is: of SmolLM2-135M 8 bits take 0.010 to 0.030
-nats, 4 bits 0.35 to 0.39 (benchmarks/results: fidelity, compression_recipes)."""
+"""Parameters of a large model. A smaller one loses more, by the square root of the ratio:
+SmolLM2-135M loses 0.010 to 0.030 nats with 8 bits, 0.35 to 0.39 with 4 (benchmarks/results:
+fidelity, compression_recipes)."""
 
 CALIBRATED = 0.4
-"""The share of it that a recipe's calibration leaves, with 4 bits or fewer: 0.39 became 0.13 to 0.19 there."""
+"""Share of the loss that remains after a recipe's calibration, with 4 bits or fewer: there 0.39
+became 0.13 to 0.19."""
 
 KL_OF_CACHE = 0.005
-"""Likewise, of keys and values of 8 bits, whatever the model's size."""
+"""Nats lost by 8-bit keys and values, for any model size."""
 
 
 def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE_MODEL) -> float:
-    """Nats, before anything was measured."""
+    """Nats, before any measurement."""
     bits, _ = bits_of(compression)
     kl = KL_OF_BITS[bits] * math.sqrt(LARGE_MODEL / num_parameters)
     if bits <= 4 and compression not in SCHEMES:
@@ -50,17 +53,19 @@ def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE
 def simulated_prior(
     base: EngineArgs, description: ModelDescription, traffic: RecordedTraffic, hardware: Hardware
 ) -> Prior:
-    """The function that `search.Search` takes. `base` holds what all candidates share. Drafts are not simulated.
+    """Make the prior that `search.Search` takes. `base` has the settings that all candidates share.
+    Drafts are not simulated.
 
-    GPUs that share layers out are the plan's. Those that share them by stages are as several engines, each with its part of
-    the memory that weights leave and of the sequences: so many steps are under way, and each passes all layers. Ranks on a CPU
-    share its cores and its memory, and are expected to do what one process does."""
+    GPUs with tensor parallelism are planned as such. GPUs with pipeline stages are simulated as
+    several engines: one step per stage is under way, each step passes all layers, and each has its
+    part of the sequences and of the memory left by the weights. Ranks on a CPU share its cores and
+    memory, and are predicted to be as fast as one process."""
     workload, arrivals = (
         of_lengths(traffic.source, traffic.lengths),
         parse_arrivals(traffic.arrivals),
     )
     load = workload.traffic(arrivals, len(traffic.lengths), seed=traffic.seed)
-    # Of random weights no divergence is measured: `run` takes the guess of a large model for it.
+    # Divergence of random weights is not measured: `run` uses the guess for a large model.
     num_parameters = (
         LARGE_MODEL if base.load_format == "dummy" else float(description.spec.num_parameters)
     )
@@ -87,9 +92,9 @@ def simulated_prior(
                 engine = with_limits(engine, max_num_seqs=seqs)
                 engine = dataclasses.replace(engine, num_blocks=engine.num_blocks // form.pipeline)
             found = simulate(engine, load, num_replicas=form.pipeline).summary
-        except (ConfigError, OutOfMemoryError):  # what it is, its measurement says
+        except (ConfigError, OutOfMemoryError):  # the measurement will show the reason
             return NOTHING
-        if found.num_failed or not found.output_throughput:  # requests that the engine would refuse
+        if found.num_failed or not found.output_throughput:  # the engine would refuse requests
             return NOTHING
         kl = guessed_kl(candidate.compression, given.get("kv_cache_dtype", "auto"), num_parameters)
         tpot_s = found.tpot_s.p99 if found.tpot_s is not None else NOTHING.tpot_s
@@ -99,7 +104,8 @@ def simulated_prior(
 
 
 def bits_of(compression: str) -> tuple[int, str | None]:
-    """Bits of a weight, and the scheme of `SCHEMES` that costs about the same; names as `run.check_compressions` takes them."""
+    """(bits of a weight, scheme in `SCHEMES` of about the same speed). Names as in
+    `run.check_compressions`."""
     if compression == "none":
         return 16, None
     if compression in SCHEMES:
@@ -107,7 +113,7 @@ def bits_of(compression: str) -> tuple[int, str | None]:
     recipe = read_recipe(compression.removeprefix("recipe:"))
     quantize = recipe.one(Quantize)
     if recipe.one(Sparsify) is not None or recipe.one(PruneSettings) is not None:
-        return 3, "int8"  # half the weights: as fast as 8 bits, and it costs like 3
+        return 3, "int8"  # half of the weights are left: as fast as 8 bits, with the loss of 3
     if quantize is None:
         return 16, None
     bits = quantize.bits if isinstance(quantize.bits, int) else round(quantize.bits.average)

@@ -1,5 +1,6 @@
-"""Measures candidates: their compression once for all that share it, their quality once, their speed each, every one in a
-process of its own. What was found is kept in a folder, so that an interrupted search goes on."""
+"""Measures candidates, each measurement in its own process: a compression once for all candidates
+that share it, a quality once, and the speed of each. Results are stored in a folder, so that an
+interrupted search continues."""
 
 from __future__ import annotations
 
@@ -36,12 +37,13 @@ from slipstream.worker.ranks.process_executor import check_devices
 
 RESULTS_NAME = "results.jsonl"
 SURE = 1.96
-"""Standard errors: a limit is kept if the upper end of the 95 % interval is below it."""
+"""Standard errors of a 95 % interval. A limit is kept if the interval's upper end is below it."""
 
 LIMITS = ("kl", "perplexity")
 WITHOUT_FILES = ("ngram", "suffix", "mtp")
 HEADS = ("eagle3", "medusa", "eagle", "peagle", "dflash")
-"""Methods of drafts: those that need no checkpoint besides the model's, and those of draft heads, which are one."""
+"""Draft methods: those that need only the model's checkpoint, and those with a draft head's
+checkpoint."""
 
 WORKER = (sys.executable, "-m", "slipstream.optimize.worker")
 NOT_MEASURED = "random weights: quality is not measured"
@@ -49,15 +51,16 @@ NOT_MEASURED = "random weights: quality is not measured"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityLoss:
-    """The most that may be lost: nats of divergence, a share of perplexity (0.02: 2 % more), and of each task's score so much
-    (0.01: one right answer of a hundred fewer). Tasks are those of `evals.tasks`."""
+    """Limits of quality loss: nats of divergence, a share of perplexity (0.02: 2 % more), and for
+    each task a loss of score (0.01: one right answer of a hundred fewer). Tasks are those of
+    `evals.tasks`."""
 
     kl: float | None = None
     perplexity: float | None = None
     tasks: tuple[tuple[str, float], ...] = ()
 
     def faults(self, found: Mapping[str, Any]) -> list[str]:
-        """What is not surely kept, in words."""
+        """Limits that the 95 % interval does not keep, in words."""
         faults = []
         if self.kl is not None and not (most := found["kl"] + SURE * found["kl_stderr"]) <= self.kl:
             faults.append(f"KL {found['kl']:.4g} (up to {most:.4g}), at most {self.kl:g} is wanted")
@@ -80,7 +83,7 @@ class QualityLoss:
 
 
 def parse_quality_loss(text: str) -> QualityLoss:
-    """`kl=0.02,perplexity=2%,task=NAME:1%`, with any number of tasks."""
+    """Parse `kl=0.02,perplexity=2%,task=NAME:1%`, with any number of tasks."""
     found: dict[str, float] = {}
     tasks: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -106,21 +109,21 @@ def parse_quality_loss(text: str) -> QualityLoss:
 
 
 def parse_seconds(text: str) -> float:
-    """`90s`, `20m`, `1.5h`."""
+    """Parse `90s`, `20m` or `1.5h`."""
     units = {"s": 1, "m": 60, "h": 3600}
     try:
         seconds = float(text[:-1]) * units[text[-1:]]
     except (KeyError, ValueError):
         seconds = 0.0
     if not seconds > 0:
-        raise ConfigError(f"budget={text!r} is no time such as 90s, 20m or 1h", field="budget")
+        raise ConfigError(f"budget={text!r} is not a time such as 90s, 20m or 1h", field="budget")
     return seconds
 
 
 def default_space(*, users: int, on_gpu: bool) -> Space:
-    """What is tried unless the user says otherwise: compressions that the device's products are made for, and the settings that
-    trade throughput for latency under `users` requests at once. No drafts: the traffic's tokens are random, so their
-    repetitions are not those of texts."""
+    """The default space: compressions that the device's products support, and the settings that
+    trade throughput for latency with `users` concurrent requests. It has no drafts: the traffic's
+    tokens are random and do not repeat as text does."""
     seqs = tuple(sorted({max(1, users // 4), max(1, users // 2), users}))
     if on_gpu:
         compressions: tuple[str, ...] = (
@@ -145,7 +148,8 @@ def default_space(*, users: int, on_gpu: bool) -> Space:
 
 
 def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
-    """`none`, a scheme applied at load, `recipe:NAME` or a recipe's file: rounding, sparsity, pruning with distillation."""
+    """Check names of compressions: `none`, a scheme applied at load, `recipe:NAME`, or a recipe's
+    file (rounding, sparsity, pruning with distillation)."""
     for name in names:
         if name != "none" and name not in SCHEMES:
             try:
@@ -163,7 +167,8 @@ def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
-    """`none`, `ngram`, `suffix`, `mtp`, METHOD:FOLDER of a draft head, or the folder of a draft model."""
+    """Check names of drafts: `none`, `ngram`, `suffix`, `mtp`, METHOD:FOLDER of a draft head, or
+    the folder of a draft model."""
     for name in names:
         path = None if name == "none" else draft_path(name)
         if path is not None and not path.exists():
@@ -176,13 +181,13 @@ def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
 
 
 def draft_path(name: str) -> Path | None:
-    """The checkpoint of a draft model or head; None of what has none."""
+    """Checkpoint of a draft model or head; None for other methods."""
     method, _, path = name.partition(":")
     return None if name in WITHOUT_FILES else Path(path if method in HEADS else name).expanduser()
 
 
 def draft_settings(name: str) -> dict[str, Any]:
-    """The engine's settings for it."""
+    """The engine's settings for this draft."""
     method, path = name.partition(":")[0], draft_path(name)
     if method in HEADS:
         return {"speculative_config": {"method": method, "model": str(path)}}
@@ -194,7 +199,8 @@ def draft_settings(name: str) -> dict[str, Any]:
 def check_parallel(
     names: Sequence[str], base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> tuple[str, ...]:
-    """`tp2`, `pp2`, `tp2pp2`: forms that this machine has the devices for, and over which the model can be split."""
+    """Check forms such as `tp2`, `pp2` and `tp2pp2`: this machine must have the devices, and the
+    model must be divisible."""
     forms = tuple(str(parse_parallel(name, "parallel")) for name in names)
     for form in forms:
         args = EngineArgs(**settings_of(base, Candidate("none", (("parallel", form),))))
@@ -212,8 +218,8 @@ def check_parallel(
 def refusals(
     space: Space, base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> dict[Candidate, str]:
-    """What several ranks can't do, such as drafts of a model, by candidate, in the engine's words. What one device
-    can't do its measurement tells."""
+    """Reasons, in the engine's words, why candidates can't run on several ranks, for example with a
+    draft model. What fails on one device is found by measuring."""
     found = {}
     for candidate in space.candidates():
         args = EngineArgs(**settings_of(base, candidate))
@@ -226,7 +232,7 @@ def refusals(
 
 
 def settings_of(base: EngineArgs, candidate: Candidate) -> dict[str, Any]:
-    """The settings of an engine for a candidate, but for the model if its compression is a checkpoint."""
+    """Engine settings for a candidate; the model is missing if its compression is a checkpoint."""
     given = dataclasses.asdict(base)
     settings = {name: value for name, value in candidate.settings if value is not None}
     if (draft := settings.pop("speculative_model", None)) is not None:
@@ -240,8 +246,9 @@ def settings_of(base: EngineArgs, candidate: Candidate) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Measurer:
-    """Measures candidates of `base`, the original model with the settings that all share. `folder` keeps compressed checkpoints
-    and what was found. Called with a candidate it gives its result; an engine that fails raises."""
+    """Measures candidates of `base`, which is the original model with the settings that all share.
+    `folder` stores compressed checkpoints and results. Calling it with a candidate returns the
+    result; an engine that fails raises."""
 
     base: EngineArgs
     traffic: RecordedTraffic
@@ -249,19 +256,19 @@ class Measurer:
     limits: QualityLoss
     folder: Path
     text: Mapping[str, Any]
-    task_limit: int | None = None  # questions of each task
+    task_limit: int | None = None  # questions per task
     timeout_s: float = 1800.0
-    compress_s: float = (
-        math.inf
-    )  # the longest that one compression may take: others are to be measured, too
-    deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
+    # limit for one compression, so that there is time for others
+    compress_s: float = math.inf
+    deadline: float = math.inf  # of `time.monotonic()`; unfinished work is stopped then
     on_phase: Callable[[str], None] = lambda what: None
-    files: Sequence[Path] = ()  # questions, texts and draft models that results follow from
+    files: Sequence[Path] = ()  # questions, texts and draft models that the results depend on
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def conditions(self) -> str:
-        """What results follow from, besides the candidate: a search goes on only where this is the same."""
+        """Everything but the candidate that results depend on. A search continues only if it is
+        unchanged."""
         given = [
             self.base,
             self._files(),
@@ -280,7 +287,7 @@ class Measurer:
             quality = self.quality(candidate)
         except (
             SlipstreamError
-        ) as error:  # of its compression: no candidate that shares it can do better
+        ) as error:  # the compression failed: no candidate that shares it can succeed
             return TrialResult(candidate=candidate, error=str(error), fits=False)
         if "not_measured" not in quality and (faults := self.limits.faults(quality)):
             return TrialResult(
@@ -300,7 +307,7 @@ class Measurer:
         )
 
     def speed(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """The figures of an engine with these settings under the traffic."""
+        """Measure an engine with these settings under the traffic."""
         given = {**args, "skip_tokenizer_init": True}
         return self._run(
             {
@@ -312,8 +319,8 @@ class Measurer:
         )
 
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
-        """The settings that a folder of the candidate keeps, and those that each start has to give: a draft model or
-        head stays out."""
+        """(settings stored in the candidate's folder, settings that each start must give). A draft
+        model or head is not stored."""
         args, draft = (
             EngineArgs(**self.args_of(candidate)),
             dict(candidate.settings).get("speculative_model"),
@@ -325,14 +332,15 @@ class Measurer:
         return dataclasses.replace(args, **left_out), at_start
 
     def args_of(self, candidate: Candidate) -> dict[str, Any]:
-        """The settings of an engine for a candidate, its compression made first if it is a checkpoint."""
+        """Engine settings for a candidate. Its compression is made first if it is a checkpoint."""
         given = settings_of(self.base, candidate)
         if candidate.compression != "none" and candidate.compression not in SCHEMES:
             given["model"] = str(self.artefact(candidate.compression))
         return given
 
     def artefact(self, compression: str) -> Path:
-        """The compressed checkpoint, made if it is not there yet; an interrupted one goes on."""
+        """Path of the compressed checkpoint, made if it does not exist. An interrupted compression
+        continues."""
         recipe = compression.removeprefix("recipe:")
         out = self.folder / "checkpoints" / f"{Path(recipe).stem}-{self._made_of(compression)}"
         if not out.is_dir():
@@ -355,11 +363,11 @@ class Measurer:
         return out
 
     def _files(self) -> list[tuple[str, int, int]]:
-        """The identity of the model, beyond its name."""
+        """Identity of the model's files."""
         return files_of(resolve_model(self.base.model, download_dir=self.base.download_dir))
 
     def _made_of(self, compression: str) -> str:
-        """Of a compressed checkpoint: the model and the recipe that it follows from."""
+        """Hash of the model and the recipe that a compressed checkpoint is made from."""
         recipe = read_recipe(compression.removeprefix("recipe:")).as_data()
         return digest([self._files(), recipe], default=plain)[:12]
 
@@ -420,7 +428,7 @@ class Measurer:
         return self._quality[key]
 
     def receipt(self, candidate: Candidate) -> Path:
-        """Where the receipt of its quality lies."""
+        """Path of the receipt of its quality."""
         name = hashlib.sha256(repr(candidate.quality_key).encode()).hexdigest()[:8]
         return (
             self.folder
@@ -439,7 +447,8 @@ class Measurer:
     def _finish(
         self, words: Sequence[str], given: str | None, what: str, most_s: float = math.inf
     ) -> str:
-        """A process's output. EngineError if it fails or takes too long; then all that it started ends with it."""
+        """Output of a process. EngineError if it fails or takes too long; then everything that it
+        started is ended, too."""
         process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -474,7 +483,7 @@ _machine = functools.cache(this_machine)
 
 
 def files_of(source: Path) -> list[tuple[str, int, int]]:
-    """The identity of a file or folder, beyond its name: the names, sizes and times of its files."""
+    """Identity of a file or folder: names, sizes and times of its files."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     return [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
@@ -503,7 +512,7 @@ def as_row(result: TrialResult) -> dict[str, Any]:
 
 
 def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
-    """What `as_row` made a row of. KeyError if it is of another space."""
+    """The result in a row of `as_row`. KeyError if the row is from another space."""
     candidate = Candidate(
         row["compression"], tuple((name, row["settings"][name]) for name in space.axes)
     )
@@ -514,7 +523,8 @@ def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
 
 
 def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
-    """Those of the same conditions whose choices the space still has; the last of each candidate."""
+    """Stored results with the same conditions whose choices are still in the space; the last one of
+    each candidate."""
     file = measurer.folder / RESULTS_NAME
     found: dict[Candidate, TrialResult] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
@@ -522,7 +532,7 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
             row = json.loads(line)
             conditions, result = row.pop("conditions"), result_of(row, space)
         except (ValueError, KeyError):
-            continue  # cut off when the search was interrupted, or of another space
+            continue  # cut off when the search was interrupted, or from another space
         lost_too_much = result.kl is not None
         if conditions == measurer.conditions and (
             result.error is None or lost_too_much
@@ -535,7 +545,7 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
 
 
 def misses(result: TrialResult, objectives: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """The objectives whose 99th percentile is above what is wanted: (measured, wanted)."""
+    """Objectives whose 99th percentile is too high: name → (measured, wanted)."""
     found = {name: (result.figures.get(f"{name}_p99"), most) for name, most in objectives.items()}
     return {
         name: (value, most)
@@ -545,7 +555,8 @@ def misses(result: TrialResult, objectives: Mapping[str, float]) -> dict[str, tu
 
 
 def choose(results: Sequence[TrialResult], objectives: Mapping[str, float]) -> TrialResult | None:
-    """Of those on the front that meet the objectives the one with the most throughput; if none does, the nearest."""
+    """The result on the front with the most throughput among those that meet the objectives. If
+    none does, the nearest one."""
     if not results:
         return None
     meeting = [r for r in results if not misses(r, objectives)]

@@ -1,17 +1,20 @@
-"""Chooses the candidate to measure next. Nothing here runs an engine: the measurement is a function, and so is the prior.
+"""Chooses the candidate to measure next. Nothing here runs an engine: measurement and prior are
+functions.
 
-A candidate is a compression with settings of the engine. Three figures of it are to be good: throughput (high), time between
-tokens (low) and divergence from the original (low). A *prior* predicts the first two for every candidate. What was measured
-corrects it (`corrected`), so that it is known, too, how sure a figure is. Divergence depends on the compression and the type of
-the KV cache alone: it is measured once for all candidates that share them, and until then a guess.
+A candidate is a compression plus engine settings. Three objectives count: throughput (high), time
+between tokens (low) and divergence from the original (low). A *prior* predicts the first two for
+every candidate. Measurements correct it (`corrected`), which also gives the uncertainty. Divergence
+depends only on the compression and the KV cache's type: it is measured once for all candidates that
+share them, and guessed until then.
 
-1. The first candidate is the original with the settings of most throughput.
-2. The next is the one that is expected to add the most hypervolume to the front, for that its answers may not be good enough
-   included. It counts from the worst that is expected of any candidate, so that the ends of the front count from the start.
-3. Every eighth comes from Optuna's tree-structured Parzen estimator, which does not believe the prior, if what it asks for is
-   expected to add half as much as the best.
-4. The search ends when no candidate is expected to move the front, or when the time is over.
-"""
+1. The first candidate is the uncompressed original, with the settings of highest predicted
+   throughput.
+2. The next one has the largest expected hypervolume gain, which includes the chance that its
+   quality is outside the limits. The hypervolume's reference is the worst that is expected of any
+   candidate, so that the ends of the front count from the start.
+3. Every eighth candidate comes from Optuna's tree-structured Parzen estimator, which does not use
+   the prior, if its expected gain is at least half of the best one's.
+4. The search ends when no candidate is expected to move the front, or when the time is over."""
 
 from __future__ import annotations
 
@@ -37,25 +40,26 @@ from slipstream.optimize.corrected import Corrected
 from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
 MIN_GAIN = 0.001
-"""The front can't move when nothing is expected to add this share of its hypervolume."""
+"""Share of the front's hypervolume: with a smaller expected gain, a candidate does not move the
+front."""
 
 MIN_MEASURED = 6
 EXPLORE_EVERY = 8
 EXPLORED_GAIN = 0.5
-"""Of the best's expected gain, that what Optuna asks for must have."""
+"""Least expected gain of Optuna's proposal, as a share of the best gain."""
 
 GUESSED = 1.0
 OF_SIBLING = 0.5
-"""Standard deviations of the logarithm of a divergence that was not measured: of any compression, and of one that was measured
-with another KV cache."""
+"""Standard deviations of the log of an unmeasured divergence: of any compression, and of one that
+was measured with another KV cache."""
 
 QUADRATURE = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
-"""(standard deviations, weight): Gauss and Hermite's three points."""
+"""(standard deviations, weight) of Gauss–Hermite quadrature with three points."""
 
 
 class Search:
-    """`known` are results of an interrupted search, which count as measured. `measure` may raise what goes wrong with a
-    candidate: that is a result with its error."""
+    """One search. `known`: results of an interrupted search, which count as measured. If `measure`
+    raises a SlipstreamError, that is recorded as the candidate's result."""
 
     def __init__(
         self,
@@ -83,8 +87,9 @@ class Search:
         on_result: Callable[[TrialResult], None] = lambda result: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> list[TrialResult]:
-        """Measure until the front can't move or `budget_s` is over. A candidate is not begun that the time would not suffice
-        for, judging by the last ones: then those are left whose quality is known, which take much less."""
+        """Measure until the front can't move or `budget_s` is over. A candidate is not begun if,
+        judging by the latest ones, the time does not suffice. Then only candidates of known quality
+        are left, which take much less."""
         begin = clock()
         longest: dict[bool, float] = {}  # by whether the quality was known
         while (candidate := self.propose()) is not None:
@@ -94,10 +99,11 @@ class Search:
                 {r.candidate.quality_key for r in self.results if r.kl is not None},
             )
             new = longest.get(False, longest.get(True, 0.0))
+            # for a kind that was not seen yet, a guess
             takes = {
                 False: new,
                 True: longest.get(True, new / 2),
-            }  # of a kind that was not seen yet, a guess
+            }
             if self.results and takes[candidate.quality_key in known] > left_s:
                 in_time = {c for c in self.waiting() if takes[c.quality_key in known] <= left_s}
                 candidate = self.propose(in_time.__contains__)
@@ -127,8 +133,8 @@ class Search:
     def propose(
         self, among: Callable[[Candidate], bool] = lambda candidate: True
     ) -> Candidate | None:
-        """The candidate to measure next, of those of which `among` is true. None, with the reason in `why_ended`, if no other
-        is expected to improve the front."""
+        """The candidate to measure next, among those for which `among` is true. None, with the
+        reason in `why_ended`, if no candidate is expected to improve the front."""
         waiting = [candidate for candidate in self.waiting() if among(candidate)]
         if not waiting:
             self.why_ended = "every candidate was measured, or shares the fault of one that was"
@@ -149,7 +155,7 @@ class Search:
         return waiting[best]
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """By the prior, as corrected by what was measured so far."""
+        """The prior's prediction, corrected by the measurements so far."""
         ((minus_log_throughput, log_tpot),), _ = Corrected(self._prior, self.results).at(
             [candidate]
         )
@@ -160,7 +166,8 @@ class Search:
         )
 
     def waiting(self) -> list[Candidate]:
-        """Not measured, and not of a compression that was found not to fit with a KV cache that is no worse."""
+        """Candidates that are not measured. A compression that was unfit with some KV cache is left
+        out with caches that are no better."""
         done = {r.candidate for r in self.results}
         unfit = [
             (r.candidate.compression, self._prior(r.candidate).kl)
@@ -178,14 +185,15 @@ class Search:
         return [p for r in self.results if (p := r.point) is not None]
 
     def front(self) -> list[TrialResult]:
-        """The best that were measured, the fastest first."""
+        """Measured results on the front, fastest first."""
         found = [r for r in self.results if r.point is not None]
         best = [found[i] for i in front([r.point for r in found if r.point is not None])]
         return sorted(best, key=lambda r: -(r.throughput or 0))
 
     def _kl(self, candidate: Candidate) -> tuple[float, float]:
-        """A candidate's divergence, and the standard deviation of its logarithm: measured, if any candidate of its quality was;
-        else what its compression had with another KV cache, and what the caches differ by; else the prior's."""
+        """(divergence, standard deviation of its logarithm) of a candidate. It is measured if any
+        candidate of the same quality was. Otherwise it is its compression's value with another KV
+        cache plus the difference of the caches; otherwise the prior's."""
         known = {
             r.candidate.quality_key: (r.kl, r.candidate) for r in self.results if r.kl is not None
         }
@@ -200,8 +208,8 @@ class Search:
     def _between_caches(
         self, candidate: Candidate, other: Candidate, known: Mapping[Any, tuple[float, Candidate]]
     ) -> float:
-        """How much more `candidate` diverges than `other`, which differs in the KV cache: as measured with another compression,
-        or the prior's."""
+        """Divergence of `candidate` minus that of `other`, which differs in the KV cache: measured
+        with another compression, or the prior's."""
         for compression in self.space.compressions:
             keys = [(compression, *c.quality_key[1:]) for c in (candidate, other)]
             if all(key in known for key in keys):
@@ -209,8 +217,8 @@ class Search:
         return self._prior(candidate).kl - self._prior(other).kl
 
     def _believed(self, known: Corrected) -> list[tuple[float, float, float]]:
-        """Where measured points are without the noise of measuring. A figure that noise made too good would hide the
-        candidates behind it."""
+        """Points of the measured results with the measuring noise removed. A value that noise made
+        too good would hide other candidates."""
         found = [r for r in self.results if r.point is not None]
         if not found:
             return []
@@ -226,7 +234,7 @@ class Search:
     def _reference(
         self, known: Corrected, points: list[tuple[float, float, float]]
     ) -> tuple[float, float, float]:
-        """Beyond all that was measured, and all that is expected of the others."""
+        """A reference point worse than all measured points and all predictions."""
         planned = [c for c in self.waiting() if self._prior(c) != NOTHING]
         mean = known.at(planned)[0] if planned else []
         all_points = [*points, *((float(a), float(b), 0.0) for a, b in mean)]
@@ -234,12 +242,12 @@ class Search:
         return worst[0] + 0.1, worst[1] + 0.1, max(self._kl_limit, worst[2]) * 1.1 + 1e-9
 
     def _gains(self, waiting: Sequence[Candidate]) -> tuple[Any, float]:
-        """The hypervolume [N] that each is expected to add, and the front's own."""
+        """(expected hypervolume gain [N] of each candidate, hypervolume of the front)."""
         known = Corrected(self._prior, self.results)
         mean, deviation = known.at(waiting)
         kl, spread = np.array([self._kl(c) for c in waiting]).T
         points = self._believed(known)
-        if not points:  # no front yet: the original as it is, or what is nearest to it, with the most throughput
+        if not points:  # no front yet: the least divergence, then the most throughput
             return np.where(kl == kl.min(), -mean[:, 0], -math.inf), 0.0
         reference, gains = self._reference(known, points), np.zeros(len(waiting))
         for place, weight in QUADRATURE:
@@ -253,7 +261,7 @@ class Search:
 
 
 def load_optuna() -> Any:
-    """The library, or a ConfigError that names the extra."""
+    """Import Optuna; ConfigError names the extra to install."""
     try:
         import optuna
     except ImportError:
@@ -264,8 +272,8 @@ def load_optuna() -> Any:
 
 
 class _Explorer:
-    """Optuna's sampler over the same space. It gets every result. A candidate that it proposes is measured only if it was not
-    measured before."""
+    """Optuna's sampler over the same space. It gets every result. Its proposal is measured only if
+    it was not measured before."""
 
     TRIES = 16
 
@@ -275,7 +283,7 @@ class _Explorer:
         self._optuna: Any = optuna
         self._axes = {"compression": space.compressions, **space.axes}
         kind = optuna.distributions.CategoricalDistribution
-        # A choice is its number: Optuna's are to be plain values, and ours may be tables.
+        # Choices are passed as indices: Optuna wants plain values, and ours may be dictionaries.
         self._distributions: dict[str, Any] = {
             name: kind(tuple(range(len(values)))) for name, values in self._axes.items()
         }
@@ -297,9 +305,8 @@ class _Explorer:
     def ask(self, wanted: set[Candidate]) -> Candidate | None:
         for _ in range(self.TRIES):
             trial = self._study.ask(self._distributions)
-            self._study.tell(
-                trial, state=self._optuna.trial.TrialState.FAIL
-            )  # the measurement is added as a trial of its own
+            # the measurement is added as a separate trial
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
             values = {name: self._axes[name][number] for name, number in trial.params.items()}
             found = Candidate(
                 values.pop("compression"),

@@ -1,4 +1,4 @@
-"""Measures this machine's steps of a model and its ceilings, from which plans are made."""
+"""Measures this machine's step times for a model, and its hardware limits, for later plans."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from slipstream.worker.start.step_costs import ROUNDS, grid, measure_steps
 
 MEASURED_CACHE_BYTES = 2**30
 IDLE_S = 1.0
-"""Seconds for which a device's power at rest is measured, where it tells it."""
+"""Seconds of measuring the idle power, if the device reports it."""
 
 BUSY_S = 3.0
-"""The same under load."""
+"""Seconds of measuring the power under load."""
 
 LONGEST_MEASURED = 4096
-"""Tokens of the longest context whose steps are measured; attention beyond it goes on as it grew."""
+"""Longest context, in tokens, whose steps are measured. Beyond it attention is extrapolated."""
 
 OnPhase = Callable[[str], None]
 OnStep = Callable[[int, int], None]
 
 
 def _ignore(*_: object) -> None:
-    """Does nothing with news."""
+    """Ignore progress reports."""
 
 
 def measure(
@@ -50,7 +50,7 @@ def measure(
     on_phase: OnPhase = _ignore,
     on_step: OnStep = _ignore,
 ) -> dict[str, Any]:
-    """Measure this machine's steps of the model and its ceilings, and keep them for later plans."""
+    """Measure this machine's steps of the model and its limits, and store them for later plans."""
     table, ceilings = measure_table(settings, description, on_phase=on_phase, on_step=on_step)
     if (disk := disk_rate(description.path)) is not None:
         ceilings["disk"] = disk
@@ -74,7 +74,8 @@ def measure_table(
     on_phase: OnPhase = _ignore,
     on_step: OnStep = _ignore,
 ) -> tuple[StepTable, dict[str, float]]:
-    """Steps of contexts up to `longest` tokens, with what host and front end add, and the device's ceilings."""
+    """Measure steps of contexts up to `longest` tokens, with the times that host and front end add,
+    and the device's limits."""
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
     if settings.kv_cache_bytes is None:
         device = this_device(settings.device)
@@ -125,7 +126,7 @@ def measure_table(
 
 
 def _power(meter: EnergyMeter, state: str, work: Callable[[], object]) -> dict[str, float | None]:
-    """Watts of the device and the CPU while `work` runs; empty where they aren't told."""
+    """Watts of the device and the CPU while `work` runs; empty if they are not reported."""
     before, begin = meter.read(), time.monotonic()
     work()
     energy = meter.energy(before, meter.read(), time.monotonic() - begin, 0)

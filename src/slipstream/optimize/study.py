@@ -1,9 +1,8 @@
-"""A study: the search for the compression and settings that serve a traffic best, and its folder.
+"""A study: the search for the compression and settings that serve a given traffic best, and the
+folder that it makes.
 
-`prepare` checks what is asked for before anything is measured; `Study.run` measures, chooses and
-writes the folder. What was measured lies next to it (`DIR.search`), so that an interrupted study
-goes on from there.
-"""
+`prepare` checks the request before anything is measured. `Study.run` measures, chooses and writes
+the folder. Results are stored next to it (`DIR.search`), so that an interrupted study continues."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.device import detect
 
 COMPRESS_SHARE = 1 / 3
-"""Share of the budget for one compression at most. An interrupted one goes on in the next run."""
+"""Largest share of the budget for one compression. An interrupted one continues in the next run."""
 
 TEXT_CONTEXT = 512
-"""Tokens of a window of text on which quality is measured."""
+"""Tokens of a window of text for measuring quality."""
 
 Say = Callable[[str], None]
 """Called with each line for a person."""
@@ -81,7 +80,7 @@ class StudyOptions:
         out = Path(self.out).expanduser().absolute()
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(
-                f"{out} is there already; give another --out, or remove it", field="out"
+                f"{out} exists already; give another --out, or remove it", field="out"
             )
         if out.is_mount():
             raise ConfigError(
@@ -99,7 +98,7 @@ class StudyOptions:
         )
 
     def check(self) -> None:
-        """ConfigError names an option that can't be so, whatever the model is."""
+        """Check what needs no model. ConfigError names the option."""
         if not self.has_weights and self.max_quality_loss is not None:
             raise ConfigError(
                 "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of "
@@ -115,16 +114,17 @@ class StudyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The end of a study. `again` are the figures of an engine from its folder; None: its weights are random."""
+    """Result of a study. `again`: measurements of an engine from its folder; None for random
+    weights."""
 
     search: Search
     chosen: TrialResult
-    at_start: Mapping[str, Any]  # settings that the folder can't hold: `serve` is given them
+    at_start: Mapping[str, Any]  # settings that the folder can't store: `serve` needs them
     again: dict[str, Any] | None
 
 
 def prepare(options: StudyOptions, say: Say) -> Study:
-    """Check what is asked for, before anything is measured. ConfigError names what can't be."""
+    """Check a request before anything is measured. ConfigError names the option."""
     out, base = options.out_folder(), options.base()
     budget_s = measuring.parse_seconds(options.budget)
     limits = measuring.parse_quality_loss(options.max_quality_loss or "kl=0.05")
@@ -171,7 +171,7 @@ def prepare(options: StudyOptions, say: Say) -> Study:
         raise ConfigError(f"no engine starts with any candidate: {reasons}", field="parallel")
     if refused:
         say(f"{len(refused)} combinations are left out: {reasons}")
-    load_optuna()  # what is missing is said before a folder is made
+    load_optuna()  # fail before a folder is made
     return Study(
         options=options,
         out=out,
@@ -194,7 +194,7 @@ def prepare(options: StudyOptions, say: Say) -> Study:
 def _kv_cache_dtypes(
     options: StudyOptions, base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> tuple[str, ...] | None:
-    """Types of the KV cache that are asked for. What no engine would take is an error."""
+    """Requested types of the KV cache. ConfigError for a type that no engine supports."""
     given = options.kv_cache_dtypes
     types = None if given is None else tuple(dict.fromkeys(given.split(",")))
     for kind in types or ("auto",):
@@ -203,7 +203,7 @@ def _kv_cache_dtypes(
 
 
 def _space(options: StudyOptions, traffic: RecordedTraffic, *, on_gpu: bool) -> Space:
-    """Compressions, drafts and the sizes of steps that are tried."""
+    """The space: compressions, drafts and step sizes to try."""
     arrivals = parse_arrivals(options.arrivals)
     users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 32
     space = measuring.default_space(users=min(users, len(traffic.lengths)), on_gpu=on_gpu)
@@ -217,7 +217,8 @@ def _space(options: StudyOptions, traffic: RecordedTraffic, *, on_gpu: bool) -> 
 
 
 def _without_recipes(space: Space, *, chosen: bool) -> Space:
-    """The space of random weights. ConfigError if the user chose a compression that needs others."""
+    """The space for random weights. ConfigError if the user chose a compression that needs trained
+    ones."""
     kept = tuple(c for c in space.compressions if c == "none" or c in SCHEMES)
     if chosen and (no := [c for c in space.compressions if c not in kept]):
         raise ConfigError(
@@ -228,7 +229,7 @@ def _without_recipes(space: Space, *, chosen: bool) -> Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A prepared study: the space that is searched, and the measurements made in it."""
+    """A prepared study: the space to search, and the measurements in it."""
 
     options: StudyOptions
     out: Path
@@ -242,7 +243,7 @@ class Study:
     budget_s: float
 
     def run(self, *, say: Say, on_phase: Say, on_result: Callable[[TrialResult], None]) -> Found:
-        """Measure, choose and write the folder. ConfigError if no candidate keeps to the limits."""
+        """Measure, choose and write the folder. ConfigError if no candidate is within the limits."""
         state = self.out.with_name(f"{self.out.name}.search")
         with writing(state, "out"):
             state.mkdir(parents=True, exist_ok=True)
@@ -277,7 +278,7 @@ class Study:
     def _search(
         self, measurer: measuring.Measurer, say: Say, on_result: Callable[[TrialResult], None]
     ) -> Search:
-        """The search, done. What was measured before counts; the time begins with the first result."""
+        """Run the search. Earlier results count; the time starts with the first result."""
         options = self.options
         hardware = this_hardware(options.device, options.num_threads)
         prior = simulated_prior(self.base, self.description, self.traffic, hardware)
@@ -308,11 +309,11 @@ class Study:
         args: EngineArgs,
         at_start: dict[str, Any],
     ) -> dict[str, Any] | None:
-        """The folder of the chosen candidate, with receipts and all that was measured.
+        """Write the chosen candidate's folder, with receipts and all measurements.
 
-        Returns the figures of an engine from it; None of random weights, which it doesn't hold. It is made next to the
-        results and renamed when it is whole, so that a search that is killed here leaves nothing in the way of the next.
-        """
+        Returns the measurements of an engine from the folder; None for random weights, which it
+        does not store. The folder is made next to the results and renamed when it is complete, so
+        that a killed search leaves nothing in the way of the next."""
         from slipstream.optimize.folder import build_folder
         from slipstream.optimize.page import render
 

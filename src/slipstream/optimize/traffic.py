@@ -1,4 +1,4 @@
-"""The traffic that candidates are measured with: lengths of requests, and how they arrive."""
+"""The traffic that candidates are measured with: lengths of requests, and their arrivals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TRACE_COLUMNS = (
     ("input_length", "output_length"),
     ("num_prefill_tokens", "num_decode_tokens"),
 )
-"""Names of the columns of (input, output) tokens, as Azure's, Mooncake's and Vidur's traces have them."""
+"""Column names of (input, output) tokens in the traces of Azure, Mooncake and Vidur."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTraffic:
-    """`arrivals` is what `bench.load.parse_arrivals` takes. `num_left_out` requests of the source were longer than the
-    model."""
+    """Lengths and arrivals. `arrivals` is in the format of `bench.load.parse_arrivals`.
+    `num_left_out`: requests of the source that were longer than the model's context."""
 
     source: str
     lengths: tuple[Length, ...]
@@ -41,8 +41,9 @@ class RecordedTraffic:
 def parse_traffic(
     text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0
 ) -> RecordedTraffic:
-    """`text` is IN/OUT for requests that are all alike, such as 128/64, or a file: a recorded trace (.csv, .jsonl) or lengths
-    (.json, as `bench --lengths-file`). The first `num_requests` that fit into `longest` tokens are taken."""
+    """Read traffic. `text` is IN/OUT for equal requests, such as 128/64, or a file: a recorded
+    trace (.csv, .jsonl) or lengths (.json, as `bench --lengths-file`). The first `num_requests`
+    that fit into `longest` tokens are taken."""
     parse_arrivals(arrivals)
     if num_requests < 1:
         raise ConfigError("num_requests must be above 0", field="num_requests")
@@ -71,7 +72,7 @@ def parse_traffic(
 
 
 def read_trace(path: Path) -> list[Length]:
-    """The lengths in a file, in its order, without requests that have no tokens on one side."""
+    """The lengths in a file, in order, without requests that have no input or no output tokens."""
     if not path.is_file():
         raise ConfigError(
             f"traffic={str(path)!r} is neither IN/OUT, such as 128/64, nor a file", field="traffic"
@@ -90,6 +91,7 @@ def read_trace(path: Path) -> list[Length]:
     except (OSError, ValueError, OverflowError, TypeError, AttributeError, StopIteration):
         known = ", ".join("/".join(pair) for pair in TRACE_COLUMNS)
         raise ConfigError(
-            f"{path} is no trace with columns of input and output tokens ({known})", field="traffic"
+            f"{path} is not a trace with columns of input and output tokens ({known})",
+            field="traffic",
         ) from None
     return [pair for pair in lengths if min(pair) > 0]

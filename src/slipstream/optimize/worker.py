@@ -1,7 +1,9 @@
-"""A process that measures one thing of a candidate: `python -m slipstream.optimize.worker`, a job in JSON on its input,
-what was found on what was its output when it began. A process each, so that a crash or a leak is one candidate's. With
-arguments it becomes another program of ours: `python -m slipstream.optimize.worker slipstream compress …`. Either ends when the
-search does, however that ends."""
+"""A process that measures one thing about one candidate: `python -m slipstream.optimize.worker`.
+
+It reads a job in JSON from standard input and writes the result to its original standard output.
+Each job has its own process, so that a crash or a leak affects one candidate only. With arguments
+it runs another Slipstream command instead: `python -m slipstream.optimize.worker slipstream
+compress …`. Both end when the search ends, even if that is killed."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def speed(job: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the engine under the traffic; a row as a sweep has them."""
+    """Measure the engine under the traffic; returns a row like a sweep's."""
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.load import parse_arrivals, run_load
     from slipstream.bench.power import EnergyMeter
@@ -73,7 +75,8 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def quality(job: dict[str, Any]) -> dict[str, Any]:
-    """How far the candidate's answers are from the original's, with standard errors; the receipt goes to `job["folder"]`."""
+    """Measure how far the candidate's answers are from the original's, with standard errors. Writes
+    the receipt to `job["folder"]`."""
     from slipstream.compress.report import measure, write_receipt
     from slipstream.evals.text import TextSettings
 
@@ -109,15 +112,15 @@ HIGHER = frozenset(("acc", "acc_norm", "exact_match", "f1", "bleu", "chrf", "mcc
 LOWER = frozenset((
     "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "brier_score", "mae", "mse",
 ))  # fmt: skip
-"""Metrics whose better end is known where the task does not say."""
+"""Metrics that are better when lower, for tasks that do not say so."""
 
 OF_100 = frozenset(("bleu", "chrf"))
 
 
 def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
-    """What a task's score lost, with the standard error of the difference. Both runs answer the same questions, so that it is
-    less than this says, which takes them as independent. A loss is a share: of the scale of a score, or, where less is better,
-    of the original's value."""
+    """The loss of a task's score, with the standard error of the difference. Both runs answer the
+    same questions, so the true error is smaller than this one, which assumes independence. The loss
+    is a share of the score's scale, or, if lower is better, of the original's value."""
     metric, better = found.metric, found.higher_is_better
     if better is None:
         better = True if metric in HIGHER else False if metric in LOWER else None
@@ -149,7 +152,8 @@ def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """A killed search leaves no process behind that would slow the next one down (prctl(2), PR_SET_PDEATHSIG)."""
+    """End this process when its parent is killed (prctl(2), PR_SET_PDEATHSIG), so that it does not
+    slow the next search down."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
@@ -163,7 +167,7 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     try:
         found = {"speed": speed, "quality": quality}[job["kind"]](job)
-    except Exception as error:  # whatever goes wrong is the candidate's
+    except Exception as error:  # every failure is the candidate's
         error = missing_torch(error) or error
         text = (
             str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"

@@ -1,14 +1,17 @@
-"""Kinds of devices, what they can do and how they are used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
+"""Kinds of devices, their abilities and their use: one `Platform` object for each. No other module
+uses `torch.cuda`.
 
     host.py  a CPU whose values are NumPy arrays, without torch
     cpu.py   a CPU whose values are torch tensors
     cuda.py  an NVIDIA GPU
     collectives.py  sums and collections over several processes
-    peer_copies.py  sums of two GPUs beside their products
+    peer_copies.py  sums of two GPUs that overlap with their products
 
-What each GPU architecture and each CPU instruction set has is data: `spec/gpu_archs.py`, `spec/cpu_isas.py`.
+The features of GPU architectures and CPU instruction sets are data: `spec/gpu_archs.py`,
+`spec/cpu_isas.py`.
 
-A new kind of device is one more subclass of `Platform` and one line in `platform_of`. Importing this package imports no torch.
+A new kind of device is one more subclass of `Platform` and one line in `platform_of`. Importing
+this package imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def platform_of(device: torch.device | None) -> Platform:
-    """The platform of a torch device, or of a CPU without torch (None). Every call with one device gives the same object."""
+    """The platform of a torch device, or of a CPU without torch (None). All calls for a device
+    return the same object."""
     if device is None:
         return HostPlatform()
     if device.type == "cuda":
@@ -62,7 +66,7 @@ def has_gpu() -> bool:
 
 
 def num_gpus() -> int:
-    """How many GPUs torch can use: 0 where it sees some but cannot start them."""
+    """Number of GPUs that torch can use: 0 if it sees some but cannot start them."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,6 +1,8 @@
-"""The interface of a kind of device: memory, values, streams, events, graphs, capabilities, collectives. No torch.
+"""The interface of a kind of device: memory, values, streams, events, graphs, capabilities,
+collectives. No torch.
 
-A device's values are torch tensors, or NumPy arrays on a `HostPlatform`. Where both occur, a value's type here is `Any`.
+A device's values are torch tensors, or NumPy arrays on a `HostPlatform`. In code for both, a
+value's type is `Any`.
 """
 
 from __future__ import annotations
@@ -24,26 +26,27 @@ class Event(Protocol):
     """A point in the device's work."""
 
     def synchronize(self) -> None:
-        """Wait until it is reached."""
+        """Wait until the point is reached."""
 
     def query(self) -> bool:
-        """Whether it is reached."""
+        """Whether the point is reached."""
 
     def wait(self) -> None:
-        """Have what is queued on the current stream from now on run after it."""
+        """Make all work that is queued on the current stream from now on wait for this point."""
 
 
 class CopyQueue(Protocol):
-    """Work beside the steps."""
+    """A stream of work that runs concurrently with the steps."""
 
     def behind(self) -> AbstractContextManager[None]:
-        """Queue work on this stream: it runs after all that is queued now, and concurrently with what is queued later."""
+        """Queue the work inside on this stream: it runs after all work queued so far, and
+        concurrently with later work."""
 
     def record(self) -> Event | None:
-        """An event behind what is queued here; None where nothing is ever queued."""
+        """An event after the work queued here; None if nothing is ever queued."""
 
     def join(self) -> None:
-        """Make the steps wait: what they queue from now on runs after what is queued here."""
+        """Make the steps' later work wait for the work queued here."""
 
 
 class Graph(Protocol):
@@ -53,22 +56,23 @@ class Graph(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Records graphs that share one memory pool, so an output holds only until the next replay of any of them."""
+    """Records graphs that share one memory pool, so an output is valid only until the next replay
+    of any of them."""
 
     def capture(
         self,
         work: Callable[[], Tensor],
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[Graph, Tensor]:
-        """Run `work` once, then record it: the graph, and its output, which every replay overwrites. The run, which compiles
-        kernels, is made within `compiling()`."""
+        """Run `work` once, then record it. Returns (graph, output); every replay overwrites the
+        output. The first run, which compiles kernels, takes place inside `compiling()`."""
 
 
 class Values(Protocol):
-    """The few functions that tensors and arrays spell differently."""
+    """The few functions that torch and NumPy spell differently."""
 
     def dtype(self, name: str) -> Any:
-        """The type of numbers with our name: "bfloat16", "float32", "int8", "fp8", …"""
+        """The number type with our name: "bfloat16", "float32", "int8", "fp8", …"""
 
     def full(self, shape: tuple[int, ...], value: float) -> Any:
         """float32 values on the device."""
@@ -77,19 +81,19 @@ class Values(Protocol):
         """0, 1, …, int64 [count] on the device."""
 
     def cast(self, x: Any, dtype: Any) -> Any:
-        """`x` in another type, or itself."""
+        """`x` in another type, or `x` itself."""
 
     def take(self, x: Any, index: Any, dim: int = 0) -> Any:
         """A copy of some rows, or of some columns (`dim` 1)."""
 
     def put(self, x: Any, rows: Any, values: Any) -> None:
-        """Writes rows of `x`, in its own type."""
+        """Write `values` to rows of `x`, in x's type."""
 
     def array(self, x: Any) -> npt.NDArray[Any]:
-        """The memory of a value of the host, as an array."""
+        """The memory of a host value, as an array."""
 
     def floats(self, x: Any) -> npt.NDArray[np.float32]:
-        """A float32 array of the host. Waits for the device."""
+        """A float32 array on the host. Waits for the device."""
 
     def magnitudes(self, cache: Any) -> Any:
         """The largest magnitude of each head in a KV cache [B, K, …]: float32 [K]."""
@@ -103,16 +107,16 @@ class Platform(ABC):
 
     kind: Literal["cpu", "cuda"]
     collectives: Literal["gloo", "nccl"]
-    """The backend of `torch.distributed` for processes that each have such a device."""
+    """The backend of `torch.distributed` for processes with such a device."""
     arch: GpuArch
-    """The GPU's architecture; on a CPU the interpreter's, for kernels that are tested there."""
+    """The GPU's architecture. A CPU has the interpreter's, for tests of kernels."""
     multiprocessors: int
     shared_bytes: int
-    """Shared memory that one thread block may take."""
+    """Most shared memory that a thread block may use."""
     is_asynchronous: bool
-    """Whether a launch returns before the work is done."""
+    """Whether a launch returns before its work is done."""
     caches_memory: bool
-    """Whether memory that is freed stays with this process until `release_unused`."""
+    """Whether freed memory stays with this process until `release_unused`."""
 
     values: Values
     device: torch.device
@@ -120,7 +124,7 @@ class Platform(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    # --- Memory -------------------------------------------------------------------------------------------------------
+    # --- Memory --------------------------------------------------------------------------
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
@@ -128,69 +132,73 @@ class Platform(ABC):
 
     @abstractmethod
     def release_unused(self) -> None:
-        """Give memory that nothing uses back to the system."""
+        """Give unused memory back to the system."""
 
     @abstractmethod
     def start_peak(self) -> int:
-        """Begin a new measurement of the most bytes in use; the bytes in use now."""
+        """Begin to measure the peak of bytes in use; returns the bytes in use now."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most bytes in use since `start_peak`."""
+        """The peak of bytes in use since `start_peak`."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory that costs nothing before it is used, where the system can do that."""
+        """Zeros that take memory only when used, if the system supports that."""
 
     @abstractmethod
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """A host array on the device. The copy does not wait for work that is queued."""
+        """A host array on the device. The copy does not wait for queued work."""
 
     @abstractmethod
     def upload_into(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
-        """A host array into a tensor of its shape, in the order of what is queued. The host does not wait."""
+        """Copy a host array into a tensor of its shape, after the work queued so far. The host does
+        not wait."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, complete once an event recorded after it is reached."""
+        """A copy on the host, complete once an event recorded after this call is reached."""
         return tensor
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
-        """Memory of the host, uint8 [num_bytes], that the device copies from and to by itself."""
+        """Host memory, uint8 [num_bytes], that the device can copy from and to on its own."""
 
     @abstractmethod
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Make whole pages of the host's memory, where they are, memory that the device copies from by itself, until the array
-        is dropped. OutOfMemoryError: the system does not allow it."""
+        """Pin whole pages of host memory in place, so that the device can copy from them, until the
+        array is dropped. OutOfMemoryError if the system does not allow it."""
 
-    # --- Order --------------------------------------------------------------------------------------------------------
+    # --- Order ---------------------------------------------------------------------------
 
     @abstractmethod
     def activate(self, num_threads: int) -> None:
-        """This process computes on this device from now on, with so many host threads."""
+        """Compute on this device in this process from now on, with this many host threads."""
 
     @abstractmethod
     def record(self) -> Event | None:
-        """An event behind all that is queued; None where nothing is ever queued."""
+        """An event after all work queued so far; None if nothing is ever queued."""
 
     @abstractmethod
     def run_after(self, event: Event | None) -> None:
-        """Make what is queued from now on run after `event`. The host does not wait."""
+        """Make all work queued from now on run after `event`. The host does not wait."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for all that is queued."""
+        """Wait for all queued work."""
 
     @abstractmethod
     def call_host(self, function: int, argument: int) -> None:
-        """Queue a call of the C function `void (*)(void*)` at an address, with an argument, on a thread of the host. What is
-        queued before is done then, and what is queued later waits for it. It is recorded in graphs, too. The function may not
-        use the device."""
+        """Queue a call of the C function `void (*)(void*)` at an address, with an argument, on a
+        host thread.
+
+        Earlier work is done when it runs, and later work waits for it. Graphs record it, too. The
+        function may not use the device.
+        """
 
     @abstractmethod
     def copy_queue(self) -> CopyQueue:
-        """A new one."""
+        """A new copy queue."""
 
     def graphs(self) -> GraphRecorder:
-        """A recorder of graphs. ValueError: this kind of device has none."""
+        """A recorder of graphs. ValueError if this kind of device has none."""
         raise ValueError(f"a {self.kind} has no graphs")

@@ -1,8 +1,8 @@
-"""Sums and collections over the ranks that compute one model together, through `torch.distributed`: NCCL between GPUs, gloo
-between CPUs. A process belongs to one group.
+"""Sums and collections over the ranks that compute one model together, through `torch.distributed`.
 
-Between GPUs that can write to each other's memory, sums of up to some megabytes are one kernel (`PeerSums`): NCCL's start costs
-more than their bytes. NVLink multicast is never used.
+GPUs use NCCL, CPUs gloo. A process belongs to one group. If GPUs can write to each other's memory,
+sums of up to some megabytes are one kernel (`PeerSums`): NCCL's start costs more than their bytes.
+NVLink multicast is never used.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torch import Tensor
 from slipstream.errors import first_line
 
 TIMEOUT_S = 600.0
-"""A start may be so far ahead on one rank: it is the rank whose part of the checkpoint is read first. A rank's death ends the
-others long before (`worker.ranks.process_executor`)."""
+"""Longest time in which one rank may be ahead of another: while the first reads its part of the
+checkpoint. A rank's death ends the others long before (`worker.ranks.process_executor`)."""
 
 
 MAX_SENT = 16
-"""Tensors to another stage that may be on their way at once."""
+"""Most tensors that may be on their way to another stage."""
 
 SWAPPED_BYTES = 2**24
-"""Bytes of a tensor that two ranks exchange at a time, which is the extra memory that it takes."""
+"""Bytes of a tensor that two ranks exchange at a time; the exchange needs this much extra
+memory."""
 
 
 class Rendezvous:
-    """The meeting point of a group's ranks: a store at rank 0, which makes it and says its `port` to the others. `host` is its
-    host's address."""
+    """The meeting point of a group's ranks: a store at rank 0, which tells its `port` to the
+    others. `host` is the address of rank 0's host."""
 
     def __init__(
         self,
@@ -44,8 +45,11 @@ class Rendezvous:
         on_host: tuple[int, int] | None = None,
         mixed: bool = False,
     ) -> None:
-        """`on_host`: which of how many ranks of this host it is; None: all are here. `mixed`: some ranks have a CPU and some a
-        GPU, so all that they exchange goes through the host's memory."""
+        """Connect to the store. `on_host`: (index, number) of the ranks on this host; None: all are
+        here.
+
+        `mixed`: some ranks have a CPU and some a GPU, so all exchanges go through host memory.
+        """
         self.rank, self.size, self.mixed = rank, size, mixed
         self.local_rank, self.local_size = on_host or (rank, size)
         wait = datetime.timedelta(seconds=TIMEOUT_S)
@@ -56,7 +60,7 @@ class Rendezvous:
         self.port = int(self._store.port)
 
     def join(self, backend: str, device: torch.device) -> RankGroup:
-        """The group, once all ranks are there. `backend`: the platform's `collectives`."""
+        """Wait for all ranks; returns their group. `backend`: the platform's `collectives`."""
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         backend = "gloo" if self.mixed else backend
         own = device if backend == "nccl" else None
@@ -72,11 +76,12 @@ class Rendezvous:
 
 
 class Pipe:
-    """Links to the stages of a pipeline before and after this one, and from the last back to the first. What a rank sends, the
-    other receives in the same order.
+    """Links to the previous and next stages of a pipeline, and from the last back to the first.
 
-    What goes back has a group of its own. In one group the first stage would send the next step's residual before it receives
-    this one's tokens, and the last stage the other way round: each would wait for the other."""
+    Messages arrive in the order in which they were sent. The way back has its own group. In a
+    shared one the first stage would send the next step's residual before it receives this one's
+    tokens, and the last stage would do the reverse: each would wait for the other.
+    """
 
     def __init__(
         self,
@@ -88,32 +93,33 @@ class Pipe:
         *,
         through_host: bool = False,
     ) -> None:
-        """`rank`: this one, of `size` in stages of `each`. `device` is its own. `back`: torch's group of all ranks, of which no
-        other use is made. `through_host`: a neighbour has another kind of device."""
+        """Link rank `rank` of `size`, in stages of `each` ranks; `device` is its own.
+
+        `back`: torch's group of all ranks, used for nothing else. `through_host`: a neighbour has
+        another kind of device.
+        """
         self._before, self._after = rank - each, rank + each
         self._first, self._last = rank % each, size - each + rank % each
         self._device, self._back, self.through_host = device, back, through_host
         self._link = torch.device("cpu") if through_host else device
-        self._sent: deque[tuple[dist.Work, Tensor]] = (
-            deque()
-        )  # tensors that must stay until they are received
-        if (
-            rank == self._last
-        ):  # the ways are made when they are first used, which waits for the other end
+        # Tensors that must stay until they are received.
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        # Links are made at their first use, which waits for the other end.
+        if rank == self._last:
             self.send_back(torch.zeros(1, dtype=torch.int64, device=device))
         elif rank == self._first:
             self.receive_back((1,), torch.int64)
 
     def send(self, x: Tensor) -> Tensor:
-        """Send x, which must not be written any more, and return it. The next stage may be busy: it is not waited for, as
-        long as no more than `MAX_SENT` are on their way."""
+        """Send x to the next stage and return it. x must not be written any more. A busy stage is
+        not waited for, unless `MAX_SENT` tensors are on their way."""
         return self._send(x, self._after, None)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._receive(shape, dtype, self._before, None)
 
     def send_back(self, x: Tensor) -> None:
-        """Send from the last stage to the first, as `send` does."""
+        """Send from the last stage to the first; see `send`."""
         self._send(x, self._first, self._back)
 
     def receive_back(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -138,34 +144,39 @@ class Pipe:
 
 
 class PeerSums(Protocol):
-    """Sums through memory of other ranks."""
+    """Sums through other ranks' memory."""
 
     def covers(self, x: Tensor) -> bool: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in memory of its own."""
+        """The sum of all ranks' x, in new memory."""
 
 
 class OverlappedSum(Protocol):
-    """A sum over ranks that goes on beside what is queued."""
+    """A sum over ranks that runs concurrently with queued work."""
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Tensors whose sum it is. What is queued from now on runs once they are there. To be called once."""
+        """Tensors that add up to the sum. Later work waits for them. Call it once."""
 
 
 class OverlappedSums(Protocol):
     """Sums of a step's tokens, piece by piece."""
 
     def pieces(self, num_tokens: int) -> Sequence[slice]:
-        """The pieces of a step's tokens; none where pieces would not pay."""
+        """The pieces of a step's tokens; empty if pieces would not be faster."""
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> OverlappedSum:
-        """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may not be written any more.
-        `place`: 0 and 1 in turns. Before the first sum in a place, all of the other place have been read."""
+        """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may
+        not be written any more.
+
+        `place` alternates between 0 and 1. All sums in the other place must have been read before
+        the first one in a place.
+        """
 
 
 class RankGroup:
-    """The ranks 0 … size − 1. Every rank makes the same calls in the same order, with values of the same shapes."""
+    """The ranks 0 … size − 1. All ranks make the same calls in the same order, with values of the
+    same shapes."""
 
     def __init__(
         self,
@@ -176,24 +187,24 @@ class RankGroup:
         *,
         through_host: bool = False,
     ) -> None:
-        """`handle`: torch's of some of the ranks; None: of all. `through_host`: only stages and numbers (`least`) are
-        exchanged, through the host's memory."""
+        """Make a group. `handle`: torch's group of some of the ranks; None: all ranks.
+        `through_host`: only stages and numbers (`least`) are exchanged, through host memory."""
         self.rank, self.size, self.device, self._handle = rank, size, device, handle
         self._through_host = through_host
         self.sums: PeerSums | None = None
-        """Set where ranks write to one another's memory."""
+        """Set if ranks write to each other's memory."""
         self.beside: OverlappedSums | None = None
-        """Set where sums of long steps go on beside products."""
+        """Set if sums of long steps overlap with products."""
         self._shared: list[object] = []
 
     def stages(self, count: int) -> tuple[RankGroup, Pipe | None]:
-        """Split all ranks: the group of this rank's stage, of `count` with neighbouring ranks, and the way to other stages."""
+        """Split all ranks into `count` stages of consecutive ranks. Returns (group of this rank's
+        stage, links to other stages)."""
         if count == 1:
             return self, None
         each = self.size // count
-        handles = [
-            dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)
-        ]  # each rank makes all of them
+        # Each rank makes the groups of all stages.
+        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]
         own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
         back = dist.new_group(list(range(self.size)))
         return own, Pipe(
@@ -201,7 +212,7 @@ class RankGroup:
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, the same bits on every rank. x may be written."""
+        """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
         return (
             self.sums(x) if self.sums is not None and self.sums.covers(x) else self.library_sum(x)
         )
@@ -212,8 +223,8 @@ class RankGroup:
         return x
 
     def share(self, num_bytes: int) -> tuple[Tensor, ...]:
-        """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped until the
-        group ends."""
+        """Memory that all ranks read and write, by rank: zeros, uint8 [num_bytes] on each GPU,
+        mapped until the group ends."""
         own, mapped = self.share_tensor((num_bytes,), torch.uint8)
         peers = (
             own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8)
@@ -223,8 +234,8 @@ class RankGroup:
         return tuple(peers)
 
     def share_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """Zeros of each rank, on its GPU, that all ranks read and write: this rank's own, and torch's handle of all of them.
-        RuntimeError, on every rank, if one of them has no memory for it."""
+        """Zeros on each rank's GPU that all ranks read and write. Returns (this rank's, torch's
+        handle of all of them). RuntimeError on every rank if one of them has no memory for it."""
         from torch.distributed import _symmetric_memory as symmetric
 
         handle = self._handle or dist.group.WORLD
@@ -246,9 +257,10 @@ class RankGroup:
         return own, mapped
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[n · size, …] → [n, …]: this rank's share of the sum of all ranks' x. x may be written."""
+        """[n · size, …] → [n, …]: this rank's share of the sum of all ranks' x. x may be
+        overwritten."""
         each = len(x) // self.size
-        if x.device.type == "cpu":  # gloo has none
+        if x.device.type == "cpu":  # gloo has no reduce-scatter
             return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
         out = torch.empty(each, *x.shape[1:], dtype=x.dtype, device=x.device)
         dist.reduce_scatter_tensor(out, x.contiguous(), group=self._handle)
@@ -257,14 +269,14 @@ class RankGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] → [size, …], by rank."""
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        gather = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )  # newer torch's name, and older's
+        # The first is newer torch's name, the second older torch's.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=self._handle)
         return out
 
     def swap(self, x: Tensor, other: int) -> None:
-        """Exchange x with the rank `other`'s, in place and in the order of this device's work. Only these two make the call."""
+        """Exchange x with rank `other`'s, in place and after this device's earlier work. Only these
+        two make the call."""
         if not x.is_contiguous():
             own = x.contiguous()
             self.swap(own, other)
@@ -282,7 +294,7 @@ class RankGroup:
             mine.copy_(theirs)
 
     def least(self, *numbers: int) -> list[int]:
-        """The smallest that a rank gives, of each number."""
+        """The smallest value over the ranks, of each number."""
         values = torch.tensor(
             numbers, dtype=torch.int64, device="cpu" if self._through_host else self.device
         )
@@ -291,5 +303,5 @@ class RankGroup:
         return found
 
     def leave(self) -> None:
-        """The last call. It does not wait for other ranks."""
+        """Leave the group, as the last call. It does not wait for other ranks."""
         dist.destroy_process_group()

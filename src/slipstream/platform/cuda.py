@@ -32,7 +32,7 @@ class CudaPlatform(Platform):
         super().__init__(device)
         self.values = Tensors(device)
 
-    # --- Capabilities -------------------------------------------------------------------------------------------------
+    # --- Capabilities --------------------------------------------------------------------
 
     @cached_property
     def properties(self) -> Any:
@@ -60,23 +60,23 @@ class CudaPlatform(Platform):
 
     @property
     def has_sparse_products(self) -> bool:
-        """2:4 sparse weights, through cuSPARSELt."""
+        """Whether products with 2:4 sparse weights are available, through cuSPARSELt."""
         return torch.backends.cusparselt.is_available()
 
-    # --- Memory -------------------------------------------------------------------------------------------------------
+    # --- Memory --------------------------------------------------------------------------
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
 
     def held(self) -> int:
-        """Bytes that torch holds in this process, used or not."""
+        """Bytes that torch holds in this process, in use or not."""
         return torch.cuda.memory_reserved(self.device)
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
 
     def start_peak(self) -> int:
-        if gc.isenabled():  # what is freed meanwhile would be missing in the peak
+        if gc.isenabled():  # garbage freed later would lower the peak
             gc.collect()
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -90,7 +90,7 @@ class CudaPlatform(Platform):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """torch's host allocator keeps the pinned memory until the copy that reads it is done."""
+        """Copy through pinned memory, which torch's host allocator keeps until the copy is done."""
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def upload_into(self, tensor: Tensor, array: npt.NDArray[np.generic]) -> None:
@@ -114,12 +114,12 @@ class CudaPlatform(Platform):
         weakref.finalize(memory, runtime.cudaHostUnregister, at)
 
     def _clear_last_error(self) -> None:
-        """Forget a refused call's error. If the call was not torch's own, CUDA keeps the error, and the check behind
-        torch's next launch raises and forgets it. That launch is made here."""
+        """Clear the error of a refused call. If the call was not torch's own, CUDA keeps the error,
+        and the check after torch's next launch raises and clears it. This makes that launch."""
         with suppress(RuntimeError):
             torch.ones(1, device=self.device)
 
-    # --- Order --------------------------------------------------------------------------------------------------------
+    # --- Order ---------------------------------------------------------------------------
 
     def activate(self, num_threads: int) -> None:
         torch.cuda.set_device(self.device)
@@ -137,7 +137,8 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize(self.device)
 
     def stream_pointer(self) -> int:
-        """The current stream, for launches through the driver. The call makes the context if there is none."""
+        """The current stream, for launches through the driver. The call makes the context if there
+        is none."""
         return int(torch.cuda.current_stream().cuda_stream)
 
     @cached_property
@@ -194,7 +195,7 @@ class SideStream:
 class CudaGraphs:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._pool: Any = None  # the first graph's memory, which the others share
+        self._pool: Any = None  # the first graph's memory, which all graphs share
 
     @torch.inference_mode()
     def capture(
@@ -202,7 +203,8 @@ class CudaGraphs:
         work: Callable[[], Tensor],
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[Graph, Tensor]:
-        """`torch.cuda.graph` is not used, since it collects garbage and empties torch's cache each time."""
+        """Record a graph without `torch.cuda.graph`, which collects garbage and empties torch's
+        cache each time."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -213,7 +215,7 @@ class CudaGraphs:
             graph.capture_begin(**more, capture_error_mode="thread_local")
             try:
                 output = work()
-            finally:  # a stream left capturing would let no later step run
+            finally:  # a stream left capturing would block all later steps
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or graph.pool()
@@ -222,13 +224,14 @@ class CudaGraphs:
 
 @cache
 def hash_triton() -> Callable[[], None]:
-    """Before Triton looks for a kernel in its cache it hashes its own files: 0.3 s, once a process. Begin with it beside what
-    the host does meanwhile. The result waits for its end."""
+    """Start hashing Triton's files, on a thread. Call the result to wait for its end. Triton does
+    this once a process before it looks for a kernel in its cache, and it takes 0.3 s."""
     try:
         from triton.runtime.cache import triton_key
     except (
         Exception
-    ):  # another version's, or a broken one: the first kernel hashes, or says what is wrong
+        # Another or broken version: the first kernel hashes, or reports the fault.
+    ):
         return lambda: None
     thread = threading.Thread(target=triton_key, daemon=True)
     thread.start()

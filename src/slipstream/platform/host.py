@@ -1,7 +1,8 @@
 """The host's processor, with NumPy arrays as values and without torch.
 
-Work is done when a call returns, so nothing is queued, copied or waited for. The one exception is a step that the CPU's own
-threads still compute. Its event comes from the forward path that has begun it (`worker/forward/program.py`).
+Work is done when a call returns, so nothing is queued, copied or waited for. The one exception is a
+step that the CPU's own threads still compute: its event comes from the forward path that started it
+(`worker/forward/program.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class HostPlatform(Platform):
     values: Values = Arrays()
 
     def __init__(self, device: Any = None) -> None:
-        """A torch device belongs to a subclass."""
+        """Make a platform; only subclasses have a torch device."""
         super().__init__(device)
 
     def memory(self) -> tuple[int, int]:
@@ -83,8 +84,8 @@ class HostPlatform(Platform):
         pass
 
     def start_peak(self) -> int:
-        """Begin to measure the peak of memory. Where the system can't begin anew, the peak is the process's highest
-        ever, and less is found."""
+        """Begin to measure the peak of memory. If the system can't reset it, the peak is the
+        process's highest ever, and differences come out too small."""
         gc.collect()
         try:
             with open("/proc/self/clear_refs", "w") as file:
@@ -103,7 +104,7 @@ class HostPlatform(Platform):
             return peak if sys.platform == "darwin" else peak * 1024
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """The system zeroes a page when it is first written."""
+        """Zeros; the system zeroes a page when it is first written."""
         return np.zeros(shape, dtype)
 
     def upload(self, array: Array) -> Any:

@@ -1,11 +1,13 @@
 """Sums of two GPUs that overlap with their products: each copies its part into the other's memory.
 
-The copies are made by the GPU's copy engines, so products lose no multiprocessor to them, as they would to a kernel of NCCL. A
-step's tokens are cut into pieces: while the part of one piece is on its way, the products of the next are computed. The sum
-itself is made by what reads it, a norm (`OpSet.norm_arriving`).
+The GPU's copy engines make the copies, so products lose no multiprocessor to them, as they would to
+a kernel of NCCL. A step's tokens are cut into pieces: while one piece's part is copied, the next
+piece's products are computed. The consumer of a sum, a norm, adds the parts
+(`OpSet.norm_arriving`).
 
-There are two places for a step's rows, for the two sums of a layer. A rank writes into a place again one layer later. By then
-it has the other's rows of the sum between, all of which the other has sent after it had read the place.
+A step's rows have two places, one for each of a layer's two sums. A rank writes to a place again
+one layer later. By then it has the other rank's rows of the sum in between, which the other rank
+sent after it had read the place.
 """
 
 from __future__ import annotations
@@ -25,21 +27,23 @@ if TYPE_CHECKING:
     from slipstream.platform.collectives import RankGroup
 
 PIECE_TOKENS = 2560
-"""Tokens of a piece of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of
-an H200 busy."""
+"""Tokens of a dense model's piece: with 20 tiles of rows, products of 4,096 or 14,336 outputs keep
+97 % of an H200 busy."""
 LAST_TOKENS = 512
-"""The last piece, whose copy has few products beside it, has so many tokens or more."""
+"""Fewest tokens of the last piece, whose copy overlaps with few products."""
 TILE = 128
-"""Rows of a product's tile: pieces have a multiple of it, except the last."""
+"""Rows of a product's tile: all pieces but the last are multiples of it."""
 TEST_TOKENS = 3000
 TEST_TENSORS = 24
-"""Tensors of all of the test's rows that are there at once, at most: in a run, in its graph, and what they should give."""
+"""Most tensors with all rows of the test that exist at once: in a run, in its graph, and the
+expected results."""
 
 _logger = logging.getLogger("slipstream.engine")
 
 
 def cut(num_tokens: int, is_mixture: bool) -> tuple[slice, ...]:
-    """The pieces of a step's tokens. `is_mixture`: two halves, since each piece reads all of a mixture's experts."""
+    """The pieces of a step's tokens. `is_mixture`: two halves, because each piece reads all
+    experts."""
     if is_mixture:
         each = -(-num_tokens // (2 * TILE)) * TILE
     else:
@@ -52,7 +56,8 @@ def cut(num_tokens: int, is_mixture: bool) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CopiedSum:
-    """`platform.OverlappedSum`. `own`: this rank's part; `other`: where the other's arrives."""
+    """An `OverlappedSum`. `own`: this rank's part; `other`: the place where the other rank's
+    arrives."""
 
     own: Tensor
     other: Tensor
@@ -62,14 +67,14 @@ class CopiedSum:
 
     def parts(self) -> tuple[Tensor, ...]:
         if self.sent is not None:
-            self.sent.wait()  # `own` may be given back after this
+            self.sent.wait()  # `own` may be freed after this
         self.copies.wait(self.channel)
         return self.own, self.other
 
 
 class PeerCopies:
-    """`platform.OverlappedSums` of the two ranks of `group`, for steps of up to `most_tokens` tokens, whose rows have `size`
-    numbers. `is_mixture`: see `cut`. Every rank makes the same calls in the same order."""
+    """`OverlappedSums` of the two ranks of `group`, for steps of up to `most_tokens` rows of `size`
+    numbers. `is_mixture`: see `cut`. Both ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class PeerCopies:
         return CopiedSum(x, self._own[place, rows], self._queue.record(), self, channel)
 
     def wait(self, channel: int) -> None:
-        """Make what is queued from now on run once the other's rows are here."""
+        """Make later work wait for the other rank's rows."""
         self._handle.wait_signal(self._peer, channel)
 
 
@@ -118,8 +123,11 @@ def try_peer_copies(
     dtype: torch.dtype,
     is_mixture: bool = False,
 ) -> None:
-    """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
-    if there is memory for it, and if they get what the library gets."""
+    """Let `group` overlap the sums of long steps with products from now on, if that works.
+
+    It needs two ranks that write to each other's memory, enough memory, and the same results as the
+    library's.
+    """
     if group.size != 2 or group.sums is None or most_tokens < COPIED_SUMS_FROM:
         return
     try:
@@ -129,7 +137,7 @@ def try_peer_copies(
         return
     try:
         is_right = agrees(copies, platform)
-    except OutOfMemoryError as error:  # any other error is of one rank alone, and ends the start
+    except OutOfMemoryError as error:  # any other error is one rank's alone, and ends the start
         _logger.warning("sums do not go on beside products: %s", error)
         return
     if group.least(is_right)[0]:
@@ -140,8 +148,8 @@ def try_peer_copies(
 
 @torch.inference_mode()
 def agrees(copies: PeerCopies, platform: Platform) -> bool:
-    """Whether sums in a graph that is replayed are the library's in every bit. OutOfMemoryError, on both ranks, if one of them
-    has no memory to find out: what they begin together, neither can leave alone."""
+    """Whether sums in a replayed graph equal the library's in every bit. OutOfMemoryError on both
+    ranks if one of them has no memory for the test: neither can leave alone what both began."""
     group, (_, most, size), found = copies.group, copies.shape, True
     num_rows, why = min(most, TEST_TOKENS), "a rank has no memory to test the copies"
     platform.release_unused()

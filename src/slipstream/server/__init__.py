@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API over an engine: `app.create_app` makes the application, `run.serve` the process around it."""
+"""OpenAI's HTTP API over an engine. `app.create_app` makes the application; `run.serve` runs it."""

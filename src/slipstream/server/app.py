@@ -1,6 +1,7 @@
-"""The HTTP application: routes, and the layers around them.
+"""The HTTP application: routes and middleware.
 
-RequestLog (id, log line, count, unforeseen errors) > CORS > WebGuard (421, 403, 415) > ApiKeys (401)
+RequestLog (id, log line, count, unforeseen errors) > CORS > WebGuard (421, 403, 415) > ApiKeys
+(401)
 > routes: strict body -> prompt tokens -> engine -> deltas
 """
 
@@ -70,7 +71,7 @@ def make_state(
     model: str,
     shortener: ShortenerProtocol | None = None,
 ) -> ServerState:
-    """A server's state, with its keys, limits and observers. `model` is the name in its metrics."""
+    """A server's state, with keys, limits and observers. `model` is its name in the metrics."""
     lasting = settings.state_dir if settings.keys_file is not None else None
     limiter = SharedLimiter(
         shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot
@@ -82,7 +83,8 @@ def make_state(
 
 
 def open_files(state: ServerState) -> None:
-    """Have files and batches, if the settings name a folder. ConfigError if it can't be used."""
+    """Open the stores of files and batches, if the settings name a folder. ConfigError if it can't
+    be used."""
     if state.settings.files_dir is not None:
         state.files = FileStore(
             Path(state.settings.files_dir), max_bytes=state.settings.max_files_bytes
@@ -111,8 +113,8 @@ def observers(settings: ServerSettings, model: str) -> Observers:
 
 @cache
 def described(has_keys: bool) -> tuple[bytes, str]:
-    """The OpenAPI document, and the same as a page. Made at the first request for it: that takes as long as the rest of an
-    app's start."""
+    """The OpenAPI document as JSON and as a page. Made on the first request, because it takes as
+    long as the rest of the start."""
     document = openapi.document(__version__, has_keys=has_keys)
     return msgspec.json.encode(document), docs_page.page(document)
 
@@ -120,7 +122,8 @@ def described(has_keys: bool) -> tuple[bytes, str]:
 def create_app(
     engine: EngineProtocol, settings: ServerSettings, shortener: ShortenerProtocol | None = None
 ) -> Starlette:
-    """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
+    """The app around a running engine; `shortener` shortens prompts. Its ServerState is
+    `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
     state = make_state(engine, settings, names[0], shortener)
     if settings.max_stored_responses:
@@ -213,8 +216,7 @@ def create_app(
             (ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error
         ),
     )
-    app.router.redirect_slashes = (
-        False  # /v1/models/ is an unknown route, not a redirect that drops the body
-    )
+    # /v1/models/ is an unknown route: a redirect would drop the body.
+    app.router.redirect_slashes = False
     app.state.server = state
     return app

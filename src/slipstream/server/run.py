@@ -1,9 +1,14 @@
-"""The server process: sockets, signals, and an orderly end.
+"""The server process: sockets, signals and an orderly end.
 
-SIGTERM or SIGINT: /ready turns 503 and new requests are refused with 503, while those in flight have
-`drain_timeout_s` to end; then the rest get a 503 error, the engine stops, and the process ends with 0. A second
-signal ends the wait at once. The listening socket stays open until the end, so that load balancers see the 503 rather
-than a refused connection.
+After SIGTERM or SIGINT:
+
+1. /ready turns 503, and new requests are refused with 503.
+2. Requests in flight have `drain_timeout_s` to end; then the rest get a 503 error. A second signal
+   ends the wait at once.
+3. The engine stops, and the process exits with 0.
+
+The listening socket stays open until the end, so that load balancers see the 503 rather than a
+refused connection.
 """
 
 from __future__ import annotations
@@ -46,22 +51,20 @@ logger = logging.getLogger("slipstream.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
-KEEP_ALIVE_S = (
-    75  # longer than load balancers usually keep idle connections, so that they close first
-)
+# Longer than load balancers usually keep idle connections, so that they close first.
+KEEP_ALIVE_S = 75
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a signal begins to drain instead of closing the gateway."""
+    """uvicorn's server, but a signal begins to drain instead of closing."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, room: LineRunner) -> None:
-        """`room` is where lines of batches run."""
+        """Make the server. `room` runs the lines of batches."""
         super().__init__(config)
         self.state, self._room = state, room
         self._drain: asyncio.Task[None] | None = None
-        self.num_at_stop = self.num_cut = (
-            0  # requests when it began to drain; of them, those that did not end in time
-        )
+        # Requests in flight when draining began; of these, the ones that did not end in time.
+        self.num_at_stop = self.num_cut = 0
         self._patience_ends = 0.0  # time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
         self._batches: asyncio.Task[None] | None = None
@@ -70,7 +73,7 @@ class Server(uvicorn.Server):
         self.grpc: GrpcServer | None = None
 
     def stop(self) -> None:
-        """Begin to drain; called a second time, do not wait any longer."""
+        """Begin to drain. A second call ends the wait."""
         now = time.monotonic()
         if self._drain is not None:
             self._patience_ends = now
@@ -99,7 +102,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Whoever runs the server calls `stop`: uvicorn's own raises the signal again at the end."""
+        """Install no handlers: the caller of the server calls `stop`. uvicorn's own would raise the
+        signal again at the end."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -157,7 +161,7 @@ def _grpc_gateway(state: ServerState) -> GrpcServer:
 
 @contextmanager
 def needs_grpc() -> Iterator[None]:
-    """The code inside imports what speaks gRPC. ConfigError if its library is not there."""
+    """Turn an ImportError inside into a ConfigError that names the missing gRPC library."""
     try:
         yield
     except ImportError:
@@ -167,8 +171,11 @@ def needs_grpc() -> Iterator[None]:
 
 
 def settle() -> None:
-    """What the start made stays, so the search for cycles of garbage need not look at it again: each would stop all streams
-    of the process for tens of milliseconds. For a process that does nothing else than serve."""
+    """Exclude all objects made so far from garbage collection; called after the start.
+
+    They stay alive anyway, and each full collection would stop all streams of the process for tens
+    of milliseconds. Only for a process that does nothing but serve.
+    """
     gc.collect()
     gc.freeze()
 
@@ -177,7 +184,7 @@ def settle() -> None:
 def stop_signals(
     stop: Callable[[], None], signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[None]:
-    """The signals call `stop` while the code inside runs."""
+    """Call `stop` on the signals while the code inside runs."""
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.add_signal_handler(number, stop)
@@ -189,7 +196,8 @@ def stop_signals(
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """The server's socket. Made before the engine starts, so that a busy port or a bad certificate fails early."""
+    """The server's socket, made before the engine starts so that a busy port or a bad certificate
+    fails early."""
     if settings.ssl_certfile is not None:
         try:
             context = ssl.create_default_context(cafile=settings.ssl_ca_certs)
@@ -218,7 +226,8 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
-    """Of a server, and of a fleet's gateway."""
+    """uvicorn's configuration for a server or a fleet's gateway."""
+    # Everything was drained before; this is for clients that do not read their answer.
     return uvicorn.Config(
         app,
         http=Connection,
@@ -229,7 +238,7 @@ def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=5,  # everything was drained before; this is for clients that do not read their answer
+        timeout_graceful_shutdown=5,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_ca_certs=settings.ssl_ca_certs,
@@ -263,7 +272,8 @@ async def serve(
     signals: Sequence[signal.Signals] = SIGNALS,
     num_deaths: int = 0,
 ) -> None:
-    """Serve until one of the signals; the engine is shut down at the end. `num_deaths`: of servers before this one."""
+    """Serve until one of the signals, then shut the engine down. `num_deaths`: front ends that died
+    before this one."""
     try:
         server = make_server(engine, settings, shortener, watch)
         server.state.metrics.num_front_end_deaths = num_deaths
@@ -276,7 +286,8 @@ async def serve(
 
 
 def configure_logging(settings: ServerSettings, **more: object) -> None:
-    """Log lines of the server to standard error, each with `more`; called by the command, never by the library."""
+    """Log the server's lines to standard error, each with `more`. Called by the command, never by
+    the library."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(json=settings.log_format == "json", more=more))
     others = ("uvicorn", "asyncio", "opentelemetry")

@@ -1,7 +1,8 @@
-"""The state that the server's parts share: the engine, the settings, and the requests in flight.
+"""The state that the server's parts share: the engine, the settings, the requests in flight.
 
-`EngineProtocol` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
-belongs to one app; nothing here is global. All of it lives on one event loop, so plain attributes need no locks.
+`EngineProtocol` is the part of `AsyncLLM` that the server uses; any object with these members can
+be served. A `ServerState` belongs to one app; nothing here is global. All of it is used on one
+event loop, so plain attributes need no locks.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class HealthProtocol(Protocol):
 
 
 class Watcher(Protocol):
-    """What looks for trouble while the server runs (`fleet/detection`), and what it found: the newest first, as JSON has it."""
+    """A detector of trouble that runs with the server (`fleet/detection`). `findings` are JSON
+    objects, newest first."""
 
     @property
     def findings(self) -> list[dict[str, Any]]: ...
@@ -137,7 +139,7 @@ class EngineProtocol(Protocol):
 
 
 class Shortened(Protocol):
-    """The parts of a prompt, shortened; tokens are the small model's."""
+    """A shortened prompt by parts. Tokens are the small model's."""
 
     @property
     def parts(self) -> tuple[str, ...]: ...
@@ -150,8 +152,8 @@ class Shortened(Protocol):
 
 
 class ShortenerProtocol(Protocol):
-    """Shortens the parts of a prompt. Each part is a text, and whether it must stay as it is. `protect` are regular expressions
-    of what stays wherever it is."""
+    """Shortens the parts of a prompt. A part is (text, whether it must stay as it is). `protect`
+    are regular expressions of text that stays in every part."""
 
     async def __call__(
         self,
@@ -167,63 +169,56 @@ class ShortenerProtocol(Protocol):
 @partial(suggesting_init, what="setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Everything about the server that is not about the engine. Sizes are bytes, `_s` are seconds."""
+    """Settings of the server; the engine has its own. Sizes are in bytes, `_s` in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own
     api_keys: tuple[str, ...] = ()  # empty: no key is needed, unless there is a keys_file
-    keys_file: str | None = None  # of `slipstream keys`
-    max_concurrent_requests: int = (
-        4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
-    )
-    max_choices_per_request: int = 2048  # prompts times n, or texts to embed or to rerank
+    keys_file: str | None = None  # made by `slipstream keys`
+    # Beyond it: 429. The engine's own queue limit is EngineArgs.max_queue.
+    max_concurrent_requests: int = 4096
+    max_choices_per_request: int = 2048  # prompts times n, or texts to embed or rerank
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
-    enable_sleep_mode: bool = False  # whether /sleep and /wake_up do anything
-    lora_folder: str | None = None  # whose adapters may be loaded over HTTP; None: none
-    allowed_media_hosts: tuple[
-        str, ...
-    ] = ()  # from which pictures are fetched, as HOST or HOST:PORT; empty: from none
-    # Names, `*.DOMAIN` or `*`: what `Host` may say beside this machine's own names and IP addresses
+    enable_sleep_mode: bool = False  # enables /sleep and /wake_up
+    lora_folder: str | None = None  # adapters in it may be loaded over HTTP; None: no loading
+    # HOST or HOST:PORT that pictures are fetched from; empty: none are fetched
+    allowed_media_hosts: tuple[str, ...] = ()
+    # Values of `Host` besides this machine's own names and IP addresses: names, `*.DOMAIN` or `*`.
     allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()  # whose pages may send requests from a browser; "*": any
+    # Origins whose pages may send requests from a browser; "*": any.
+    cors_origins: tuple[str, ...] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"
-    tool_call_parser: str | None = (
-        None  # a name in `tool_formats.FORMATS`, or "none"; None: as the chat template says
-    )
-    reasoning_parser: str | None = None  # the same of REASONING
-    logits_processors: dict[str, str] = field(
-        default_factory=dict
-    )  # "module:function" by the name that requests give
-    grpc_port: int | None = None  # where KServe's protocol is spoken over gRPC; None: nowhere
-    state_dir: str | None = None  # where answers are kept beyond the server's life
+    # A name in `tool_formats.FORMATS`, or "none"; None: by the chat template
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None  # the same for REASONING
+    # "module:function" by the name that requests give
+    logits_processors: dict[str, str] = field(default_factory=dict)
+    grpc_port: int | None = None  # port of KServe's protocol over gRPC; None: no gRPC
+    state_dir: str | None = None  # keeps answers beyond the server's life
     max_stored_responses: int = 1000  # 0: none are kept
     max_stored_bytes: int = 256 * 2**20
-    fleet_key: str | None = (
-        None  # only requests with it are answered: those of a fleet's gateway (`server.operations.fleet`)
-    )
-    ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
-    files_dir: str | None = None  # where files and batches are; None: there are none
+    # The only key that is accepted: that of a fleet's gateway (`server.operations.fleet`).
+    fleet_key: str | None = None
+    ssl_ca_certs: str | None = None  # clients must show a certificate signed by one of these
+    files_dir: str | None = None  # keeps files and batches; None: no such routes
     max_files_bytes: int = 2**30  # of all files together
     max_file_bytes: int = 100 * 2**20
     batch_max_concurrent: int | None = None  # lines at once; None: half of max_num_seqs
-    batch_beside: int = 0  # of them beside requests of clients
+    batch_beside: int = 0  # lines that run while clients' requests do
     audit_log: str | None = None  # the file
     audit_max_bytes: int = 64 * 2**20  # then the next file begins
-    audit_prompts: bool = False  # bodies of requests stand in it, too
-    audit_failure: Literal["refuse", "serve"] = (
-        "refuse"  # what requests meet while it cannot be written
-    )
-    otlp_endpoint: str | None = (
-        None  # where spans and metrics are sent, such as http://127.0.0.1:4318
-    )
-    shared_dir: str | None = (
-        None  # set by the supervisor: where front ends share what ends with the server
-    )
+    audit_prompts: bool = False  # log the bodies of requests, too
+    # Whether requests are refused or served while the audit log cannot be written.
+    audit_failure: Literal["refuse", "serve"] = "refuse"
+    # Receives spans and metrics, such as http://127.0.0.1:4318
+    otlp_endpoint: str | None = None
+    # Set by the supervisor: front ends share the state there that ends with the server.
+    shared_dir: str | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, need: str) -> None:
@@ -241,7 +236,7 @@ class ServerSettings:
         )
         if self.grpc_port and self.grpc_port == self.port:
             raise ConfigError(
-                f"grpc_port is {self.port}, as port is; gRPC needs one of its own",
+                f"grpc_port and port are both {self.port}; give gRPC another port",
                 field="grpc_port",
             )
         for name in (
@@ -276,7 +271,7 @@ class ServerSettings:
                 field="audit_log",
             )
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
-        assert self.formats  # names them all
+        assert self.formats  # checks both parsers' names
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")
         hosts = self.allowed_media_hosts
         require(
@@ -303,7 +298,7 @@ class ServerSettings:
             self.fleet_key is not None or self.ssl_ca_certs is not None
         ):
             raise ConfigError(
-                "gRPC asks for no fleet_key and no ssl_ca_certs; leave grpc_port out",
+                "gRPC checks neither fleet_key nor ssl_ca_certs; leave grpc_port out",
                 field="grpc_port",
             )
         if self.ssl_ca_certs and not self.ssl_certfile:
@@ -322,7 +317,7 @@ class ServerSettings:
 
 
 def _is_origin(text: str) -> bool:
-    """Whether a browser could send it as its page's origin, to which it is compared letter by letter."""
+    """Whether a browser could send `text` as a page's origin, which is compared exactly."""
     found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://[^/?#@\sA-Z]+", text)
     if found is None:
         return text in ("*", "null")
@@ -336,14 +331,14 @@ class ServerState:
     observers: Observers
     keys: Keyring
     limiter: Limiter
-    shortener: ShortenerProtocol | None = None  # of prompts, by a small model
+    shortener: ShortenerProtocol | None = None  # shortens prompts with a small model
     draining: bool = False
-    in_flight: set[Exchange] = field(default_factory=set)  # of this process
+    in_flight: set[Exchange] = field(default_factory=set)  # this process's
     load: ServerLoad = field(default_factory=ServerLoad)
     responses: ResponseStore | None = None
     files: FileStore | None = None
     batches: BatchStore | None = None
-    # Of all front ends, given this one's. None: it is alone.
+    # Counts of all front ends, given this one's. None: there is no other.
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
     watch: Watcher | None = None  # None: without a detector
     created: int = field(default_factory=lambda: int(time.time()))

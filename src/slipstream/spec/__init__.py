@@ -1,1 +1,2 @@
-"""Descriptions of models and of their compression: data, without torch. Every other part may import them."""
+"""Descriptions of models and of their compression: data, without torch. Every other package may
+import them."""

@@ -1,7 +1,9 @@
-"""The layout of an adapter's slot: where each product's numbers are, and how many bytes a slot takes. No torch.
+"""The layout of an adapter's slot: the place of each product's numbers, and the slot's size in
+bytes. No torch.
 
-A slot is one flat piece of memory with room for all products that can have an adapter. A rank of several has of an adapter what
-its products need: rows of `up` where their outputs are shared out, columns of `down` where their inputs are.
+A slot is one flat piece of memory with space for all products that can have an adapter. With
+several ranks, a rank's slot has the part of an adapter that its products need: rows of `up` where
+their outputs are split, columns of `down` where their inputs are.
 """
 
 from __future__ import annotations
@@ -27,21 +29,23 @@ _STEMS = frozenset(
             "mlp.down",
         ),
         *("router", "shared_weight", "shared.up", "shared.down"),
+        *("own_input.gate", "own_input.project"),
     )
 )
-"""Of products that can have an adapter."""
+"""Products of a layer that can have an adapter."""
 
 
 def adapted_stem(name: str) -> str:
-    """Of a product of a layer that can have an adapter: its name there. Empty: it is none."""
+    """The part of a weight's name inside its layer, if that product can have an adapter; otherwise
+    ""."""
     match = _LAYER.fullmatch(name)
     return match[1] if match is not None and match[1] in _STEMS else ""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """What a rank has of a part of a product: its rows from `start` on, which are `rows` of the whole part, and `columns` of
-    its inputs. None: all."""
+    """A rank's share of a part of a product. Its rows begin at `start` of the rank's parameter.
+    They are `rows` of the whole part, and have `columns` of its inputs. None: all."""
 
     start: int
     rows: tuple[Range, ...] | None
@@ -50,20 +54,20 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """Where a product's numbers stand in a slot. `starts` are its parts' first rows, and `numbers` say which of the whole
-    product's parts they are."""
+    """The place of a product's numbers in a slot. `starts` are the first rows of its parts, and
+    `numbers` the numbers of these parts in the whole product."""
 
-    stem: str  # of the product in its layer
+    stem: str  # the product's name in its layer
     inner: int
     out: int
     starts: tuple[int, ...]
     numbers: tuple[int, ...]
-    begin: int  # of `down` in the slot; `up` follows it
+    begin: int  # offset of `down` in the slot; `up` follows it
 
 
 class SlotLayout:
-    """The places of all products in a slot, for adapters of up to `max_rank` ranks a part: of the whole model, or of the
-    `shard`'s part of it."""
+    """The places of all products in a slot, for adapters of up to `max_rank` ranks in each part.
+    The products are the whole model's, or the `shard`'s part of them."""
 
     def __init__(self, description: ModelDescription, max_rank: int, shard: Shard = ALONE) -> None:
         self.names = description.family.names(description.spec)
@@ -83,7 +87,7 @@ class SlotLayout:
             for target, found in starts.items()
             for number, start in enumerate(sorted(found))
         }
-        parts = dict[str, dict[int, int]]()  # numbers by the first rows here
+        parts = dict[str, dict[int, int]]()  # numbers by the first rows on this rank
         for place, own in self.own.items():
             parts.setdefault(place.target, {})[own.start] = self.numbers[place.target, place.start]
         self.places: dict[str, SlotPlace] = {}
@@ -91,7 +95,7 @@ class SlotLayout:
         for name, (out, inner) in (
             (name, shape) for name, shape in shapes.items() if adapted_stem(name)
         ):
-            if name not in parts:  # this rank has nothing of it but zeros
+            if name not in parts:  # this rank has only zeros of it
                 continue
             own_starts, numbers = zip(*sorted(parts[name].items()), strict=True)
             self.places[name] = SlotPlace(
@@ -104,7 +108,7 @@ class SlotLayout:
 def _part_of(
     place: Placement, cut: ParameterShard | None, whole: dict[str, Shape]
 ) -> OwnPart | None:
-    """A rank's of a part of a product; None: it has nothing of it."""
+    """A rank's share of a part of a product; None if it has nothing of it."""
     if cut is None:
         return OwnPart(place.start, None, None)
     found = cut.placed(place, whole[place.target][0])

@@ -1,6 +1,7 @@
 """An adapter's `adapter_config.json`, as PEFT writes it. No torch.
 
-Reading is strict, as a model's config's: a key is read, known to have no effect at inference, or refused by name.
+Reading is strict like that of a model's config: a key is read, known to have no effect at
+inference, or refused by name.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _NO_EFFECT = frozenset((
     "layers_to_transform", "loftq_config", "lora_dropout", "megatron_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "ensure_weight_tying",
 ))  # fmt: skip
-"""Keys about training and about which modules were trained: that the tensors say themselves."""
+"""Keys about training, and about which modules were trained, which the tensors show."""
 
 _REFUSED = {
     "use_dora": "DoRA scales the base weight's columns anew, which is not built",
     "lora_bias": "biases of adapters are not built",
     "use_qalora": "QALoRA is not built",
-    "modules_to_save": "the checkpoint holds whole modules beside the adapter; train without modules_to_save",
+    "modules_to_save": "the checkpoint holds whole modules next to the adapter; train without modules_to_save",
     "trainable_token_indices": "trained embeddings are not built",
     "target_parameters": "adapters of experts' stacked parameters are not built",
     "layer_replication": "replicated layers are not built",
@@ -41,18 +42,21 @@ _REFUSED = {
     "velora_config": "VeLoRA is not built",
     "monteclora_config": "MonteCLoRA is not built",
 }
-"""Keys whose every value but null, false or empty changes what is computed."""
+"""Keys that change the computation, unless their value is null, false or empty."""
 
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
-"""Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) change them."""
+"""Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA, CorDA, LoftQ) change
+them."""
 
 _HEAVY = re.compile(r"\)[*+?{]|\(\?|([*+?{].*){4}")
-"""Groups that are repeated or special, and more than three repeats: with each, a match takes a name's length times longer."""
+"""Patterns to refuse: with repeated or special groups, or more than three repeats. Each of these
+multiplies the time of a match by a name's length."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The ranks and scales of an adapter's modules. Patterns are regular expressions over the end of a module's name."""
+    """The ranks and scales of an adapter's modules. Patterns are regular expressions for the end of
+    a module's name."""
 
     rank: int
     alpha: float
@@ -64,7 +68,7 @@ class AdapterConfig:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What B · A is multiplied by."""
+        """The factor that multiplies B · A."""
         rank, alpha = self.rank_of(module), float(_matching(self.alpha_pattern, module, self.alpha))
         return float(alpha / (rank**0.5 if self.use_rslora else rank))
 
@@ -80,7 +84,8 @@ def _matching(patterns: tuple[tuple[str, Any], ...], module: str, default: Any) 
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """CheckpointError: it can't be read. UnsupportedModelError names the key at fault."""
+    """Read a folder's adapter config. CheckpointError if it can't be read; UnsupportedModelError
+    names a wrong key."""
     path = folder / CONFIG_NAME
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -90,7 +95,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         given = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no {CONFIG_NAME}: it is no adapter that PEFT saved; name the folder that has one",
+            f"{folder} holds no {CONFIG_NAME}: it is not an adapter saved by PEFT; name the folder of one",
             field="path",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -135,6 +140,6 @@ def _pattern(c: ConfigReader, key: str, kind: type[Any]) -> tuple[tuple[str, Any
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise inner.unsupported(pattern, f"is no regular expression ({error})") from error
+            raise inner.unsupported(pattern, f"is not a regular expression ({error})") from error
         found.append((pattern, inner.size(pattern) if kind is int else inner.take(pattern, kind)))
     return tuple(found)

@@ -1,10 +1,16 @@
-"""Tables of measured tiles: which tile a GPU kernel uses for an op, a number format and a class of shapes. No torch.
+"""Tables of measured tiles: which tile a GPU kernel uses for an op, a number format and a class of
+shapes. No torch.
 
-1. `slipstream tune` writes a table for one kind of device. Nothing is measured when an engine starts.
-2. For a shape that is not in the table, the heuristic beside the kernel chooses.
-3. The same table gives the same tiles, so sums are taken in the same order. `identity` is a hash of a table's choices.
-4. Tables come with Slipstream (`kernels/triton/tiles/`) and from the user's cache folder, which has precedence.
-5. A file of another format, or with anything unexpected, raises ConfigError with its path and the remedy."""
+1. `slipstream tune` writes a table for one kind of device. Nothing is measured when an engine
+   starts.
+2. For a shape that is not in the table, the heuristic next to the kernel chooses.
+3. The same table gives the same tiles, so sums are taken in the same order. `identity` is a hash of
+   a table's choices.
+4. Tables come with Slipstream (`kernels/triton/tiles/`) and from the user's cache folder, which has
+   precedence.
+5. A file of another format, or with anything unexpected, raises ConfigError with its path and the
+   remedy.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +29,23 @@ from slipstream.files import parse_json, write_whole
 
 Tile: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
-"""Op, kind, shape class."""
+"""(op, kind, shape class)."""
 
 FORMAT = 2
-"""2: ops are named after their kernels (int4_groupwise, fp8_block, sparse24, skinny_gemm, gemm)."""
+"""Version of the file format. 2: ops are named after their kernels (int4_groupwise, fp8_block,
+sparse24, …)."""
 SHIPPED = Path(__file__).parents[1] / "kernels" / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")
 NEVER = 1 << 30
-"""`from_tokens` of a 2:4 weight for which the sparse product is never faster (`triton.sparse24`)."""
+"""`from_tokens` for a 2:4 weight whose sparse product is never faster (`triton.sparse24`)."""
 NUM_COUNTERS = 4096
-"""The most tiles of rows that a split-K product can have (`triton.split_k`): each needs a counter."""
+"""Most row tiles of a split-K product (`triton.split_k`): each needs a counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledOp:
-    """The names of the numbers in an op's shape and tile. With `classes`, the last number of a shape is rounded up to the next
-    class; a number above all classes belongs to the last."""
+    """The names of the numbers in an op's shape and tile. With `classes`, the last number of a
+    shape is rounded up to the next class; a number above all classes belongs to the last."""
 
     shape: tuple[str, ...]
     tile: tuple[str, ...]
@@ -67,7 +74,8 @@ OPS: Mapping[str, TiledOp] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A tile with its measured time, and the time of the choice that it replaced. None: the tile was chosen by hand."""
+    """A tile with its measured time, and the time of the choice that it replaced. Times of None:
+    chosen by hand."""
 
     tile: Tile
     us: float | None = None
@@ -83,7 +91,8 @@ class TileTable:
     made_by: str = ""
 
     def find(self, op: str, kind: str, *shape: int) -> Any:
-        """The tile for a shape, as the numbers that `OPS[op].tile` names. None: the op's heuristic decides."""
+        """The tile for a shape, with the numbers named by `OPS[op].tile`. None: the op's heuristic
+        decides."""
         if not self.entries:
             return None
         found = self.entries.get((op, kind, classed(op, shape)))
@@ -103,12 +112,12 @@ class TileTable:
         )
 
     def over(self, other: TileTable) -> TileTable:
-        """These tiles; for keys without one, `other`'s."""
+        """A table with these tiles, and `other`'s for keys without one."""
         return dataclasses.replace(self, entries={**other.entries, **self.entries})
 
     def tuned(self, keys: Iterable[Key], found: Mapping[Key, Measured], made_by: str) -> TileTable:
-        """The table after `keys` were measured. `found` has the fastest tiles. A key that is not in it goes back to its
-        heuristic."""
+        """The table after `keys` were measured. `found` has their fastest tiles; keys without one
+        return to their heuristic."""
         kept = {key: m for key, m in self.entries.items() if key not in set(keys)}
         return TileTable(device=self.device, entries={**kept, **found}, made_by=made_by)
 
@@ -117,7 +126,7 @@ NO_TILES = TileTable(device="")
 
 
 def classed(op: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, with its last number rounded up to the op's class."""
+    """The shape with its last number rounded up to the op's class."""
     classes = OPS[op].classes
     if not classes:
         return shape
@@ -142,7 +151,7 @@ def load_tiles(choice: str, device: str, folder: Path) -> TileTable:
     if choice not in ("auto", "shipped"):
         if not Path(choice).is_file():
             raise ConfigError(
-                f"tile_table={choice!r} is no file; give one that `slipstream tune` wrote, or auto, shipped or none",
+                f"tile_table={choice!r} is not a file; give one that `slipstream tune` wrote, or auto, shipped or none",
                 field="tile_table",
             )
         return read_tiles(Path(choice), device)
@@ -203,7 +212,7 @@ def _table(value: Any) -> TileTable:
     for i, given in enumerate(found["entries"]):
         key, measured = _entry(given, f"entry {i}")
         if key in entries:
-            raise ValueError(f"entry {i} ({key}) is there twice")
+            raise ValueError(f"entry {i} ({key}) appears twice")
         entries[key] = measured
     return TileTable(device=found["device"], entries=entries, made_by=found["made_by"])
 

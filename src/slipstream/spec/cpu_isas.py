@@ -1,4 +1,5 @@
-"""The features of CPU instruction sets, as data. A kernel tests for a feature here, never for a name."""
+"""Features of CPU instruction sets, as data. A kernel tests for a feature here, never for a
+name."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 class CpuIsa:
     """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
 
-    expands_bytes: bool = False  # bytes go where a mask has bits, in one instruction (vpexpandb)
-    emulated: bool = False  # of a register that other machines have, for tests; never chosen
+    expands_bytes: bool = False  # places bytes at a mask's set bits in one instruction (vpexpandb)
+    emulated: bool = False  # emulates other machines' registers for tests; never chosen
 
 
 CPU_ISAS: Mapping[str, CpuIsa] = {
@@ -21,4 +22,4 @@ CPU_ISAS: Mapping[str, CpuIsa] = {
     **dict.fromkeys(("avx512-vbmi2", "avx512-bf16", "amx"), CpuIsa(expands_bytes=True)),
     "portable-amx": CpuIsa(emulated=True),
 }
-"""By the name that `kernels.cpu.native.instruction_sets()` gives."""
+"""Instruction sets by their names in `kernels.cpu.native.instruction_sets()`."""

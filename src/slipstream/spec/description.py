@@ -1,10 +1,12 @@
-"""The description of a model on disk, read from its config or its GGUF header. No torch, no weights."""
+"""The description of a model on disk, read from its config or its GGUF header. No torch, no
+weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,7 +44,7 @@ from slipstream.spec.vision import ImageProcessing
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """A GGUF storage type that a file uses, with the values and bytes that the file stores in it."""
+    """A GGUF storage type, with the number of values and bytes that a file stores in it."""
 
     name: str
     num_values: int
@@ -50,15 +52,18 @@ class StoredType:
 
 
 def usual_sampling() -> dict[str, float]:
-    """Of a model whose files don't say how tokens are drawn: llama.cpp's defaults. Drawing from all tokens at temperature 1, as
-    OpenAI's API has it, a small model soon loses its way."""
+    """Default sampling of a model whose files don't define it: llama.cpp's defaults. OpenAI's
+    default, all tokens at temperature 1, soon makes a small model incoherent."""
     return {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """`dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, else the config's. `gguf` is
-    the open file, so that whoever has the description reads its header no second time."""
+    """A model on disk.
+
+    `dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, or
+    else the config's. `gguf` is the open file, so that its header is read only once.
+    """
 
     name: str
     path: Path
@@ -68,19 +73,18 @@ class ModelDescription:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
+    quantization: StoredQuantization | None = None  # how weights or a cache's scales are stored
     pooling: PoolingSpec = LAST_TOKEN
-    sampling: Mapping[str, float] = field(
-        default_factory=usual_sampling
-    )  # or the generation config's
+    # The generation config's, or the default.
+    sampling: Mapping[str, float] = field(default_factory=usual_sampling)
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
-    images: ImageProcessing | None = (
-        None  # of a model with an image encoder: how pictures are prepared for it
-    )
+    # How pictures are prepared, for a model with an image encoder.
+    images: ImageProcessing | None = None
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     def taking_images(self, most: int | None) -> ModelDescription:
-        """The model for prompts of at most so many pictures: with 0 the decoder alone, whose image encoder is not loaded."""
+        """The model for prompts of up to `most` pictures. With 0 it is the decoder alone: the image
+        encoder is not loaded."""
         if most != 0:
             return self
         return dataclasses.replace(
@@ -89,18 +93,19 @@ class ModelDescription:
 
     @property
     def scheme(self) -> str | None:
-        """The scheme of `SCHEMES` that all products are stored in; None if there is none."""
+        """The scheme of `SCHEMES` in which all products are stored; None if there is no such
+        one."""
         return self.quantization.scheme if self.quantization is not None else None
 
     @property
     def head_name(self) -> str:
-        """The name of an untied head in a checkpoint of the family."""
+        """The name of an untied head in the family's checkpoints."""
         ends = _ends(self.family, self.spec)
         return next(name for name, at in ends.items() if at.target == "head.weight")
 
     @property
     def gguf_type(self) -> str | None:
-        """The type that most bytes of a GGUF file's products have; None for other checkpoints."""
+        """The type of most values of a GGUF file's products; None for other checkpoints."""
         if self.gguf is None:
             return None
         sizes: Counter[str] = Counter()
@@ -111,7 +116,7 @@ class ModelDescription:
 
     @property
     def kv_cache(self) -> RowFormat | None:
-        """The format of an 8-bit cache that the checkpoint has scales for."""
+        """The format of an 8-bit cache for which the checkpoint has scales."""
         return self.quantization.kv_cache if self.quantization is not None else None
 
     @property
@@ -120,8 +125,12 @@ class ModelDescription:
         return parameters(self.spec)
 
     def native_formats(self, rounded: frozenset[str]) -> dict[str, WeightFormat]:
-        """The format of each of our weights that stays as a compressed-tensors checkpoint stores it. `rounded` names the
-        products that the ops have (`OpSet.rounded`). Other weights are expanded at load. Other kinds of checkpoint: empty."""
+        """The formats of weights that stay as a compressed-tensors checkpoint stores them, by our
+        names.
+
+        `rounded` names the products that the ops have (`OpSet.rounded`). Other weights are expanded
+        at load. Empty for other kinds of checkpoint.
+        """
         if self.quantization is None or self.quantization.formats is None:
             return {}
         return native_formats(
@@ -129,8 +138,8 @@ class ModelDescription:
         )
 
     def split_columns(self) -> dict[str, tuple[int, ...]]:
-        """For each of our weights with int8 inputs, the input columns that keep the model's type. CheckpointError if tensors
-        that we hold as one weight have different columns."""
+        """The input columns that keep the model's type, for each of our weights with int8 inputs.
+        CheckpointError if tensors that we hold as one weight have different columns."""
         found: dict[str, tuple[int, ...]] = {}
         formats = self.quantization.formats if self.quantization is not None else None
         if formats is None or not formats.columns:
@@ -144,7 +153,8 @@ class ModelDescription:
             columns = formats.columns.get(name.removesuffix(".weight"), ())
             if found.setdefault(place.target, columns) != columns:
                 raise CheckpointError(
-                    f"{COLUMNS_NAME}: {name} has other columns than what it goes with", field=name
+                    f"{COLUMNS_NAME}: {name} has other columns than the tensors of the same weight",
+                    field=name,
                 )
             if columns and max(columns) >= self.shapes[place.target][1]:
                 raise CheckpointError(
@@ -153,8 +163,11 @@ class ModelDescription:
         return {target: columns for target, columns in found.items() if columns}
 
     def bytes_on_cpu(self, dtype_bytes: int, scheme: Scheme | None = None) -> int | None:
-        """Bytes of a GGUF file's weights on a CPU. Weights that `scheme` rounds take its bytes. Others stay in the file's types
-        where the CPU has kernels for them. None for other checkpoints."""
+        """Bytes of a GGUF file's weights on a CPU; None for other checkpoints.
+
+        Weights that `scheme` rounds take its bytes. Others stay in the file's types where the CPU
+        has kernels for them.
+        """
         if self.gguf is None or self.family.gguf is None:
             return None
         names, held, total = self.family.gguf.names(self.spec), CPU_BLOCK_BYTES, 0
@@ -174,7 +187,8 @@ class ModelDescription:
                 total += num_values * dtype_bytes
         if (
             scheme is not None and scheme.head and self.spec.tied_embeddings
-        ):  # the rounded head is a copy of the table
+            # The rounded head is a copy of the table.
+        ):
             total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=True)
         return total
 
@@ -182,8 +196,8 @@ class ModelDescription:
 def read_spec(path: Path) -> ModelDescription:
     """The description of a folder with a config.json, or of a .gguf file.
 
-    UnsupportedModelError names what is unknown, and covers any other way in which a config can be malformed. CheckpointError:
-    the files can't hold what the sizes ask for.
+    UnsupportedModelError names what is unknown, and covers any other way in which a config can be
+    malformed. CheckpointError: the files are too small for the config's sizes.
     """
     try:
         description = _read(path)
@@ -206,14 +220,17 @@ def read_spec(path: Path) -> ModelDescription:
 
 
 _VALUES_PER_BYTE = 16
-"""More than any format of weights stores: a mask of zeros takes a bit for each value."""
+"""More values than a byte of any weight format stores. A mask of zeros has 8."""
 _SPARE_PARAMETERS = 2**24
-"""This many missing parameters are tolerated here; reading the weights names them."""
+"""Number of missing parameters that is tolerated here; reading the weights names them."""
 
 
 def _check_sizes(description: ModelDescription) -> None:
-    """CheckpointError if the config asks for far more parameters than the files can hold. A folder without weights (for
-    load_format="dummy"), or without some that its index names, is not checked."""
+    """Raise CheckpointError if the config has far more parameters than the files can hold.
+
+    A folder without weights (for load_format="dummy"), or without some that its index names, is not
+    checked.
+    """
     if description.gguf is not None:
         room = 2 * sum(tensor.numel for tensor in description.gguf.tensors.values())
     else:
@@ -224,7 +241,7 @@ def _check_sizes(description: ModelDescription) -> None:
     if room and needed > room + _SPARE_PARAMETERS:
         raise CheckpointError(
             f"{description.path}: the config's sizes make {needed:,} parameters, more than its files can hold: "
-            "they are cut off, or the config is not theirs",
+            "they are cut off, or the config is another model's",
             field="hidden_size",
         )
 
@@ -285,7 +302,8 @@ def _read_folder(path: Path) -> ModelDescription:
         and max(n or 0 for n in pooling.score_tokens) >= spec.vocab_size
     ):
         raise CheckpointError(
-            f"{path}: its LogitScore step names tokens that there are not", field="true_token_id"
+            f"{path}: its LogitScore step names tokens that the vocabulary lacks",
+            field="true_token_id",
         )
     dtype = (
         own.get("dtype")
@@ -293,7 +311,7 @@ def _read_folder(path: Path) -> ModelDescription:
         or config.get("dtype")
         or config.get("torch_dtype")
     )
-    if dtype is None:  # rounded weights were of 16 bits before
+    if dtype is None:  # rounded weights had 16 bits before
         dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
     return ModelDescription(
         name=path.name,
@@ -314,7 +332,7 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
-    """The family's names of what is not in a layer, those of an untied head, too."""
+    """The family's names of parameters outside the layers, including an untied head's."""
     encoder = spec.encoder
     if encoder is not None:
         encoder = dataclasses.replace(encoder, layers=encoder.layers[:1])
@@ -330,11 +348,17 @@ def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
 
 
 def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) -> ModelSpec:
-    """The model, untied if the checkpoint stores a head that is not the table of embeddings, whatever its config says. That is
-    transformers 5's rule; fine-tunes of tied models may have such heads. An encoder-decoder without a stored head is tied.
+    """The model with the head that the checkpoint stores, whatever its config says.
 
-    The tables are compared byte by byte: a head of its own is known from its first bytes, an equal one is read in full.
-    `alone`: of a decoder without a head by its architecture, which generates if it is tied, or has one all the same."""
+    1. A stored head that differs from the table of embeddings unties the model. That is
+       transformers 5's rule: fine-tunes of tied models may have such heads.
+    2. An encoder-decoder without a stored head is tied.
+    3. `alone`: the architecture is a decoder without a head. It generates if it is tied, or if it
+       stores a head.
+
+    The tables are compared byte by byte: a different head is found within its first bytes, an equal
+    one is read in full.
+    """
     tied = spec.tied_embeddings or spec.encoder is not None
     if not spec.generates or not (tied or alone):
         return spec
@@ -356,14 +380,14 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
     for name in names & {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}:
         if spec.encoder is not None and not is_embed(name):
             raise UnsupportedModelError(
-                f"{name} is not {stored['embed.weight']}: a stack with embeddings of its own is not supported",
+                f"{name} is not {stored['embed.weight']}: a stack with separate embeddings is not supported",
                 field=name,
             )
     if "head.weight" in stored and not tied:
         return spec
     if "head.weight" in stored:
         return dataclasses.replace(spec, tied_embeddings=is_embed(stored["head.weight"]))
-    rounded = any(  # by another name, like lm_head.weight_packed
+    rounded = any(  # under another name, such as lm_head.weight_packed
         not target(name) and target(f"{name.rpartition('.')[0]}.weight") == "head.weight"
         for name in names
     )
@@ -373,7 +397,7 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
         return spec
     if spec.embed_size is not None:
         raise UnsupportedModelError(
-            "word_embed_proj_dim: states that are projected are not supported without a head",
+            "word_embed_proj_dim: projected states are not supported without a head",
             field="word_embed_proj_dim",
         )
     return dataclasses.replace(spec, headless=True, head_bias=False)
@@ -382,7 +406,8 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
 def _with_images(
     path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[ModelSpec, ImageProcessing | None]:
-    """The model of the decoder's `own` config, with the image encoder that the whole `config` describes, if there is one."""
+    """The model of the decoder's `own` config, with the image encoder that the whole `config`
+    describes, if any."""
     if family.vision is None or family.processing is None:
         return family.read(ConfigReader(own)), None
     outer = ConfigReader(config)
@@ -406,8 +431,8 @@ def _with_images(
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """How tokens are drawn where a request does not say. By a generation config `repetition_penalty`, and if it samples
-    (`do_sample`) temperature and filters; if it names none of these, the usual ones."""
+    """Default sampling by a generation config. It has `repetition_penalty`, and with `do_sample`
+    temperature and filters; without any of these `usual_sampling` applies."""
     drawn = ("temperature", "top_p", "top_k", "min_p") if config.get("do_sample") else ()
     found = {
         name: value
@@ -417,14 +442,14 @@ def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
     for name, value in found.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UnsupportedModelError(
-                f"generation_config.json: {name} = {value!r} is no number", field=name
+                f"generation_config.json: {name} = {value!r} is not a number", field=name
             )
     return found if found.keys() & set(drawn) else usual_sampling() | found
 
 
 def huggingface_config(description: ModelDescription) -> dict[str, Any]:
-    """The model's config.json without its quantization_config. For a GGUF file it is made from the metadata, and has what the
-    model computes alone."""
+    """The model's config.json without its quantization_config. For a GGUF file it is made from the
+    metadata, and has only keys that affect the computation."""
     if description.format == "safetensors":
         config = read_json(description.path / "config.json")
         spec = description.spec
@@ -433,9 +458,8 @@ def huggingface_config(description: ModelDescription) -> dict[str, Any]:
             and spec.encoder is None
             and config.get("tie_word_embeddings") is not False
         ):
-            config["tie_word_embeddings"] = (
-                False  # the stored head is another, or the family's default
-            )
+            # The stored head differs from the table, or the family's default is untied.
+            config["tie_word_embeddings"] = False
         return {
             k: v
             for k, v in config.items()
@@ -474,6 +498,8 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
         )
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
+    for pattern in family.gguf.shapes:
+        said |= {n: list(t.shape) for n, t in file.tensors.items() if re.fullmatch(pattern, n)}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     reader.ignore("pooling_type")  # `gguf_pooling` reads it
     config = family.gguf.config(reader)
@@ -527,8 +553,11 @@ def _stored(file: GGUFFile) -> tuple[StoredType, ...]:
 
 
 def _ids(key: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """A config's token ids, given as one, a list or null. Ids outside the vocabulary can't be generated and are left out.
-    CheckpointError for what is no id: answers would never end, and nobody would know why."""
+    """A config's token ids, given as one id, a list or null.
+
+    Ids outside the vocabulary can't be generated and are left out. CheckpointError for other
+    values: answers would never end, for no visible reason.
+    """
     values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
     for wrong in (v for v in values if isinstance(v, bool) or not isinstance(v, int)):
         raise CheckpointError(

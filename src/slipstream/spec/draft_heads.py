@@ -1,15 +1,24 @@
-"""Draft heads as data: small parts that propose tokens from the states of the model that they were trained for. No torch.
+"""Draft heads as data: small parts that propose tokens from the states of the model that they were
+trained for.
 
-    EAGLE-1, 2   one layer over what `fc` makes of a token's embedding and the last state before it (Li et al. 2024)
-    EAGLE-3      one layer over the embedding of a token and what `fc` makes of three layers' states (Li et al. 2025)
-    EAGLE-3.1    the same with a norm for each of these states, and the next pair reads a normed state (arXiv:2605.09992)
-    P-EAGLE      the same with some layers and a mask for each further place, in one pass (arXiv:2602.01469)
-    DFlash       layers over a block of masks, which see each other and the states before it (arXiv:2602.06036)
-    MTP          the layer that a checkpoint has behind its last one (DeepSeek-V3, arXiv:2412.19437, section 2.2)
-    Medusa       heads that read the last state, one for each place behind the next token (Cai et al. 2024)
+    EAGLE-1, 2   one layer over a product (`fc`) of a token's embedding and the state before it
+                 (Li et al. 2024)
+    EAGLE-3      one layer over a token's embedding and a product (`fc`) of three layers' states
+                 (Li et al. 2025)
+    EAGLE-3.1    the same with a norm for each of these states; the next pair reads a normed state
+                 (arXiv:2605.09992)
+    P-EAGLE      the same with some layers and a mask for each further place, in one pass
+                 (arXiv:2602.01469)
+    DFlash       layers over a block of masks, which attend to each other and to the states before
+                 it (arXiv:2602.06036)
+    MTP          the layer that a checkpoint has after its last one
+                 (DeepSeek-V3, arXiv:2412.19437, section 2.2)
+    Medusa       heads that read the last state, one for each place after the next token
+                 (Cai et al. 2024)
 
-All but the last are a `LayeredSpec`. EAGLE and MTP go on from their own states, token by token. P-EAGLE, DFlash and Medusa
-guess a block in one pass. `head_readers` makes these specs of files.
+All but the last are a `LayeredSpec`. EAGLE and MTP continue from their own states, token by token.
+P-EAGLE, DFlash and Medusa guess a block in one pass. `head_readers` makes these specs of files. No
+torch.
 """
 
 from __future__ import annotations
@@ -36,20 +45,29 @@ Names: TypeAlias = dict[str, Placement]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredSpec:
-    """A head of decoder layers. `join` says how the embedding of a token meets the state before it:
+    """A draft head made of decoder layers.
 
-    1. `attention`: the first layer's attention reads [norm(embedding); norm(state)] of twice `hidden_size` (EAGLE-3, P-EAGLE).
-       With `norm_before_residual` its residual is the normed state.
-    2. `product`: the product `join` makes a state of both, each through its norm if there is one (EAGLE-1 and 2, MTP).
-    3. `context`: layers read embeddings. The states before them are a context, of which every layer makes keys and values
-       (DFlash).
+    `join` says how the head combines a token's embedding with the state before it:
 
-    `aux_layers`: the states before these layers of the model (0: the embeddings) go through `fc`, side by side; None: the head
-    reads the final hidden states. `fc_norm`: before `fc` each of them has a norm of its own, or all have one side by side.
-    `norms`: those that the head has of `embed_norm`, `hidden_norm` (the state's) and `final_norm`. With `norm_output` the next
-    pair reads what the output head reads, behind `final_norm`. With `mask_token` the head guesses a block in one pass; that
-    token stands for each one that is not known. The head's tokens are `draft_vocab_size` of the model's. What it has no own one
-    of, embeddings and output head, is the model's.
+    1. `attention`: the first layer's attention reads [norm(embedding); norm(state)], twice
+       `hidden_size` wide (EAGLE-3, P-EAGLE). With `norm_before_residual` its residual is the normed
+       state.
+    2. `product`: the product `join` makes one state of both, each after its norm if there is one
+       (EAGLE-1 and 2, MTP).
+    3. `context`: layers read embeddings. The earlier states are a context, of which every layer
+       makes keys and values (DFlash).
+
+    The fields:
+
+    - `aux_layers`: `fc` reads the concatenated states before these layers of the model (0: the
+      embeddings). None: the head reads the final hidden states.
+    - `fc_norm`: before `fc`, each of these states has its own norm, or all together have one.
+    - `norms`: the norms that the head has, of `embed_norm`, `hidden_norm` (the state's) and
+      `final_norm`.
+    - `norm_output`: the next pair reads the output head's input, after `final_norm`.
+    - `mask_token`: the head guesses a block in one pass; this token replaces each unknown one.
+    - `draft_vocab_size`: the head predicts this many of the model's tokens.
+    - `own_embedding`, `own_head`: without them the model's embeddings and output head are used.
     """
 
     hidden_size: int
@@ -66,18 +84,19 @@ class LayeredSpec:
     norm_before_residual: bool = False
     own_embedding: bool = False
     own_head: bool = True
-    scales_embedding: bool = False  # as the model does
+    scales_embedding: bool = False  # like the model
     mask_token: int | None = None
     most_drafts: int | None = None
 
     @property
     def has_mask_state(self) -> bool:
-        """Whether a mask has a state, too: of `mask`, through `fc`."""
+        """Whether a mask token has a state, too: `mask`, after `fc`."""
         return self.mask_token is not None and self.join == "attention"
 
     @property
     def aux_norms(self) -> dict[str, NormSpec]:
-        """Those before `fc`, by name: of each state in the order of `aux_layers`, or the one of all."""
+        """Norms before `fc`, by name: each state's in the order of `aux_layers`, or the joint
+        one."""
         count = len(self.aux_layers or ())
         if self.fc_norm == "joint":
             return {"input_norm": replace(self.norm, size=count * self.hidden_size)}
@@ -106,8 +125,8 @@ class LayeredSpec:
         return {**found, "head.weight": (self.draft_vocab_size, e)} if self.own_head else found
 
     def names(self, first: str = "layers.0.", joined: str = "fc") -> Names:
-        """The names of EAGLE's and DFlash's files. `first`: what stands before those of the first layer; `joined`: the product
-        of embedding and state."""
+        """The names in EAGLE's and DFlash's files. `first`: prefix of the first layer's names;
+        `joined`: the product of embedding and state."""
         shapes, top = (
             self.shapes,
             {"fc": "fc", "norm": "final_norm", "embed_tokens": "embed", "lm_head": "head"},
@@ -132,7 +151,7 @@ class LayeredSpec:
 
 
 def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[str, Shape]) -> Names:
-    """Those of Llama's and Qwen 3's layers."""
+    """Names of a layer like Llama's and Qwen 3's."""
     a, m = layer.attention, layer.mlp
     assert isinstance(a, AttentionSpec)
     assert isinstance(m, DenseSpec)
@@ -160,15 +179,15 @@ def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaSpec:
-    """`num_heads` times: `num_layers` residual blocks x + silu(linear(x)), and an output head. Head i guesses the token i + 2
-    places behind the state's own."""
+    """Medusa heads. Each is `num_layers` residual blocks x + silu(linear(x)) and an output head.
+    Head i guesses the token i + 2 places after the state's own."""
 
     hidden_size: int
     vocab_size: int
     num_heads: int
     num_layers: int
     bias: bool
-    own_heads: bool = True  # else the model's output head serves all
+    own_heads: bool = True  # without: the model's output head serves all
 
     @property
     def most_drafts(self) -> int:
@@ -191,7 +210,7 @@ class MedusaSpec:
         return found
 
     def names(self, converted: bool = False) -> dict[str, Placement]:
-        """The authors' names, or those of vLLM's converted form."""
+        """The names in the authors' files, or in vLLM's converted form."""
         found: dict[str, Placement] = {}
         for target in self.shapes:
             i, part, *rest = target.split(".")
@@ -212,8 +231,8 @@ HeadSpec: TypeAlias = LayeredSpec | MedusaSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDescription:
-    """A head on disk. `names`: where its file's tensors go; `ignored` have no meaning here. `has_map`: there is a `d2t` or
-    a `t2d`."""
+    """A draft head on disk. `names`: the place of each tensor in its file. `ignored` tensors have
+    no effect. `has_map`: there is a `d2t` or a `t2d`."""
 
     method: HeadMethod
     path: Path
@@ -224,9 +243,10 @@ class HeadDescription:
 
 
 WRAPPED = "model."
-"""What some writers put before the names of all tensors but the output head's."""
+"""Prefix that some writers put before all names but the output head's."""
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer, as the paper's code has them: the states before these."""
+    """The default of the EAGLE-3 authors' code: the states before a low, a middle and a high
+    layer."""
     return 2, num_layers // 2, num_layers - 3

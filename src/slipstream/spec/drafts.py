@@ -1,4 +1,4 @@
-"""Which model can propose tokens for which. No torch."""
+"""Checks whether a model can propose tokens for another. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from slipstream.spec.model import ModelSpec
 
 
 def check_draft_model(draft: ModelSpec, target: ModelSpec, max_model_len: int) -> None:
-    """ConfigError says why `draft` can't propose tokens for `target`."""
+    """Raise ConfigError with the reason if `draft` can't propose tokens for `target`."""
     reason = None
     if not draft.generates or draft.kind != "a decoder":
-        reason = f"the draft model is {draft.kind}; it must be a decoder that writes text"
+        reason = f"the draft model is {draft.kind}; it must be a decoder that generates text"
     elif target.encoder is not None or target.cache_groups[0].kind != "full":
-        reason = "the model has no group of layers that keep all tokens of a request; take method 'ngram' or 'suffix'"
+        reason = "the model has no layers that keep all tokens of a request; use method 'ngram' or 'suffix'"
     elif len(draft.cache_groups) > 1 or draft.cache_groups[0].kind != "full":
-        reason = "the draft model has sliding windows; take one without"
+        reason = "the draft model has sliding windows; use one without"
     elif draft.vocab_size != target.vocab_size:
         sizes = f"{draft.vocab_size} tokens and the model {target.vocab_size}"
-        reason = f"the draft model has {sizes}; take one with the same tokenizer"
+        reason = f"the draft model has {sizes}; use one with the same tokenizer"
     elif draft.max_position < max_model_len:
-        reason = f"the draft model was made for {draft.max_position} tokens; lower max_model_len={max_model_len}"
+        reason = f"the draft model takes up to {draft.max_position} tokens; lower max_model_len={max_model_len}"
     if reason is not None:
         raise ConfigError(f"speculative_config: {reason}", field="speculative_config")

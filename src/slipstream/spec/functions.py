@@ -1,4 +1,4 @@
-"""Activations and norms: named ones, and functions that a caller brings. No torch."""
+"""Activations and norms: named ones, and functions of a caller. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NamedActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiglu:
-    """g · σ(alpha · g) · (u + 1) (gpt-oss). The gate g is clamped to at most `limit`, the up projection u to ± `limit`. For
-    gated MLPs only."""
+    """g · σ(alpha · g) · (u + 1), gpt-oss's activation, for gated MLPs only. The gate g is clamped
+    to at most `limit`, the up projection u to ± `limit`."""
 
     alpha: float
     limit: float
@@ -28,8 +28,11 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnActivation:
-    """An activation that the kernels lack (docs/adding-a-model.md). `function(gate, up)`, or `function(x)` without a gate,
-    takes float32 tensors. `triton` is the same as a `triton.jit` function, elementwise in float32; a GPU needs it."""
+    """An activation that the kernels lack (docs/adding-a-model.md).
+
+    `function(gate, up)`, or `function(x)` without a gate, takes float32 tensors. `triton` is the
+    same as an elementwise `triton.jit` function in float32; a GPU needs it.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -44,8 +47,11 @@ Activation: TypeAlias = NamedActivation | ClampedSwiglu | OwnActivation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnNorm:
-    """A norm that the kernels lack. `function(x, weight, bias, eps)` maps x [T, E] in float32 to the same shape. Weight [E] and
-    bias ([E] or None) are passed as they are stored. It runs in torch on every device."""
+    """A norm that the kernels lack.
+
+    `function(x, weight, bias, eps)` maps x [T, E] in float32 to the same shape. Weight [E] and bias
+    ([E] or None) are passed as they are stored. It runs in torch on every device.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -53,25 +59,25 @@ class OwnNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function of one's own.
-
-    Gemma stores weights less one, so its weight_offset is 1.
-    """
+    """A norm. `rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight +
+    bias. Or a function of one's own. Gemma stores weights minus one, so its weight_offset is 1.
+    `gain` multiplies the stored weights."""
 
     kind: Literal["rms", "layer"] | OwnNorm
     size: int
     eps: float
     bias: bool = False
     weight_offset: float = 0.0
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps <= 1:  # NaN is neither
+        if not 0 <= self.eps <= 1:  # NaN fails, too
             raise UnsupportedModelError(
                 f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps"
             )
 
     def shapes(self, name: str) -> dict[str, Shape]:
-        """The shapes of its parameters."""
+        """The shapes of the norm's parameters."""
         return dict.fromkeys(
             (f"{name}.weight", f"{name}.bias") if self.bias else (f"{name}.weight",), (self.size,)
         )

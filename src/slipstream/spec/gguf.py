@@ -1,8 +1,10 @@
-"""A reader of GGUF files: their metadata, and the bytes of their tensors. Little-endian, versions 2 and 3. No torch.
+"""A reader of GGUF files: their metadata and their tensors' bytes. Little-endian, versions 2 and 3.
+No torch.
 
-1. The file is mapped. Opening reads the header alone; a tensor's bytes are read when they are asked for.
-2. Every count, length and offset is checked against the file's size before it is used. A damaged or hostile file raises a
-   CheckpointError that names the place. It can't cause a hang, a huge allocation or a read beyond the end.
+1. The file is mapped. Opening it reads only the header; a tensor's bytes are read when asked for.
+2. Every count, length and offset is checked against the file's size before use. A damaged or
+   hostile file raises a CheckpointError that names the place. It can't cause a hang, a huge
+   allocation or a read beyond the end.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from slipstream.errors import CheckpointError
 from slipstream.spec.gguf_parts import parts_of
 
-if TYPE_CHECKING:  # NumPy is imported where a file is opened: this module's names stand in the options, and `--help` is quick
+# NumPy is imported only when a file is opened: the command line imports this module, and `--help`
+# must be quick.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
@@ -57,7 +61,7 @@ _OTHER_TYPES = {
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
-"""Types that are not supported; their names are for the message."""
+"""Unsupported types; their names are for the message."""
 
 _SCALARS = {
     0: "B",
@@ -104,8 +108,9 @@ class GGUFTensor:
 class GGUFFile:
     """An open file: its `metadata` and `tensors` by name. `raw` gives a tensor's bytes.
 
-    A model in parts is read as one file, whichever of them is given. `path` is then the first, which has the metadata, and
-    `files` are all. A part that is missing, or is another model's, raises a CheckpointError that names it.
+    A model in parts is read as one file, whichever part is given. `path` is the first, which has
+    the metadata, and `files` are all. A missing part, or another model's, raises a CheckpointError
+    that names it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -126,7 +131,7 @@ class GGUFFile:
         if count != len(self.files):
             given = f"split.count = {count}" if count else "no split.count"
             raise CheckpointError(
-                f"{self.path} has {given}, and its name is of {len(self.files)} parts: they are named "
+                f"{self.path} has {given}, and its name says {len(self.files)} parts: they are named "
                 "NAME-00001-of-00003.gguf and so on",
                 field="split.count",
             )
@@ -189,7 +194,7 @@ class GGUFFile:
         for _ in range(num_metadata):
             key = reader.string("a metadata key")
             if key in self.metadata:
-                raise reader.error(f"the metadata key {key!r} stands there twice", key)
+                raise reader.error(f"the metadata key {key!r} appears twice", key)
             self.metadata[key] = reader.value(key)
         self.tensors: dict[str, GGUFTensor] = self._read_tensors(reader, num_tensors)
 
@@ -202,8 +207,8 @@ class GGUFFile:
         return flat.reshape(-1, tensor.quant.block_bytes)
 
     def let_go(self, name: str | None = None) -> None:
-        """Give the pages of a tensor, or of the whole file, back to the system after a read. A later read comes from the
-        file."""
+        """Give a tensor's pages, or the whole file's, back to the system after a read. Later reads
+        come from the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         if name is None:
@@ -243,7 +248,7 @@ class GGUFFile:
                 known = " ".join(t.name for t in TYPES.values())
                 later = "; a later release reads IQ and TQ" if kind[:2] in ("IQ", "TQ") else ""
                 raise reader.error(
-                    f"the tensor {name!r} has the type {kind}, which is not supported{later}. Take a file with the types "
+                    f"the tensor {name!r} has the type {kind}, which is not supported{later}. Use a file with the types "
                     f"{known}, such as Q4_K_M",
                     name,
                 )
@@ -258,7 +263,7 @@ class GGUFFile:
         for name, shape, quant, offset in entries:
             tensor = GGUFTensor(name, shape, quant, start + offset)
             if name in tensors:
-                raise reader.error(f"the tensor {name!r} stands there twice", name)
+                raise reader.error(f"the tensor {name!r} appears twice", name)
             if 0 in shape or shape[-1] % quant.block_size:
                 raise reader.error(
                     f"the tensor {name!r} has shape {list(shape)}; rows of {quant.name} are multiples of "
@@ -285,7 +290,8 @@ class GGUFFile:
 
 
 class _Reader:
-    """A cursor over the header. A count is checked against the bytes that are left before anything is allocated for it."""
+    """A cursor over the header. A count is checked against the remaining bytes before anything is
+    allocated for it."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path = data, path
@@ -306,7 +312,7 @@ class _Reader:
         raise self.error(f"GGUF version {version} is not supported, 2 and 3 are{hint}")
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Step over bytes, which must be there. Returns where they begin."""
+        """Step over bytes, and return where they begin. CheckpointError if the file ends before."""
         begin = self.offset
         if num_bytes > self.size - begin:
             raise self.error(
@@ -321,7 +327,7 @@ class _Reader:
         )[0]
 
     def count(self, what: str, each: int) -> int:
-        """Read a number of entries, which take at least `each` bytes."""
+        """Read a number of entries that take at least `each` bytes."""
         count: int = self.scalar("Q", what)
         if count * each > self.size - self.offset:
             raise self.error(
@@ -367,7 +373,7 @@ class _Reader:
         return count
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """Read an array of strings. `string` is inlined: a vocabulary has hundreds of thousands of them."""
+        """Read an array of strings. `string` is inlined: a vocabulary has hundreds of thousands."""
         data, size, offset = self.data, self.size, self.offset
         length_at: Callable[[mmap.mmap, int], tuple[int]] = struct.Struct("<Q").unpack_from
         strings = []

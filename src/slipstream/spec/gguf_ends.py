@@ -1,9 +1,11 @@
 """The tokens of a GGUF file that end an answer, by llama.cpp's rule. No torch.
 
-1. Those that the metadata numbers: `eos`, `eot`, `eom`, and `fim_pad`, `fim_rep`, `fim_sep` of models that fill in code.
-2. Those with a name of `END_NAMES`, whatever their type: many files number one end only, and some mark ends as plain text.
-3. For each `fim_*` that has no number, the first token with one of its names.
-4. A name is none where others show that it means something else (`_MEANS_MORE`).
+1. Tokens with a number in the metadata: `eos`, `eot`, `eom`, and `fim_pad`, `fim_rep`, `fim_sep` of
+   models that fill in code.
+2. Tokens with a name in `END_NAMES`, of any type: many files number only one end, and some mark
+   ends as plain text.
+3. For each `fim_*` without a number, the first token with one of its names.
+4. Except a name that others in the vocabulary show to mean something else (`_MEANS_MORE`).
 """
 
 from __future__ import annotations
@@ -25,26 +27,26 @@ _FILL_NAMES = {
 
 _MEANS_MORE = (
     ("<|end|>", frozenset(("<|return|>", "<|call|>"))),  # gpt-oss: ends a message of several
-    ("<|end|>", frozenset(("<|flush|>", "<|call|>"))),  # Solar Open, and below
+    ("<|end|>", frozenset(("<|flush|>", "<|call|>"))),  # Solar Open, like the next two
     ("<|end|>", frozenset(("<|return|>", "<|calls|>"))),
     ("<|end|>", frozenset(("<|flush|>", "<|calls|>"))),
     ("</s>", frozenset(("<|tool_response>",))),  # Gemma 4: a tag of HTML
     ("</s>", frozenset(("<|plamo:eos|>",))),
 )
-"""A name that ends nothing where the others end an answer."""
+"""(name, others): the name ends nothing if all the others end an answer."""
 
 _NAMES = END_NAMES.union(*_FILL_NAMES.values(), ("<|plamo:eos|>",))
 
 NUMBERED = ("eos", "eot", "eom", *_FILL_NAMES)
-"""What the metadata numbers, as `tokenizer.ggml.…_token_id`."""
+"""Tokens that the metadata numbers, as `tokenizer.ggml.…_token_id`."""
 
 DEFAULT_EOS = {"llama": 2, "t5": 1}
-"""By `tokenizer.ggml.model`: SentencePiece's own, where the file is silent."""
+"""Default `eos` by `tokenizer.ggml.model`: SentencePiece's own."""
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Ids of the tokens that end an answer, those with a number in the metadata first. Numbers are passed on as they stand,
-    for the reader of ids to check."""
+    """Ids of the tokens that end an answer, numbered ones first. Numbers are not checked: the
+    reader of ids does that."""
     given, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     tokens: list[Any] = given if isinstance(given, list) else []
     named = {i: t for i, t in enumerate(tokens) if isinstance(t, str) and t in _NAMES}

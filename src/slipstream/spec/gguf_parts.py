@@ -1,4 +1,5 @@
-"""Names of GGUF files that hold one model in parts: NAME-00001-of-00003.gguf and so on, as in llama.cpp. No torch."""
+"""Names of GGUF files with one model in parts: NAME-00001-of-00003.gguf and so on, as in llama.cpp.
+No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ _MAX_PARTS = 4096
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of the model that `path` is a part of, in order, whether they are there or not. Any other file is its own."""
+    """The files of the model that `path` is a part of, in order, existing or not. Any other file is
+    a model of its own."""
     named = _PART.fullmatch(path.name)
     count = int(named[3]) if named else 0
     if named is None or not 1 <= int(named[2]) <= count <= _MAX_PARTS:
@@ -19,5 +21,5 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The folder's GGUF models: a file each, the first part of those in parts."""
+    """The GGUF models in a folder; the first file of a model in parts."""
     return list(dict.fromkeys(parts_of(file)[0] for file in sorted(folder.glob("*.gguf"))))

@@ -1,6 +1,7 @@
-"""The features of GPU architectures, as data. A kernel, or a setting, tests for a feature here, never for a version.
+"""Features of GPU architectures, as data. Kernels and settings test for a feature here, never for a
+version.
 
-A GPU architecture that is not in the table takes the newest older one's row. No torch.
+A GPU architecture that is not in the table gets the row of the newest older one. No torch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ class GpuArch:
     bfloat16: bool = True
     fp8: bool = False  # tensor cores multiply float8 e4m3
     tma: bool = False  # the copy engine moves tiles (cp.async.bulk.tensor)
-    pdl: bool = (
-        False  # a kernel may start before the one ahead has ended (programmatic dependent launch)
-    )
-    wgmma: bool = False  # warpgroup matrix instructions: the hand-scheduled prefill kernel
+    # A kernel may start before the previous one has ended (programmatic dependent launch).
+    pdl: bool = False
+    # Warpgroup matrix instructions: the hand-scheduled prefill kernel needs them.
+    wgmma: bool = False
     fp8_tile_library: bool = False  # torch._scaled_mm takes scales of 128 × 128 tiles
     one_token_kernel: bool = False  # a whole decode step of one sequence as one cooperative kernel
 
@@ -41,20 +42,20 @@ GPU_ARCHS: Mapping[tuple[int, int], GpuArch] = {
     (10, 0): GpuArch(name="Blackwell (data centre)", fp8=True, tma=True, pdl=True),
     (12, 0): GpuArch(name="Blackwell", fp8=True, tma=True, pdl=True),
 }
-"""By compute capability."""
+"""Architectures by compute capability."""
 
 INTERPRETER = GpuArch(name="Triton's interpreter", fp8=True, tma=True)
-"""Kernels that run on a CPU to be tested."""
+"""Architecture of Triton's interpreter, which runs kernels on a CPU for tests."""
 
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
 def gpu_arch(capability: tuple[int, int]) -> GpuArch:
-    """The row of a compute capability."""
+    """The row of a compute capability, or of the newest older one."""
     known = [c for c in GPU_ARCHS if c <= capability]
     return GPU_ARCHS[max(known) if known else min(GPU_ARCHS)]
 
 
 def least_with_fp8() -> tuple[int, int]:
-    """The lowest compute capability that multiplies FP8."""
+    """The lowest compute capability whose tensor cores multiply FP8."""
     return min(capability for capability, arch in GPU_ARCHS.items() if arch.fp8)

@@ -1,7 +1,7 @@
 """Reads the config of a draft head on disk into a `HeadDescription` (`spec.draft_heads`). No torch.
 
-Readers are as strict as those of models: a key of a config that could change what is computed, and that nobody reads here, is
-refused by name.
+Readers are as strict as those of models: a key that could change the computation and is not read
+here is refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ KINDS: dict[HeadMethod, str] = {
 
 
 def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadDescription:
-    """The head at `path` (an MTP layer's is the model's own) for the model `target`. What does not fit is refused by name."""
+    """The head at `path` for the model `target`; an MTP layer's path is the model's own. A misfit
+    is refused by name."""
     spec = target.spec
     if not spec.generates or spec.kind != "a decoder" or spec.embed_size is not None:
         raise UnsupportedModelError(
@@ -45,7 +46,7 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
         )
     if spec.cache_groups[0].kind != "full":
         raise UnsupportedModelError(
-            f"method {method!r} needs layers that keep all tokens of a request; take method 'ngram' or 'suffix'",
+            f"method {method!r} needs layers that keep all tokens of a request; use method 'ngram' or 'suffix'",
             field="method",
         )
     if method == "mtp":
@@ -57,7 +58,7 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
     found = _kind_of(config, names)
     if found not in (None, method):
         raise UnsupportedModelError(
-            f"{path} is a head of {KINDS[found]}: take method {found!r}", field="method"
+            f"{path} is a head of {KINDS[found]}: use method {found!r}", field="method"
         )
     if method == "medusa":
         return _read_medusa(path, config, names, spec)
@@ -69,7 +70,8 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
 
 
 def _kind_of(config: dict[str, Any], stored: frozenset[str]) -> HeadMethod | None:
-    """The kind of a head, so that its method can be named; None: neither config nor tensors tell."""
+    """The kind of a head, for an error that names its method; None: neither config nor tensors show
+    it."""
     made_for = " ".join(map(str, (*(config.get("architectures") or ()), config.get("model_type"))))
     kind, speculator = made_for.lower().replace("_", ""), config.get("speculators_model_type")
     for known in KINDS:
@@ -94,24 +96,22 @@ def _kind_of(config: dict[str, Any], stored: frozenset[str]) -> HeadMethod | Non
 def _opened(
     path: Path, config: dict[str, Any], target: ModelSpec, kind: HeadMethod
 ) -> tuple[ConfigReader, ConfigReader, bool]:
-    """(the config, its part about the layers, whether it is of the format `speculators`)"""
+    """(the config, its part about the layers, whether it has the format `speculators`)."""
     c = ConfigReader(config, f"{path.name}/config.json")
     is_speculators = "speculators_model_type" in c or "speculators_config" in c
     if is_speculators:
         c.require("speculators_model_type", kind)
-        c.ignore(
-            "speculators_config", "speculators_version", "has_no_defaults_at_init"
-        )  # for whom and by whom it was made
+        # The keys about the head's author and its model.
+        c.ignore("speculators_config", "speculators_version", "has_no_defaults_at_init")
     read = c.part("transformer_layer_config") if is_speculators else c
-    if kind == "eagle" and isinstance(config.get("model"), dict):  # as vLLM has it
+    if kind == "eagle" and isinstance(config.get("model"), dict):  # vLLM's format
         read = c.part("model")
         c.require("truncated_vocab_size", target.vocab_size)
     c.require("target_hidden_size", target.hidden_size)
     c.ignore("target_model_type")
     read.require("hidden_size", target.hidden_size)
-    read.ignore(
-        "sliding_window", "max_window_layers"
-    )  # without `use_sliding_window` and `layer_types`, no layer has one
+    # Without `use_sliding_window` and `layer_types`, no layer has a window.
+    read.ignore("sliding_window", "max_window_layers")
     read.require("use_sliding_window", False)
     return c, read, is_speculators
 
@@ -119,7 +119,7 @@ def _opened(
 def _layer(
     read: ConfigReader, target: ModelSpec, *, qkv_bias: str = "attention_bias", **more: Any
 ) -> tuple[LayerSpec, NormSpec]:
-    """(a layer with a norm before attention and before the MLP, that norm)"""
+    """(a layer with a norm before attention and before the MLP, that norm)."""
     h = heads(read)
     out_bias = read.take("attention_bias", bool, False)
     norm = rms(target.hidden_size, read.take("rms_norm_eps", float, 1e-6))
@@ -132,7 +132,7 @@ def _layer(
 
 
 def _without(layer: LayerSpec, norm: NormSpec) -> LayerSpec:
-    """The layer without a norm of its own before attention."""
+    """The layer without its own norm before attention."""
     return replace(layer, block=SequentialBlock(pre_mlp=norm))
 
 
@@ -148,8 +148,8 @@ def _made(
     draft_vocab_size: int,
     **parts: Any,
 ) -> HeadDescription:
-    """The head with these `parts` of its spec, and with what its file has (`stored`) of embeddings, output head and map of
-    tokens. No key of its config may be left."""
+    """A head with these `parts` of its spec. Embeddings, output head and token map are as in its
+    file (`stored`). No key of its config may be left unread."""
     has_map, has_all = bool(stored & {"d2t", "t2d"}), draft_vocab_size == target.vocab_size
     own_embedding = "embed_tokens.weight" in stored
     own_head = (
@@ -159,7 +159,7 @@ def _made(
         if reader.take("tie_word_embeddings", bool, False) and own_embedding and not own_head:
             raise reader.unsupported(
                 "tie_word_embeddings",
-                "a head with embeddings of its own needs its own lm_head.weight",
+                "a head with its own embeddings needs its own lm_head.weight",
             )
         if reader.take("embed_requires_grad", bool, False) and stored and not own_embedding:
             raise reader.unsupported(
@@ -168,7 +168,7 @@ def _made(
         reader.finish()
     if stored and not has_map and not has_all:
         raise CheckpointError(
-            f"{path} lacks d2t and t2d, one of which says what its {draft_vocab_size} tokens are of the model's",
+            f"{path} lacks d2t and t2d, one of which must map its {draft_vocab_size} tokens to the model's",
             field="d2t",
         )
     spec = LayeredSpec(
@@ -186,14 +186,16 @@ def _made(
     )
 
 
-# --- EAGLE-1 and 2 --------------------------------------------------------------------------------------------------------
+# --- EAGLE-1 and 2 -------------------------------------------------------------------
 
 
 def _read_eagle(
     path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec
 ) -> HeadDescription:
-    """The authors' files, vLLM's (the same config below `model`), and those of `speculators`. Embeddings and output head in the
-    file are copies of the model's, since neither was trained."""
+    """Read the authors' files, vLLM's (the same config below `model`) or those of `speculators`.
+
+    Embeddings and output head in the file are copies of the model's, because neither was trained.
+    """
     c, read, is_speculators = _opened(path, config, target, "eagle")
     if is_speculators:
         c.require("layernorms", False)
@@ -228,7 +230,7 @@ def _read_eagle(
     return replace(made, ignored=copies)
 
 
-# --- EAGLE-3 and P-EAGLE --------------------------------------------------------------------------------------------------
+# --- EAGLE-3 and P-EAGLE -------------------------------------------------------------
 
 
 def _read_eagle3(
@@ -240,9 +242,8 @@ def _read_eagle3(
 ) -> HeadDescription:
     c, read, is_speculators = _opened(path, config, target, method)
     if read is not c:
-        read.ignore(
-            "vocab_size"
-        )  # converters wrote others; tensors have the model's, or are refused
+        # Converters wrote other sizes here. The tensors have the model's, or are refused.
+        read.ignore("vocab_size")
     else:
         c.require("vocab_size", target.vocab_size)
         c.require("num_nextn_predict_layers", 0)
@@ -255,7 +256,7 @@ def _read_eagle3(
         if method == "peagle"
         else None
     )
-    c.ignore("parallel_drafting")  # P-EAGLE's, which its tensors show as well
+    c.ignore("parallel_drafting")  # P-EAGLE's; its tensors show it, too
     read.require("model_type", "llama", "llama3", "LlamaForCausalLMEagle3")
     count = read.size("num_hidden_layers", 1)
     read.require("layer_types", ["full_attention"] * count)
@@ -282,8 +283,11 @@ def _read_eagle3(
 def _states_read(
     c: ConfigReader, num_layers: int
 ) -> tuple[tuple[int, ...], Literal["each", "joint"] | None]:
-    """(the states that `fc` reads, their norms). `eagle_aux_hidden_state_layer_ids` count the states before layers; within
-    `eagle_config` (SGLang, ModelOpt) those behind them. ModelOpt writes `norm_before_fc` there, too."""
+    """(states that `fc` reads, their norms).
+
+    `eagle_aux_hidden_state_layer_ids` counts states before layers; within `eagle_config` (SGLang,
+    ModelOpt) states after layers. ModelOpt writes `norm_before_fc` there, too.
+    """
     key = "eagle_aux_hidden_state_layer_ids"
     given, shift = c.take(key, list, []), 0
     each, joint = c.take("fc_norm", bool, False), c.take("norm_before_fc", bool, False)
@@ -295,11 +299,11 @@ def _states_read(
         inner.require("next_layer_regular", True)
         inner.require("use_mtp_layernorm", False)
         inner.require("parallel_draft_step", 1)
-        inner.ignore("parallel_draft_heads_num_layers")  # of further steps
+        inner.ignore("parallel_draft_heads_num_layers")  # about further steps
         joint = inner.take("norm_before_fc", bool, joint)
         behind = inner.take(key, list, [])
         if given and behind:
-            raise c.unsupported(key, "is said twice, here and in eagle_config")
+            raise c.unsupported(key, "is given twice, here and in eagle_config")
         if behind:
             given, shift = behind, 1
         inner.finish()
@@ -314,7 +318,8 @@ def _states_read(
 
 
 def _rising(c: ConfigReader, key: str, given: list[Any], shift: int, last: int) -> tuple[int, ...]:
-    """`given` + `shift`, as numbers of states: that before layer 0 to that before layer `last`."""
+    """`given` + `shift` as numbers of states, where i is the state before layer i. They must rise
+    from at least 0 to at most `last`."""
     fits = all(
         isinstance(i, int) and not isinstance(i, bool) and 0 <= i + shift <= last for i in given
     )
@@ -332,14 +337,17 @@ def _mask_token(c: ConfigReader, target: ModelSpec, *keys: str) -> int:
     return found[0]
 
 
-# --- DFlash ---------------------------------------------------------------------------------------------------------------
+# --- DFlash --------------------------------------------------------------------------
 
 
 def _read_dflash(
     path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec
 ) -> HeadDescription:
-    """The authors' `dflash_config` counts the states behind layers; `speculators` those before them. Of both the last one that
-    is read stands before the final norm, which the state behind the last layer has passed."""
+    """Read a DFlash head.
+
+    The authors' `dflash_config` counts states after layers, `speculators` states before layers.
+    Both exclude the state after the last layer, because that has passed the final norm.
+    """
     c, read, is_speculators = _opened(path, config, target, "dflash")
     key, draft_vocab_size = "aux_hidden_state_layer_ids", target.vocab_size
     if is_speculators:
@@ -388,7 +396,7 @@ def _read_dflash(
     )
 
 
-# --- MTP ------------------------------------------------------------------------------------------------------------------
+# --- MTP -----------------------------------------------------------------------------
 
 
 def _read_mtp(target: ModelDescription) -> HeadDescription:
@@ -400,7 +408,7 @@ def _read_mtp(target: ModelDescription) -> HeadDescription:
         )
     if target.quantization is not None and target.quantization.rounds:
         raise UnsupportedModelError(
-            "method 'mtp' reads layers in the model's type, and this checkpoint's weights are rounded; take another method",
+            "method 'mtp' reads layers in the model's type, and this checkpoint's weights are rounded; use another method",
             field="quantization_config",
         )
     config = read_json(target.path / "config.json")
@@ -441,7 +449,7 @@ def _read_mtp(target: ModelDescription) -> HeadDescription:
     return HeadDescription(method="mtp", path=target.path, spec=head, names=names, ignored=ignored)
 
 
-# --- Medusa ---------------------------------------------------------------------------------------------------------------
+# --- Medusa --------------------------------------------------------------------------
 
 
 def _read_medusa(

@@ -1,7 +1,7 @@
-"""Mixtures whose experts stay in the host's memory and are computed there, beside a GPU: which layers, and the weights' names.
+"""Mixtures whose experts stay in the host's memory and are computed there, next to a GPU.
 
-A token reads few of a mixture's experts. So a host whose memory is slow still keeps up with a GPU that does everything else
-(KTransformers; llama.cpp's `--n-cpu-moe`).
+A token reads few of a mixture's experts. So a host with slow memory keeps up with a GPU that does
+everything else (KTransformers; llama.cpp's `--n-cpu-moe`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ def mixtures(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def host_weights(spec: ModelSpec, num_layers: int) -> dict[str, int]:
-    """The experts' weights of the first so many mixtures, by our names, with the number of the experts."""
+    """The experts' weights of the first `num_layers` mixtures, by our names, with the number of
+    experts of each."""
     found: dict[str, int] = {}
     for i in mixtures(spec)[:num_layers]:
         own = spec.layers[i].mlp

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from slipstream.spec.functions import Activation, NormSpec, Shape
+from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape
 from slipstream.spec.positions import AlibiSpec, BucketSpec, RopeSpec
 from slipstream.spec.recurrent import RecurrentSpec
 
@@ -40,9 +40,10 @@ class QKNormSpec:
     1. `head`: each head, with one weight for all heads, RMS (Qwen 3, Gemma 3).
     2. `row`: all heads together, RMS (OLMo 2).
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
+    4. `layer`: each head, with one weight and one bias for all heads, layer norm (Phi).
     """
 
-    over: Literal["head", "row", "each"]
+    over: Literal["head", "row", "each", "layer"]
     eps: float
     weight_offset: float = 0.0
 
@@ -55,6 +56,9 @@ class AttentionSpec:
     `softcap`: scores become tanh(s / cap) · cap.
     `clip_qkv`: q, k and v are clamped to ± this number (MPT).
     `sinks`: each head has a learned score without a value, which its softmax counts in the denominator (gpt-oss).
+    `value_eps`: each head's values pass an RMS norm with this epsilon and without weights (Gemma 4).
+    `keys_as_values`: the values are the product's keys, before their norm and rotation (Gemma 4).
+    `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
     `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next).
     `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
     those of zeros.
@@ -73,6 +77,9 @@ class AttentionSpec:
     clip_qkv: float | None = None
     qk_norm: QKNormSpec | None = None
     sinks: bool = False
+    value_eps: float | None = None
+    keys_as_values: bool = False
+    kv_from: int | None = None
     gated: bool = False
     of_heads: tuple[int, int] | None = None
 
@@ -90,30 +97,39 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def qkv_rows(self) -> tuple[int, ...]:
+        """Rows of q, k and v in their product, as far as it has them."""
+        q = self.gate_size + self.q_size
+        if self.kv_from is not None:
+            return (q,)
+        return (q, self.kv_size, self.kv_size)[: 2 if self.keys_as_values else 3]
+
+    @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """The numbers of weights in q's norm and in k's."""
         if self.qk_norm is None:
             return 0, 0
         return (
-            (self.head_dim, self.head_dim)
-            if self.qk_norm.over == "head"
+            (self.head_dim, self.head_dim if self.kv_from is None else 0)
+            if self.qk_norm.over in ("head", "layer")
             else (self.q_size, self.kv_size)
         )
 
     @property
     def cached_size(self) -> int:
-        """Numbers in the cache for each token."""
+        """Numbers of a token that are read from the cache, and kept there by the layer that owns them."""
         return 2 * self.kv_size
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        rows = self.gate_size + self.q_size + 2 * self.kv_size
-        found = linear_shapes("attention.qkv", rows, hidden_size, self.qkv_bias)
+        found = linear_shapes("attention.qkv", sum(self.qkv_rows), hidden_size, self.qkv_bias)
         for x, size in zip("qk", self.qk_norm_sizes, strict=True):
             if size:
                 each = self.qk_norm is not None and self.qk_norm.over == "each"
                 found[f"attention.{x}_norm.weight"] = (
                     (size // self.head_dim, self.head_dim) if each else (size,)
                 )
+            if size and self.qk_norm is not None and self.qk_norm.over == "layer":
+                found[f"attention.{x}_norm.bias"] = (size,)
         if isinstance(self.position, BucketSpec) and self.position.own:
             found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
         if self.sinks:
@@ -152,6 +168,7 @@ class LatentAttentionSpec:
     bias: bool = False
 
     num_kv_heads: ClassVar[int] = 1
+    kv_from: ClassVar[None] = None
 
     @property
     def rotary_dim(self) -> int:
@@ -246,7 +263,7 @@ class MoESpec:
     2. The `num_experts_per_token` experts with the highest scores are chosen. `correction` adds a learned number to each
        score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
     3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
-       `weight_scale` multiplies them at the end.
+       `weight_scale` multiplies them at the end, and with `expert_scales` each expert's own learned number (Gemma 4).
 
     `held`: (first, number) of the experts whose weights are here, if other ranks have the others. All are routed to.
     """
@@ -260,6 +277,7 @@ class MoESpec:
     correction: bool = False
     groups: GroupLimit | None = None
     weight_scale: float = 1.0
+    expert_scales: bool = False
     shared: SharedExpertSpec | None = None
     held: tuple[int, int] | None = None
 
@@ -278,6 +296,8 @@ class MoESpec:
         found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
         if self.correction:
             found["correction.weight"] = (self.num_experts,)
+        if self.expert_scales:
+            found["expert_scales.weight"] = (self.num_experts,)
         found |= self.expert.shapes(hidden_size, "experts", self.num_local_experts)
         if self.shared is not None:
             found |= self.shared.mlp.shapes(hidden_size, "shared")
@@ -296,7 +316,7 @@ class TransformerBlock:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """By name, in the order of computation."""
+        """The block's norms by name, in the order of computation."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
@@ -313,6 +333,17 @@ class SequentialBlock(TransformerBlock):
     pre_cross: NormSpec | None = None
     pre_mlp: NormSpec | None = None
     post_mlp: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinBlock(SequentialBlock):
+    """A sequential block whose mixture and shared expert have norms of their own (Gemma 4):
+    h += post_mlp(post_shared(shared(pre_mlp(h))) + post_experts(experts(pre_experts(h)))). The router reads pre_router(h)."""
+
+    pre_router: NormSpec
+    pre_experts: NormSpec
+    post_shared: NormSpec
+    post_experts: NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,9 +366,31 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnInputSpec:
+    """The addition after a layer's MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
+
+    x are the numbers [first, first + size) of the model's layer inputs (`LayerInputsSpec`).
+    """
+
+    size: int
+    first: int
+    activation: NamedActivation
+    norm: NormSpec
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        gate = linear_shapes("own_input.gate", self.size, hidden_size)
+        return (
+            gate
+            | linear_shapes("own_input.project", hidden_size, self.size)
+            | self.norm.shapes("own_input.norm")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
-    the encoder's last states; its heads are those of `attention`.
+    the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the layer is multiplied by a
+    learned number (Gemma 4).
 
     A hybrid's layer has a `recurrent` part in the place of attention, or next to it: then both read the same norm, and
     their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba)."""
@@ -348,6 +401,8 @@ class LayerSpec:
     residual_scale: float = 1.0
     cross: AttentionSpec | None = None
     recurrent: RecurrentSpec | None = None
+    own_input: OwnInputSpec | None = None
+    scaled: bool = False
 
     @property
     def self_attention(self) -> AttentionKind:
@@ -380,6 +435,8 @@ class LayerSpec:
             and self.cross is None
             and self.recurrent is None
             and self.mlp is not None
+            and self.own_input is None
+            and not self.scaled
         )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
@@ -393,7 +450,11 @@ class LayerSpec:
             found |= self.recurrent.shapes(hidden_size)
         if self.cross is not None:
             found |= self.cross.cross_shapes(hidden_size)
-        return found if self.mlp is None else found | self.mlp.shapes(hidden_size)
+        if self.mlp is not None:
+            found |= self.mlp.shapes(hidden_size)
+        if self.own_input is not None:
+            found |= self.own_input.shapes(hidden_size)
+        return found | ({"scalar.weight": (1,)} if self.scaled else {})
 
     def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
         """The shapes of the weights that schemes quantise."""

@@ -32,11 +32,13 @@ from slipstream.spec.layers import LatentAttentionSpec as LatentAttentionSpec
 from slipstream.spec.layers import LayerSpec as LayerSpec
 from slipstream.spec.layers import MLPSpec as MLPSpec
 from slipstream.spec.layers import MoESpec as MoESpec
+from slipstream.spec.layers import OwnInputSpec as OwnInputSpec
 from slipstream.spec.layers import ParallelBlock as ParallelBlock
 from slipstream.spec.layers import PostNormBlock as PostNormBlock
 from slipstream.spec.layers import QKNormSpec as QKNormSpec
 from slipstream.spec.layers import SequentialBlock as SequentialBlock
 from slipstream.spec.layers import SharedExpertSpec as SharedExpertSpec
+from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
@@ -44,6 +46,8 @@ from slipstream.spec.positions import LearnedPositionSpec as LearnedPositionSpec
 from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
 from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
+from slipstream.spec.positions import ProportionalScaling as ProportionalScaling
+from slipstream.spec.positions import RopeScaling as RopeScaling
 from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
@@ -63,6 +67,30 @@ class EncoderSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
     start_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsSpec:
+    """Inputs that layers read beside the residual (Gemma 3n and 4; `OwnInputSpec`), `size` numbers for each of `num_layers`.
+
+    They are (norm(project(h)) + scale · row) · factor, where h are the first layer's inputs and `row` is the token's in a table
+    of `vocab_size` tokens. The norm is over each layer's numbers. The table is looked up, so it stays as it is stored.
+    """
+
+    vocab_size: int
+    size: int
+    num_layers: int
+    scale: float
+    factor: float
+    norm: NormSpec
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        width = self.num_layers * self.size
+        return {
+            "layer_inputs.table.weight": (self.vocab_size, width),
+            "layer_inputs.project.weight": (width, hidden_size),
+            **self.norm.shapes("layer_inputs.norm"),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +117,7 @@ class ClassifierSpec:
 
 
 MAX_EXPERTS = 2**18
-"""In all layers together. Each has a line in the table of names."""
+"""Most experts of all layers together: each has a line in the table of names."""
 
 MAX_PARAMETERS = 2**45
 
@@ -111,8 +139,10 @@ class ModelSpec:
 
     `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
     `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT 350M).
-    `embed_norm`: a norm of the embeddings (BLOOM).
+    `embed_norm`: a norm of the embeddings (BLOOM). If it has the width `embed_size`, so have positions and token types, and
+    the projection in comes after the norm and has a bias (ELECTRA).
     `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
+    `layer_inputs`: tables and a product that give each layer an input of its own (Gemma 3n and 4).
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes behind.
@@ -137,6 +167,7 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     encoder: EncoderSpec | None = None
     vision: VisionSpec | None = None
+    layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -164,6 +195,13 @@ class ModelSpec:
             )
         if self.vision is not None:
             self.vision.check(self.vocab_size)
+        for i, layer in enumerate(self.layers):
+            source = None if layer.attention is None else layer.attention.kv_from
+            if source is not None and not 0 <= source < i:
+                raise UnsupportedModelError(
+                    f"layer {i} reads the keys and values of layer {source}, which is no layer before it",
+                    field="num_kv_shared_layers",
+                )
         for layer in self.all_layers:
             a, r = layer.attention, layer.recurrent
             if a is None and r is None:
@@ -237,18 +275,19 @@ class ModelSpec:
 
     @property
     def is_encoder(self) -> bool:
-        """It reads whole texts and generates none."""
+        """Whether the model reads whole texts and generates none."""
         first = self.layers[0].attention
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
     def generates(self) -> bool:
-        """It has an output head, so it generates text."""
+        """Whether the model has an output head and so generates text."""
         return not self.is_encoder and self.classifier is None and not self.headless
 
     @property
     def kind(self) -> ModelKind:
-        """For messages. Only a decoder can be scored on text, be compressed, and have a canary."""
+        """The kind of model, for messages. Only a decoder can be scored on text, be compressed, and
+        have a canary."""
         if self.encoder is not None:
             return "an encoder-decoder"
         if self.classifier is not None:
@@ -278,6 +317,11 @@ class ModelSpec:
         return self.hidden_size if self.embed_size is None else self.embed_size
 
     @property
+    def sums_narrow(self) -> bool:
+        """Embeddings, positions and token types are added and normed before they are projected to the layers' width."""
+        return self.embed_norm is not None and self.embed_norm.size == self.embed_size
+
+    @property
     def num_parameters(self) -> int:
         """Distinct parameters: a tied output head counts once."""
         return sum(map(math.prod, parameters(self).values()))
@@ -286,7 +330,11 @@ class ModelSpec:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
         groups = group_layers(
-            {i: x.attention for i, x in enumerate(self.layers) if x.attention is not None},
+            {
+                i: x.attention
+                for i, x in enumerate(self.layers)
+                if x.attention is not None and x.attention.kv_from is None
+            },
             self.max_position,
             divide=not self.is_encoder,
         )
@@ -295,15 +343,22 @@ class ModelSpec:
         return tuple(groups)
 
     @property
+    def owners(self) -> tuple[int, ...]:
+        """The layer, for each one, that caches the keys and values that it reads."""
+        kept = (None if x.attention is None else x.attention.kv_from for x in self.layers)
+        return tuple(i if source is None else source for i, source in enumerate(kept))
+
+    @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """For each layer, the index of the group with its own keys and values; 0 for a layer without attention."""
+        """The index of the group with a layer's own keys and values, for each layer; 0 for a layer
+        without attention."""
         found = {
             layer: i
             for i, group in enumerate(self.cache_groups)
             if group.kind != "cross"
             for layer in group.layers
         }
-        return tuple(found.get(i, 0) for i in range(self.num_layers))
+        return tuple(found.get(i, 0) for i in self.owners)
 
     @property
     def cross_group(self) -> int:
@@ -312,14 +367,14 @@ class ModelSpec:
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """For each layer, the cache tensor that it uses: its place in its group, −1 without attention. An encoder's layers all
-        use the first in turn."""
+        """The cache tensor that each layer uses: its place in its group, −1 without attention. An
+        encoder's layers all use the first in turn."""
         if self.is_encoder:
             return (0,) * self.num_layers
         found = {
             x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)
         }
-        return tuple(found.get(i, -1) for i in range(self.num_layers))
+        return tuple(found.get(i, -1) for i in self.owners)
 
     def block_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of a block, in all cache tensors, for each of its tokens."""
@@ -332,8 +387,9 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. Of an
-        encoder the largest layer's, since its layers use one cache in turn."""
-        sizes = [a.cached_size * element_bytes for a in self.attentions]
+        encoder the largest layer's, since its layers use one cache in turn. A layer that reads another's keys and values has
+        none."""
+        sizes = [a.cached_size * element_bytes for a in self.attentions if a.kv_from is None]
         return max(sizes) if self.is_encoder else sum(sizes)
 
     def state_bytes(self, element_bytes: int) -> int:
@@ -361,7 +417,8 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
         return int(name.split(".")[1]) in spec.local_layers
     if name == "embed.weight":
         return spec.has_first or (spec.tied_embeddings and spec.has_last)
-    if name.startswith(("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.")):
+    first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.", "layer_inputs.")
+    if name.startswith(first):
         return spec.has_first
     return name == "distances.weight" or spec.has_last
 
@@ -370,19 +427,22 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
     hidden, width = spec.hidden_size, spec.embed_width
     found: dict[str, Shape] = {"embed.weight": (spec.vocab_size, width)}
     if spec.embed_size is not None:
-        found["embed_in.weight"] = (hidden, width)
+        found |= linear_shapes("embed_in", hidden, width, bias=spec.sums_narrow)
+    summed = width if spec.sums_narrow else hidden
     if spec.learned_positions is not None:
-        found["positions.weight"] = (spec.learned_positions.num_positions, hidden)
+        found["positions.weight"] = (spec.learned_positions.num_positions, summed)
     if spec.num_token_types:
-        found["token_types.weight"] = (spec.num_token_types, hidden)
+        found["token_types.weight"] = (spec.num_token_types, summed)
     if spec.embed_norm is not None:
         found |= spec.embed_norm.shapes("embed_norm")
+    if spec.layer_inputs is not None:
+        found |= spec.layer_inputs.shapes(hidden)
     if spec.encoder is not None:
         found |= _stack_shapes("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden)
     found |= _stack_shapes("", spec.layers, spec.final_norm, hidden)
     if spec.classifier is not None:
         found |= spec.classifier.shapes(hidden)
-    if spec.embed_size is not None:
+    if spec.embed_size is not None and spec.generates:
         found["embed_out.weight"] = (width, hidden)
     if spec.has_head:
         found["head.weight"] = (spec.vocab_size, width)

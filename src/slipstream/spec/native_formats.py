@@ -1,5 +1,7 @@
-"""Decides which quantised weights of a checkpoint stay in their stored format when they are loaded, for both the loader and the
-memory ledger. No torch."""
+"""Decides which quantised weights of a checkpoint keep their stored format when loaded. No torch.
+
+The loader and the memory ledger both use it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ PRODUCTS = (
 
 
 def is_product(target: str) -> bool:
-    """Whether `target` is a weight that may be quantised: that of a layer's product, or the output head. An image encoder's
-    are not."""
+    """Whether `target` is a weight that may be quantised: a layer's product or the output head, not
+    an image encoder's."""
     return target == "head.weight" or (
         target.endswith(PRODUCTS) and not target.startswith("vision.")
     )
@@ -45,7 +47,8 @@ def native_weight_bytes(
     *,
     on_cpu: bool = False,
 ) -> int:
-    """Bytes of one parameter: rounded by `scheme`, in its own format of `native_formats` (without its scales), or dense."""
+    """Bytes of a parameter: rounded by `scheme`, in its format of `native_formats` (without
+    scales), or dense."""
     if scheme is not None and rounds(scheme, target):
         return scheme.weight_bytes(*shape, on_cpu=on_cpu)
     return (
@@ -54,7 +57,8 @@ def native_weight_bytes(
 
 
 def is_expandable(target: str) -> bool:
-    """Whether a checkpoint may store `target` quantised. Besides the products this is `expand`, which is expanded at load."""
+    """Whether a checkpoint may store `target` quantised: a product, or `expand`, which is expanded
+    at load."""
     return is_product(target) or target.endswith(".expand.weight")
 
 
@@ -64,17 +68,16 @@ def native_formats(
     formats: StoredFormats,
     rounded: frozenset[str],
 ) -> dict[str, WeightFormat]:
-    """The format of each weight that can stay as the checkpoint stores it, for an op set with the products `rounded`. Tensors
-    that we hold as one weight must have the same format."""
+    """The format of each weight that can stay as the checkpoint stores it, for an op set with the
+    products `rounded`. Tensors that we hold as one weight must have the same format."""
     found: dict[str, set[WeightFormat | None]] = {}
     for name, place in names.items():
         if is_product(place.target):
             fmt = formats.of(name.removesuffix(".weight"))
             able = rounded - {"int8-split"} if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
-            plain = plain and (
-                fmt is None or place.start % fmt.block_rows == 0
-            )  # a tile must not have rows of two tensors
+            # No tile may have rows of two tensors.
+            plain = plain and (fmt is None or place.start % fmt.block_rows == 0)
             ours = (
                 fmt is not None
                 and fmt.product in able
@@ -85,14 +88,19 @@ def native_formats(
 
 
 def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat]:
-    """The formats of all products' weights by one scheme, and of the head if the scheme has it."""
+    """The format of `scheme` for all products' weights, and for the head if the scheme quantises
+    it."""
     heads = ("head.weight",) if SCHEMES[scheme].head else ()
     return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
 
 
 def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:
-    """The group size in which a weight [rows, inner] is held. It is one that the products have; scales are repeated for it. 0:
-    a scale a row, or a tile. None: the products can't take this shape."""
+    """The group size in which a weight [rows, inner] is held, out of those that the products
+    support.
+
+    Scales are repeated for it. 0: one scale a row, or a tile. None: the products can't take this
+    shape.
+    """
     if fmt.block_rows > 1:
         return 0 if inner % FP8_TILE == 0 else None
     if fmt.inputs is not None:

@@ -1,8 +1,9 @@
-"""Weights that are not all kept in memory: which layers are read as they are needed.
+"""Weights that are not all kept in memory: the choice of the layers to read in each step.
 
-A step of such a model runs layer by layer. While one layer is computed, the next of those that are not kept is read into one of
-two places in memory, in turn. A step takes at least as long as its reading, whatever the number of its tokens: so large batches
-are what pays (FlexGen, Sheng et al. 2023; DeepSpeed ZeRO-Inference, Aminabadi et al. 2022).
+A step of such a model runs layer by layer. While one layer is computed, the next streamed layer is
+read into one of two slots in memory, in turn. A step takes at least as long as its reading,
+whatever the number of its tokens. So large batches pay off (FlexGen, Sheng et al. 2023; DeepSpeed
+ZeRO-Inference, Aminabadi et al. 2022).
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 
 NUM_SLOTS = 2
-"""Places in memory for layers that are read: one is computed with while the next is filled."""
+"""Memory slots for streamed layers: one is computed with while the other is filled."""
 
 CHUNK = 8 * 2**20
-"""Bytes of a read."""
+"""Bytes of a single read from disk."""
 
 PIECE = 64 * 2**20
-"""Most bytes of a copy from the host to a GPU: 1.2 ms at 55 GB/s. A power of two, as torch rounds pinned memory up to one."""
+"""Most bytes of a copy from the host to a GPU: 1.2 ms at 55 GB/s. A power of two: torch rounds
+pinned memory up to one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """`streamed`: the layers that are read in every step. `resident_bytes`: what is kept, `slot_bytes` of it for layers being
-    read. `read_bytes`: what a step reads."""
+    """A plan of the layers that stay in memory, and those that are read in every step (`streamed`).
+
+    `resident_bytes`: memory in use, including `slot_bytes` for streamed layers. `read_bytes`: bytes
+    that a step reads.
+    """
 
     num_layers: int
     streamed: tuple[int, ...]
@@ -41,8 +46,12 @@ class OffloadPlan:
 
 
 def plan_offload(layer_bytes: Sequence[int], other_bytes: int, budget: int) -> OffloadPlan | None:
-    """Which layers to read, so that no more than `budget` bytes of weights are in memory: as few as possible, evenly spread, so
-    that each is read while others are computed. None: all fit. ConfigError: the budget is below what any way needs."""
+    """Plan which layers to read, so that at most `budget` bytes of weights are in memory. None: all
+    fit.
+
+    It reads as few layers as possible, evenly spread, so that each is read while others are
+    computed. ConfigError if no plan fits the budget.
+    """
     count = len(layer_bytes)
     if other_bytes + sum(layer_bytes) <= budget:
         return None
@@ -64,6 +73,6 @@ def plan_offload(layer_bytes: Sequence[int], other_bytes: int, budget: int) -> O
                 read_bytes=read,
             )
     raise ConfigError(
-        f"weights_bytes={budget} is less than embeddings, head and {NUM_SLOTS} layers take ({kept}); raise it",
+        f"weights_bytes={budget} is less than the bytes of embeddings, head and {NUM_SLOTS} layers ({kept}); raise it",
         field="weights_bytes",
     )

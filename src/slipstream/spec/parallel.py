@@ -1,19 +1,22 @@
-"""How a model is split over the ranks of a group: the one place that says which rank holds what. No torch.
+"""The split of a model over the ranks of a group: the one place that says which rank holds what. No
+torch.
 
 The split is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053), read from the `ModelSpec`:
 
 | parameters | a rank has |
 | --- | --- |
 | q, k, v; `up` (gate and up) | the rows of its heads, or of its share of the inner dimension |
-| `out`; `down` | the columns that go with them; its result is a part of a sum |
+| `out`; `down` | the matching columns; its result is a part of a sum |
 | experts | its share of each one's inner dimension, or whole experts (`Shard.experts`) |
-| a shared expert | its share of the inner dimension; where only experts are dealt out, all of it |
+| a shared expert | its share of the inner dimension; all of it if only experts are split |
 | embeddings, output head | its share of the vocabulary |
-| norms, routers, latents, position tables, biases of parts of a sum | all of it; such a bias counts on rank 0 |
+| norms, routers, latents, position tables | all of them |
+| biases of parts of a sum | all of them; they are added on rank 0 |
 
-A query head needs its kv head on the same rank (`heads_of`). Where heads don't divide, several ranks have the same kv head, or
-the last ranks have heads of zeros, whichever is less. Inner dimensions that don't divide end in zeros, too. A head of zeros
-adds nothing, since the output's columns for it are zeros.
+A query head needs its kv head on the same rank (`heads_of`). If heads don't divide, several ranks
+have the same kv head, or the last ranks have heads of zeros, whichever costs less. Inner dimensions
+that don't divide end in zeros, too. A head of zeros adds nothing, because its columns of the output
+product are zeros.
 """
 
 from __future__ import annotations
@@ -43,23 +46,23 @@ from slipstream.spec.model import (
 from slipstream.spec.parameters import Placement
 
 Range: TypeAlias = tuple[int, int]
-"""[first, last + 1); (−n, 0) stands for n zeros, which the model has not got."""
+"""[first, last + 1) of rows or columns. (−n, 0) means n zeros, which the model does not have."""
 
 VOCAB_MULTIPLE = 16
-"""A rank's share of the vocabulary is a multiple of this, as 8-bit products need their rows. Rows beyond the last token are
-zeros."""
+"""Padding multiple for a rank's rows of the vocabulary, as 8-bit products require. Rows after the
+last token are zeros."""
 
 COPIED_SUMS_FROM = 2048
-"""Tokens of the smallest step whose sums two GPUs copy to each other beside the products. Those of short pieces lose more than
-is gained."""
+"""Fewest tokens of a step in which two GPUs copy sums to each other while products run. In smaller
+steps the products are cut into pieces too short to gain from it."""
 
 INNER_MULTIPLE = 16
-"""So is a share of an inner dimension that has to end in zeros."""
+"""Padding multiple for a rank's slice of an inner (K) dimension."""
 
 
 class SplitUnits(NamedTuple):
-    """A rank's inputs of attention's output product, and of an MLP's second product, are multiples of these, since so many
-    share a scale."""
+    """Divisors of a rank's number of inputs to attention's output product and to an MLP's second
+    product: this many inputs share a scale."""
 
     attention: int = 1
     mlp: int = 1
@@ -70,10 +73,13 @@ ONE_UNIT = SplitUnits()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` ranks that compute a model's layers together. `tensor`: attention, dense MLPs and the vocabulary are split.
-    `experts`: each rank has whole experts; otherwise a part of every expert. With `experts` alone each rank has requests of its
-    own (`deals_requests`). `layers`: those that these ranks compute, if others (a pipeline's other stages) compute the
-    others."""
+    """One of `size` ranks that compute a model's layers together.
+
+    - `tensor`: attention, dense MLPs and the vocabulary are split.
+    - `experts`: each rank has whole experts; otherwise a part of every expert. With `experts` alone
+      each rank has its own requests (`deals_requests`).
+    - `layers`: the layers of these ranks, if a pipeline's other stages compute the others.
+    """
 
     rank: int
     size: int
@@ -83,11 +89,11 @@ class Shard:
     layers: Range | None = None
 
     def dealt(self, total: int) -> Range:
-        """This rank's of `total` things that stay whole."""
+        """This rank's range of `total` things (experts) that are not divided."""
         return self.rank * total // self.size, (self.rank + 1) * total // self.size
 
     def width(self, total: int) -> int:
-        """A rank's share of an inner dimension, zeros among the last ones'."""
+        """A rank's share of an inner dimension, including the padding of the last ranks."""
         each, unit = -(-total // self.size), self.units.mlp
         if total % self.size == 0 and each % unit == 0:
             return each
@@ -95,7 +101,8 @@ class Shard:
         return -(-each // step) * step
 
     def inner(self, total: int, offset: int = 0) -> tuple[Range, ...]:
-        """The part of an inner dimension that this rank has, which begins at `offset`."""
+        """This rank's ranges of an inner dimension of size `total`, padding included. The dimension
+        begins at row or column `offset`."""
         each = self.width(total)
         return _filled(
             (min(self.rank * each, total), min((self.rank + 1) * each, total)), each, offset
@@ -103,18 +110,23 @@ class Shard:
 
     @property
     def deals_requests(self) -> bool:
-        """Whether each rank computes requests of its own, and only a mixture's experts see the tokens of all."""
+        """Whether each rank computes its own requests, and only a mixture's experts see the tokens
+        of all."""
         return self.experts and not self.tensor and self.size > 1
 
     def vocabulary(self, size: int) -> int:
-        """Rows of the embedding table and of the output head that each rank holds, zeros among the last rank's."""
+        """Rows of the embedding table and output head on each rank, including the last rank's
+        padding."""
         return -(-size // (VOCAB_MULTIPLE * self.size)) * VOCAB_MULTIPLE if self.tensor else size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShard:
-    """The part of a parameter that a rank holds: of `count` copies (experts) from `first` on the rows `rows` and the columns
-    `columns`. None: all. `keep` is False for a bias that another rank adds; here it is zeros."""
+    """The part of a parameter that a rank holds.
+
+    It has the rows `rows` and columns `columns` (None: all) of `count` copies (experts) from
+    `first` on. `keep` is False for a bias that another rank adds; this rank has zeros.
+    """
 
     rows: tuple[Range, ...] | None = None
     columns: tuple[Range, ...] | None = None
@@ -124,7 +136,7 @@ class ParameterShard:
     keep: bool = True
 
     def within(self, start: int, stop: int) -> tuple[Range, ...]:
-        """Rows of a copy that lie in [start, stop), counted from `start`, and the zeros between two of them."""
+        """A copy's rows in [start, stop), counted from `start`, with the zeros between them."""
         if self.rows is None:
             return ((0, stop - start),)
         at = [i for i, (a, b) in enumerate(self.rows) if max(a, start) < min(b, stop)]
@@ -134,11 +146,11 @@ class ParameterShard:
         )
 
     def local_rows(self, num_rows: int) -> int:
-        """Rows of a copy of `num_rows` that are here, with zeros."""
+        """Rows on this rank of a copy with `num_rows` rows, zeros included."""
         return num_rows if self.rows is None else sum(b - a for a, b in self.rows)
 
     def _before(self, start: int) -> int:
-        """Rows here that come before the first from `start` on."""
+        """Rows on this rank before the first one from `start` on."""
         count = 0
         for a, b in self.rows or ((0, start),):
             if a >= 0 and b > start:
@@ -147,8 +159,11 @@ class ParameterShard:
         return count
 
     def placed(self, place: Placement, num_rows: int) -> tuple[Placement, tuple[Range, ...]] | None:
-        """Where a tensor's part goes, of a parameter of `num_rows` rows, and which of its rows (of each copy) that part is.
-        None: this rank has nothing of it."""
+        """The place of a tensor's part in this rank's share of a parameter with `num_rows` rows,
+        and the tensor's rows in that part.
+
+        The rows are those of each copy. None: this rank has nothing of the tensor.
+        """
         size = num_rows // self.copies
         held = self.local_rows(size)
         copy, start = (0, place.start) if place.copies is not None else divmod(place.start, size)
@@ -163,19 +178,22 @@ class ParameterShard:
 
 
 def _filled(part: Range, size: int, offset: int = 0) -> tuple[Range, ...]:
-    """The range, moved by `offset`, and zeros up to `size`."""
+    """The range moved by `offset`, then zeros up to `size`."""
     first, last = part
     own = ((first + offset, last + offset),) if first < last else ()
     missing = size - (last - first)
     return (*own, (-missing, 0)) if missing else own
 
 
-# --- Which heads ------------------------------------------------------------------------------------------------------
+# --- Which heads ---------------------------------------------------------------------
 
 
 class RankHeads(NamedTuple):
-    """A rank's heads: query heads [first, last) and the kv heads that they read, in their order. It holds `num_heads` and
-    `num_kv_heads`; those beyond the model's own are zeros. Each kv head is held `copies` times in all."""
+    """A rank's heads: query heads [first, last), and the kv heads that they read, in order.
+
+    The rank holds `num_heads` and `num_kv_heads`; those that exceed the model's are zeros. All
+    ranks together hold each kv head `copies` times.
+    """
 
     query: Range
     kv: tuple[int, ...]
@@ -189,7 +207,7 @@ class RankHeads(NamedTuple):
         return _filled((first * width, last * width), self.num_heads * width, offset)
 
     def kv_rows(self, width: int, offset: int = 0) -> tuple[Range, ...]:
-        """Of the kv heads; neighbours are one range."""
+        """Rows, or columns, of the kv heads of `width` each; adjacent ones are one range."""
         found: list[Range] = []
         for begin in (offset + head * width for head in self.kv):
             if found and found[-1][1] == begin:
@@ -211,7 +229,7 @@ def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
     slots, group = _slots(
         a.num_heads, 1 if latent else a.num_kv_heads, width, shard.size, shard.units.attention
     )
-    per_kv = -(-(a.num_heads // a.num_kv_heads) // group)  # slots of a kv head
+    per_kv = -(-(a.num_heads // a.num_kv_heads) // group)  # slots for each kv head
     total, whole = a.num_kv_heads * per_kv, a.num_heads // a.num_kv_heads
     own = range(shard.rank * slots, min((shard.rank + 1) * slots, total))
     first, last = own.start // per_kv * whole + own.start % per_kv * group, 0
@@ -226,8 +244,11 @@ def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
 
 @lru_cache(maxsize=1024)
 def _slots(num_heads: int, num_kv_heads: int, width: int, size: int, unit: int) -> tuple[int, int]:
-    """(slots of a rank, query heads of a slot). A slot has a kv head, and as many of its query heads as every other slot. Of
-    the ways to do so the one with the fewest rows of q, k and v. A rank's query heads have a multiple of `unit` numbers."""
+    """(slots of a rank, query heads of a slot).
+
+    A slot has a kv head and an equal number of its query heads. The choice with the fewest rows of
+    q, k and v is taken. A rank's query heads together have a multiple of `unit` numbers.
+    """
     whole, found = num_heads // num_kv_heads, []
     for group in range(1, whole + 1):
         slots = -(-num_kv_heads * -(-whole // group) // size)
@@ -240,7 +261,7 @@ def _slots(num_heads: int, num_kv_heads: int, width: int, size: int, unit: int) 
 
 
 def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
-    """What does not divide by the number of ranks, for a person."""
+    """Messages about the parts that don't divide by the number of ranks."""
     found: dict[str, None] = {}  # in order, each once
     n = shard.size
     for a in (x.attention for x in spec.all_layers) if shard.tensor else ():
@@ -279,12 +300,12 @@ def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
     return list(found)
 
 
-# --- A rank's spec ----------------------------------------------------------------------------------------------------
+# --- A rank's spec -------------------------------------------------------------------
 
 
 def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """What a rank computes. Its `vocab_size` stays the whole one: logits are gathered. So do its `layers`: `stage` says which
-    are here."""
+    """The spec of a rank's computation. `vocab_size` stays the whole one, because logits are
+    gathered. `layers` stay all of them; `stage` says which the rank has."""
     if shard.layers is not None:
         spec = dataclasses.replace(spec, stage=shard.layers)
     if shard.size == 1:
@@ -350,11 +371,11 @@ def split_shapes(spec: ModelSpec, shard: Shard) -> dict[str, Shape]:
     return found
 
 
-# --- Which part of each parameter -------------------------------------------------------------------------------------
+# --- Which part of each parameter ----------------------------------------------------
 
 
 def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
-    """The part of each parameter that a rank does not hold whole."""
+    """The part that a rank holds of each parameter that is split."""
     found: dict[str, ParameterShard] = {}
     if shard.size == 1:
         return found
@@ -391,7 +412,8 @@ def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
 
 
 def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
-    """By the layer's names; some that it hasn't are among them."""
+    """The part that a rank holds of each parameter of a layer, by name. Some names may be missing
+    in the layer."""
     found: dict[str, ParameterShard] = {}
     elsewhere = ParameterShard(keep=shard.rank == 0)
 
@@ -441,7 +463,8 @@ def _of_attention(
     sum_of_parts: Callable[[str, tuple[Range, ...]], None],
     product: Callable[[str, ParameterShard], None],
 ) -> dict[str, ParameterShard]:
-    """`product` and `sum_of_parts` note the cuts of a product's weight and bias."""
+    """The part that a rank holds of each attention parameter. `product` and `sum_of_parts` record
+    that of a weight and its bias."""
     found: dict[str, ParameterShard] = {}
     heads = heads_of(a, shard)
     if isinstance(a, LatentAttentionSpec):
@@ -450,10 +473,11 @@ def _of_attention(
         sum_of_parts("attention.out", heads.rows(a.value_dim))
         return found
     dim = a.head_dim
-    k_rows, v_rows = heads.kv_rows(dim, a.q_size), heads.kv_rows(dim, a.q_size + a.kv_size)
-    product("attention.qkv", ParameterShard(rows=heads.rows(dim) + k_rows + v_rows))
+    begins = (a.q_size, a.q_size + a.kv_size)[: len(a.qkv_rows) - 1]
+    kv_rows = tuple(part for begin in begins for part in heads.kv_rows(dim, begin))
+    product("attention.qkv", ParameterShard(rows=heads.rows(dim) + kv_rows))
     sum_of_parts("attention.out", heads.rows(dim))
-    if a.qk_norm is not None and a.qk_norm.over != "head":
+    if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))
         found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))
@@ -463,7 +487,7 @@ def _of_attention(
 
 
 def _inner_rows(m: DenseSpec, shard: Shard) -> tuple[Range, ...]:
-    """Rows of `up`: the gates of this rank's share, and its ups."""
+    """Rows of `up`: the gates of this rank's share, then its ups."""
     return tuple(
         part
         for i in range(1 + m.gated)
@@ -471,18 +495,17 @@ def _inner_rows(m: DenseSpec, shard: Shard) -> tuple[Range, ...]:
     )
 
 
-# --- Stages -----------------------------------------------------------------------------------------------------------
+# --- Stages --------------------------------------------------------------------------
 
 
 def even_stages(spec: ModelSpec, count: int) -> tuple[int, ...]:
-    """Numbers of layers of `count` stages, such that the stage that reads most weights for a token reads as few as can be. The
-    output head counts as the last stage's."""
+    """Numbers of layers of `count` stages, so that the largest stage reads as few weights for a
+    token as possible. The output head counts as the last stage's."""
     sizes = [_read(layer, spec.hidden_size) for layer in spec.layers]
     sizes[-1] += spec.vocab_size * spec.embed_width if spec.generates else 0
     ends = [0, *itertools.accumulate(sizes)]
-    best: dict[int, tuple[int, tuple[int, ...]]] = {
-        0: (0, ())
-    }  # layers before: (the largest stage so far, the stages)
+    # By number of layers before: (the largest stage so far, the stages).
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(count):
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for end in range(stage + 1, len(sizes) - (count - stage) + 2):
@@ -495,7 +518,7 @@ def even_stages(spec: ModelSpec, count: int) -> tuple[int, ...]:
 
 
 def _read(layer: LayerSpec, hidden_size: int) -> int:
-    """Parameters that a token's step reads."""
+    """Parameters that the step of one token reads."""
     total, m = layer.num_parameters(hidden_size), layer.mlp
     if isinstance(m, MoESpec):
         one = sum(map(math.prod, m.expert.shapes(hidden_size).values()))
@@ -503,11 +526,11 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
     return total
 
 
-# --- What can't be split ----------------------------------------------------------------------------------------------
+# --- What can't be split -------------------------------------------------------------
 
 
 def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
-    """ConfigError if `tensor` ranks are more than the model has heads, or `experts` ranks more than it has experts."""
+    """Raise ConfigError if `tensor` exceeds the model's heads, or `experts` its experts."""
     for layer in spec.all_layers if tensor > 1 else ():
         a = layer.attention
         if layer.recurrent is not None or (isinstance(a, AttentionSpec) and a.gated):

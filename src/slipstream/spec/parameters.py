@@ -1,6 +1,7 @@
-"""Where a checkpoint's tensors go in a model's parameters. No torch.
+"""The places of a checkpoint's tensors in a model's parameters. No torch.
 
-Where we hold several tensors as one parameter (q, k and v; gate and up; experts), each tensor fills a slice of its rows.
+If we hold several tensors as one parameter (q, k and v; gate and up; experts), each tensor fills a
+slice of its rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from slipstream.spec.model import parameters as parameters
 @dataclass(frozen=True, slots=True)
 class Transpose:
     """The tensor is [in, out] (GPT-2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turnable:
+    """The tensor is [out, in], or [in, out] as other writers have it (Qwen 3 VL's experts). Its shape tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class MinusOne:
 
 @dataclass(frozen=True, slots=True)
 class Deinterleave:
-    """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is [in, out] besides."""
+    """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is also [in, out]."""
 
     transposed: bool
 
@@ -51,7 +57,8 @@ class SwapGateUp:
 
 @dataclass(frozen=True, slots=True)
 class Flatten:
-    """The tensor is a convolution's, [out, *kernel]; what it slides over does not overlap, so it is a product."""
+    """The tensor is a convolution's, [out, *kernel]. Its windows do not overlap, so it is a matrix
+    product."""
 
     kernel: tuple[int, ...]
 
@@ -66,22 +73,32 @@ class Regroup:
 
 
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten | Regroup
+    Transpose
+    | Turnable
+    | Ungroup
+    | Unpermute
+    | MinusOne
+    | Deinterleave
+    | SwapGateUp
+    | Flatten
+    | Regroup
 )
 
 
 def keeps_float32(name: str) -> bool:
-    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts, and
-    the decays of recurrent layers."""
+    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts,
+    scales of experts, and the decays of recurrent layers."""
     kept = (".correction.weight", "recurrent.decay.weight", "recurrent.time.weight")
-    return name.endswith((*kept, "recurrent.skip.weight"))
+    return name.endswith((*kept, "recurrent.skip.weight", ".expert_scales.weight"))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A checkpoint tensor fills rows [start, start + rows) of parameter `target`, or all of it if `rows` is None.
+    """The place of a checkpoint tensor: rows [start, start + rows) of parameter `target`, or all if
+    `rows` is None.
 
-    With `copies` the tensor has all experts, [copies, rows, in], and fills these rows of each expert.
+    With `copies` the tensor has all experts, [copies, rows, in], and fills these rows of each
+    expert.
     """
 
     target: str

@@ -1,10 +1,12 @@
-"""How a checkpoint pools a text into one vector or score, in the files of sentence-transformers. No torch.
+"""The pooling of a text into one vector or score, read from sentence-transformers' files. No torch.
 
-1. `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first, or the last), Normalize. An unknown
-   step raises an error.
-2. A language model that scores pairs (Qwen3-Reranker) has the step LogitScore. The chat template makes a prompt of query and
-   document, and the score is made of the logits of one or two tokens after it.
-3. Without `modules.json` an encoder takes the mean and a decoder the last token, and vectors are normalised.
+1. `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first, or the
+   last), Normalize. An unknown step raises an error.
+2. A language model that scores pairs (Qwen3-Reranker) has the step LogitScore. The chat template
+   makes a prompt of query and document, and the score comes from the logits of one or two tokens
+   after it.
+3. Without `modules.json` an encoder takes the mean and a decoder the last token, and vectors are
+   normalised.
 4. A cross-encoder's scores are probabilities unless its config says otherwise.
 """
 
@@ -26,19 +28,22 @@ CONFIG_KEYS = frozenset(
         "sentence_transformers",
     )
 )
-"""Keys of config.json that this file reads, not the family."""
+"""Keys of config.json that are read here instead of by the family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """How a text becomes a vector or a score.
+    """The way a text becomes a vector or a score.
 
-    `max_length`: the longest text that the files let sentence-transformers read, in tokens; it cuts a longer one. None if
-    they say nothing, or more than positions can, and for a model that writes text.
-    `prompt`: precedes every text.
-    `dimensions`: lengths to which vectors may be cut (Matryoshka); empty: any length; None: they can't be cut.
-    `probabilities`: a classifier's scores pass the sigmoid.
-    `score_tokens`: a pair's score is the logit of the first token, less that of the second if there is one.
+    - `max_length`: longest text in tokens that sentence-transformers reads; it cuts a longer one.
+      None if the files have no limit or one above the positions, and for a model that generates
+      text.
+    - `prompt`: precedes every text.
+    - `dimensions`: lengths to which vectors may be cut (Matryoshka); empty: any length; None: they
+      can't be cut.
+    - `probabilities`: a classifier's scores pass the sigmoid.
+    - `score_tokens`: a pair's score is the logit of the first token, minus that of the second if
+      there is one.
     """
 
     kind: Literal["mean", "cls", "last"]
@@ -54,7 +59,8 @@ LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
 
 
 def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
-    """The pooling of the folder `path`, whose config.json is `config`. UnsupportedModelError names what is unknown."""
+    """The pooling of the folder `path`, whose config.json is `config`. UnsupportedModelError names
+    what is unknown."""
     kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"
     normalize, score_tokens = True, None
     modules = _json(path / "modules.json", [])
@@ -104,12 +110,16 @@ _LIMITS = ("sentence_bert_config.json", *(
     f"sentence_{kind}_config.json"
     for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ))  # fmt: skip
-"""The names under which versions of sentence-transformers wrote what the step Transformer is given; the first one counts."""
+"""Files in which versions of sentence-transformers store the Transformer step's arguments. The
+first that exists counts."""
 
 
 def _max_length(path: Path, limits: Mapping[str, Any], file: str) -> int | None:
-    """The first that says it: how texts are read, what the tokenizer is given, `max_seq_length` of versions before 6, the
-    tokenizer's own `model_max_length`."""
+    """The limit of the first source that has one.
+
+    The sources are: arguments of reading texts, arguments of the tokenizer, `max_seq_length` of
+    versions before 6, and the tokenizer's own `model_max_length`.
+    """
     reading = limits.get("processing_kwargs") or {}
     said: list[Any] = []
     for kind in ("text", "common"):
@@ -148,7 +158,7 @@ def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
 
 
 def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
-    """The one mode that a Pooling step's config turns on."""
+    """The one mode that a Pooling step's config enables."""
     modes: dict[str, Literal["mean", "cls", "last"]] = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
 
 def require_positive(where: str, **values: float) -> None:
-    """Raises UnsupportedModelError for a value that is not a finite number above 0."""
+    """Raise UnsupportedModelError for a value that is not a finite number above 0."""
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise UnsupportedModelError(
@@ -83,9 +83,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor, and cos and sin are
-    multiplied by `attention_factor`. An engine uses the short factors if its longest context is within
-    `original_max_position`, otherwise the long ones. It can't change between them, because cached keys are already rotated."""
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor.
+
+    cos and sin are multiplied by `attention_factor`. An engine uses the short factors if its
+    longest context is within `original_max_position`, otherwise the long ones. It can't change
+    between them, because cached keys are already rotated.
+    """
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -107,18 +110,35 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionalScaling:
+    """Only the first `num_turned` frequencies turn, divided by `factor`; the others are 0 (Gemma 4)."""
+
+    num_turned: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("rope_scaling", factor=self.factor)
+
+
+RopeScaling: TypeAlias = (
+    LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling | None
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding (Su et al. 2021) of the first `rotary_dim` dimensions of each head.
 
-    `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`: 2i with 2i + 1 (GPT-J).
-    `sections`: a token has three positions (time, row and column of a picture; of text all the same), and so many
-    frequencies, in turn, go by each (M-RoPE; Qwen 2 VL, arXiv:2409.12191).
+    `style` `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`:
+    2i with 2i + 1 (GPT-J). `sections`: a token has three positions (a picture's time, row and
+    column; all the same for text), and sections[j] frequencies use position j (M-RoPE; Qwen 2 VL,
+    arXiv:2409.12191).
     """
 
     theta: float
     rotary_dim: int
     style: Literal["half", "interleaved"] = "half"
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    scaling: RopeScaling = None
     sections: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -139,9 +159,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlibiSpec:
-    """ALiBi (Press et al. 2021): scores decrease linearly with distance. `max_bias` sets the slopes, as in MPT. `factor`
-    multiplies them: Falcon adds the bias before it scales the scores. `part`: (first, all) where the heads are those from
-    `first` on, of `all` that the model has."""
+    """ALiBi (Press et al. 2021): scores decrease linearly with distance.
+
+    `max_bias` sets the slopes, as in MPT. `factor` multiplies them: Falcon adds the bias before it
+    scales the scores. `part`: (first, all) if the heads are those from `first` on, out of the
+    model's `all`.
+    """
 
     max_bias: float = 8.0
     factor: float = 1.0
@@ -150,9 +173,12 @@ class AlibiSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSpec:
-    """Relative position biases (T5, Raffel et al. 2020, §2.1): a learned number for each head and bucket of distances is added
-    to the scores. Half of the buckets are for one distance each; the others widen up to `max_distance`. `both_directions`: an
-    encoder's. `own`: each layer has a table (UMT5); otherwise all layers of a stack share one."""
+    """Relative position biases (T5, Raffel et al. 2020, §2.1).
+
+    A learned number for each head and bucket of distances is added to the scores. Half of the
+    buckets are for one distance each; the others widen up to `max_distance`. `both_directions`: an
+    encoder's. `own`: each layer has a table (UMT5); otherwise all layers of a stack share one.
+    """
 
     num_buckets: int
     max_distance: int
@@ -162,7 +188,8 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedPositionSpec:
-    """A table of `num_positions` rows is added to the embeddings. Position p has row p + `offset` (OPT: 2)."""
+    """A table of `num_positions` rows that is added to the embeddings. Position p has row p +
+    `offset` (OPT: 2)."""
 
     num_positions: int
     offset: int = 0

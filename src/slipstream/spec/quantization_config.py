@@ -1,9 +1,14 @@
-"""Reads the `quantization_config` of a config.json: the format of the weights, the tool that wrote them, and the 8-bit KV cache
-that the scales are for. No torch.
+"""Reads the `quantization_config` of a config.json. No torch.
 
-1. It is read as strictly as the rest of a config. What is not supported or not known raises an error with its name.
-2. Inputs are always scaled for each token at run time. Static input scales of a checkpoint are not needed, and are coarser.
-3. Queries stay in the model's type. Of an attention that is quantised as a whole only the scales of keys and values are used.
+It has the format of the weights, the tool that wrote them, and the 8-bit KV cache that the scales
+are for.
+
+1. It is read as strictly as the rest of a config. Unsupported or unknown fields raise an error with
+   their name.
+2. Inputs are always scaled for each token at run time. Static input scales of a checkpoint are not
+   needed, and are coarser.
+3. Queries stay in the model's type. If a whole attention is quantised, only the scales of keys and
+   values are used.
 """
 
 from __future__ import annotations
@@ -19,21 +24,25 @@ from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
 from slipstream.spec.scheme import FP8_TILE, SCHEMES, RowFormat, WeightFormat
 
 Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4"]
-"""How a checkpoint names and packs its tensors. `fp8` is that of DeepSeek V3 and Qwen 3, in tiles. The first version of GPTQ
-stores zero points less one."""
+"""A checkpoint's convention for the names and packing of its tensors. `fp8` is DeepSeek V3's and
+Qwen 3's, in tiles. `gptq`, the first version, stores zero points minus one."""
 
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The places of columns 0 to 7 in a word of AWQ's tools, counted in codes from the low bits."""
+"""Places of columns 0 to 7 in a word of AWQ's tools, counted in codes from the low bits."""
 
 PLAIN_ZEROS: dict[Method, int] = {"gptq": 0x77777777, "gptq_v2": 0x88888888}
-"""A word of GPTQ's zero points that are all 8."""
+"""The 32-bit word of eight zero points that are all 8, by method."""
 
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
 SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 COLUMNS_NAME = "slipstream-columns.json"
-"""A file beside the weights. For modules with int8 inputs, by the checkpoint's names, it lists the input columns that keep the
-model's type (LLM.int8(), Dettmers et al. 2022). Other engines ignore it, and round these columns too."""
+"""A file next to the weights with the input columns that keep the model's type (LLM.int8(),
+Dettmers et al. 2022).
+
+It lists them for modules with int8 inputs, by the checkpoint's names. Other engines ignore it and
+round these columns, too.
+"""
 
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
@@ -51,18 +60,22 @@ NO_EFFECT = frozenset((
     "to_quant_block_names", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha", "v2_memory_device",
     "version", "vram_strategy", "zp_dtype",
 ))  # fmt: skip
-"""Keys about how weights were found or packed, not what they are. A layer that such a key excludes shows among the tensors."""
+"""Keys about how weights were found or packed, not about their format. If a key excludes a layer,
+the tensors show it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormats:
-    """The format of each module's weight, by the rules of compressed-tensors. A module has the format of the first of
+    """The format of each module's weight, by the rules of compressed-tensors.
+
+    A module in `ignore` has none. Another has the format of the first of
 
     1. the group that names it,
     2. the group with a regular expression ("re:…") that matches it,
-    3. the group for "Linear",
+    3. the group for "Linear".
 
-    unless it is in `ignore`. `columns`: the input columns of a module that keep the model's type (`COLUMNS_NAME`)."""
+    `columns`: the input columns of a module that keep the model's type (`COLUMNS_NAME`).
+    """
 
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignore: tuple[str, ...] = ()
@@ -77,7 +90,8 @@ class StoredFormats:
         return frozenset(product for product in found if product is not None)
 
     def of(self, module: str) -> WeightFormat | None:
-        """The format of a module, which is the checkpoint's name of a weight without .weight; None: not quantised."""
+        """The format of a module, which is a weight's name in the checkpoint without .weight; None:
+        not quantised."""
         found = self._group(module)
         return replace(found, split=True) if found is not None and module in self.columns else found
 
@@ -92,7 +106,8 @@ class StoredFormats:
 
 
 def _matches(module: str, target: str) -> bool:
-    """An expression matches from the beginning, as with re.match."""
+    """Whether a target names the module. An expression matches from the beginning, like
+    re.match."""
     return (
         re.match(target[3:], module) is not None if target.startswith("re:") else module == target
     )
@@ -100,16 +115,19 @@ def _matches(module: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """What is quantised in a checkpoint. `scheme` is a name in `SCHEMES` if all products have that one. `formats` has the
-    format of each module (compressed-tensors). Without both, weights have the model's type, and the cache or sparsity is
-    described."""
+    """The quantisation of a checkpoint.
+
+    `scheme` is a name in `SCHEMES` if all products have that one. `formats` has the format of each
+    module (compressed-tensors). Without both, weights have the model's type, and only the cache or
+    sparsity is described.
+    """
 
     method: Method
     scheme: str | None
-    kv_cache: RowFormat | None = None  # there are scales for a cache of this form
-    sparse: bool = False  # some weights are held without their zeros (model/stored/bitmasks.py)
+    kv_cache: RowFormat | None = None  # there are scales for a cache of this format
+    sparse: bool = False  # some weights are stored without their zeros (model/stored/bitmasks.py)
     formats: StoredFormats | None = None
-    zeros: float | None = None  # the share of zeros in its products, where the config says it
+    zeros: float | None = None  # share of zeros in the products, if the config has it
 
     @property
     def rounds(self) -> bool:
@@ -138,11 +156,14 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
 
 
 def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    """FP8 in tiles, for every layer's products but those that `modules_to_not_convert` names by their beginning or end, which
-    is transformers' rule. The output head is never quantised."""
+    """Read FP8 in tiles, for every layer's products except `modules_to_not_convert`.
+
+    Such a name matches a module's beginning or end, which is transformers' rule. The output head is
+    never quantised.
+    """
     read.require("fmt", "e4m3")
     read.require("activation_scheme", "dynamic")
-    read.require("scale_fmt", "float", "ue8m0")  # powers of two, which float32 holds
+    read.require("scale_fmt", "float", "ue8m0")  # powers of two, which float32 can hold
     if read.take("weight_block_size", list) != [FP8_TILE, FP8_TILE]:
         raise read.unsupported("weight_block_size", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     names = tuple(str(name) for name in read.maybe("modules_to_not_convert", list) or [])
@@ -157,17 +178,18 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 
 def _never_rounded(name: str) -> bool:
-    """Schemes do not quantise norms, embeddings, routers and the head."""
+    """Whether schemes never quantise a module: norms, embeddings, routers, the head."""
     return name == "lm_head" or name.endswith(
         ("norm", "embed_tokens", "mlp.gate", "shared_expert_gate")
     )
 
 
 def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) -> StoredQuantization:
-    """`stored`, with the columns `given` in `COLUMNS_NAME`. CheckpointError if they do not fit each other."""
+    """`stored` with the columns `given` in `COLUMNS_NAME`. CheckpointError if they do not fit each
+    other."""
     if stored is None or stored.formats is None:
         raise CheckpointError(
-            f"{COLUMNS_NAME} goes with weights that compressed-tensors rounded", field=COLUMNS_NAME
+            f"{COLUMNS_NAME} needs weights that compressed-tensors rounded", field=COLUMNS_NAME
         )
     for module, columns in given.items():
         fmt = stored.formats.of(module)
@@ -190,7 +212,7 @@ def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) ->
 def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("version", "gemm", "GEMM")
     read.require("zero_point", True)
-    read.ignore("sym")  # zero points are stored either way
+    read.ignore("sym")  # zero points are stored in either case
     for key in ("format", "checkpoint_format"):
         read.require(key, "gemm")
     _check_method(read, "awq")
@@ -210,11 +232,12 @@ PACKINGS: dict[str, Method] = {
     "auto_round:auto_awq": "awq",
     "auto_round:awq": "awq",
 }
-"""How AutoRound packs weights, by its name for it: like the tools of GPTQ or AWQ."""
+"""Packing of weights by AutoRound's name for it: that of GPTQ's or AWQ's tools."""
 
 
 def _auto_round(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    """AutoRound (Cheng et al. 2023). `extra_config` has modules with another format; those of 16 bits are as they were."""
+    """Read AutoRound's config (Cheng et al. 2023). Modules in `extra_config` must have 16 bits,
+    which means unchanged."""
     packing = read.take("packing_format", str, "auto_round:auto_gptq")
     if packing not in PACKINGS:
         raise read.unsupported("packing_format", f"only {', '.join(PACKINGS)} are supported")
@@ -226,14 +249,14 @@ def _auto_round(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization
     for name, own in (read.maybe("extra_config", dict) or {}).items():
         bits = own.get("bits") if isinstance(own, Mapping) else None
         if not isinstance(bits, int) or bits < 16:
-            raise read.unsupported("extra_config", f"{name} has a format of its own")
+            raise read.unsupported("extra_config", f"{name} has another format")
     _check_method(read, None)
     return StoredQuantization(method, _int4(read))
 
 
 def _check_method(read: ConfigReader, method: str | None) -> None:
-    """What GPTQ's, AWQ's and AutoRound's tools write besides the format: inputs and the head are not quantised, nothing is
-    rotated, and words have 32 bits."""
+    """Check keys that GPTQ's, AWQ's and AutoRound's tools write besides the format. Inputs and the
+    head must not be quantised, nothing rotated, and words must have 32 bits."""
     if method is not None:
         read.require("method", method)
     for key in ("desc_act", "lm_head", "is_marlin_format"):
@@ -246,9 +269,8 @@ def _check_method(read: ConfigReader, method: str | None) -> None:
 
 
 def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    kept = (
-        read.maybe("modules_to_not_convert", list) or []
-    )  # all but the experts, which alone have blocks
+    # All modules but the experts, which alone have blocks.
+    kept = read.maybe("modules_to_not_convert", list) or []
     if any(str(name).rstrip(".*").endswith(("experts", "mlp")) for name in kept):
         raise read.unsupported(
             "modules_to_not_convert", "experts that are left out are not supported"
@@ -261,7 +283,7 @@ def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     _check_method(read, "gptq")
     read.require("checkpoint_format", "gptq", "gptq_v2")
     found = read.maybe("checkpoint_format", str) or read.maybe("format", str) or "gptq"
-    read.require("format", found)  # the same again
+    read.require("format", found)  # must be the same
     if found not in ("gptq", "gptq_v2"):
         raise read.unsupported("format", "only gptq and gptq_v2 are supported")
     return StoredQuantization("gptq_v2" if found == "gptq_v2" else "gptq", _int4(read))
@@ -282,9 +304,8 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
     groups = dict(read.maybe("config_groups", dict) or {})
     for name, group in [*groups.items()]:
-        if (
-            isinstance(group, Mapping) and group.get("weights") is None
-        ):  # an attention as a whole, its cache with it
+        # A whole attention, with its cache.
+        if isinstance(group, Mapping) and group.get("weights") is None:
             caches[f"config_groups.{name}"] = _attention_inputs(
                 _reader(groups.pop(name), f"{PREFIX}config_groups.{name}.")
             )
@@ -301,9 +322,8 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     ignored = tuple(str(layer) for layer in read.maybe("ignore", list) or [])
     if not groups:
         read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
-        read.require(
-            "quantization_status", "compressed", "frozen"
-        )  # of weights, which are as they were
+        # The weights are unchanged, so any status is right.
+        read.require("quantization_status", "compressed", "frozen")
         return StoredQuantization("compressed-tensors", None, kv_cache, sparse, zeros=zeros)
     read.require("format", *FORMATS, "mixed-precision")
     read.require("quantization_status", "compressed")
@@ -319,11 +339,12 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
-    """The scheme of all products, if they have the same. Routers of experts are never quantised, so they may be ignored."""
+    """The scheme of all products, if they share one. Ignored routers don't count: they are never
+    quantised."""
     ignored = {layer for layer in formats.ignore if not layer.rstrip("$").endswith("gate")}
     if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
         return None
-    # One scale for the whole weight or input becomes one a row or token, which is finer.
+    # A scale for the whole weight or input is repeated for each row or token.
     held = replace(formats.groups[0][1], whole=False, static_inputs=False, scale="weight_scale")
     name = next(
         (n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None
@@ -339,13 +360,13 @@ def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...])
             re.compile(target[3:])
         except re.error as error:
             raise read.unsupported(
-                field, f"{target!r} is no regular expression: {error}"
+                field, f"{target!r} is not a regular expression: {error}"
             ) from error
 
 
 def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
-    """Whether weights are stored without their zeros, and the share of zeros. The tensors' names tell which weights, so
-    `targets` and `ignore` are not needed."""
+    """(whether weights are stored without their zeros, the share of zeros). The tensors' names show
+    which weights, so `targets` and `ignore` are not needed."""
     given = read.maybe("sparsity_config", dict)
     if not given:
         return False, None
@@ -371,7 +392,7 @@ def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
 
 
 def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
-    """The format of an 8-bit cache with static symmetric scales, one a layer or kv head."""
+    """The format of an 8-bit cache with static symmetric scales, one for each layer or kv head."""
     read = _reader(given, prefix)
     read.require("symmetric", True)
     read.require("dynamic", False)
@@ -388,7 +409,7 @@ def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
 
 
 def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFormat]:
-    """A group's target modules and their format."""
+    """(target modules of a group, their format)."""
     targets = tuple(str(target) for target in group.take("targets", list))
     if not targets or any(
         t not in ("Linear", "lm_head") and "." not in t and not t.startswith("re:") for t in targets
@@ -447,7 +468,7 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
 
 
 def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) -> WeightFormat:
-    """FP8 with a scale for each tile of 128 × 128 weights, and for each 128 inputs."""
+    """FP8 with a scale for each tile of 128 × 128 weights and for each 128 inputs."""
     if weights.take("block_structure", list) != [FP8_TILE, FP8_TILE]:
         raise weights.unsupported("block_structure", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     weights.require("num_bits", 8)
@@ -476,7 +497,6 @@ def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) 
 
 
 def _reader(config: Any, prefix: str) -> ConfigReader:
-    whole = (
-        config if isinstance(config, Mapping) else {"": config}
-    )  # a value that is no object becomes an unknown key
+    # A value that is not an object becomes an unknown key.
+    whole = config if isinstance(config, Mapping) else {"": config}
     return ConfigReader(whole, prefix=prefix, no_effect=NO_EFFECT)

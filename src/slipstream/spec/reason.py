@@ -1,13 +1,14 @@
-"""Why a forward path does not cover a model or a batch."""
+"""Reasons why a forward path does not cover a model or a batch."""
 
 from __future__ import annotations
 
 
 class Reason(str):
-    """A sentence for a person, without a full stop."""
+    """A sentence for a user, without a full stop."""
 
     notable: bool
-    """Whether a user could expect otherwise. That a CPU lacks a CUDA kernel is not notable."""
+    """Whether the user could expect the path to work. A missing CUDA kernel on a CPU is not
+    notable."""
 
     def __new__(cls, text: str, *, notable: bool = True) -> Reason:
         reason = super().__new__(cls, text)

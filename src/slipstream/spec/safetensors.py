@@ -1,7 +1,8 @@
-"""The safetensors files of a folder: which of them are the model's own, and what their headers say. No torch, no numbers.
+"""The safetensors files of a folder: which of them are the model's own, and their headers. No
+torch, no numbers.
 
-A folder may hold other files of tensors: Mistral's own format (`consolidated*`), an adapter, a copy in another type
-(`model.fp16.safetensors`). Reading them all would load the model twice.
+A folder may hold other files of tensors: Mistral's own format (`consolidated*`), an adapter, a copy
+in another type (`model.fp16.safetensors`). Reading them all would load the model twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slipstream.errors import CheckpointError
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 OTHERS = ("consolidated", "adapter_", "optimizer")
-"""How the names of files begin that never are the model's weights."""
+"""First characters of the names of files that are never the model's weights."""
 
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _VARIANT = re.compile(r"model\.\w+\.safetensors")
@@ -28,9 +29,12 @@ _CHUNK = 1 << 24
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """Those of a folder's *.safetensors `names` that a model without an index has its weights in, as transformers chooses:
-    `model.safetensors` before anything else. Shards go before what is left. CheckpointError if several files are copies of the
-    model in different types."""
+    """The files, out of a folder's *.safetensors `names`, with the weights of a model without an
+    index.
+
+    The choice is transformers': `model.safetensors` before shards, and these before other files.
+    CheckpointError if several files are copies of the model in different types.
+    """
     found = sorted(n for n in names if n.endswith(".safetensors") and not n.startswith(OTHERS))
     if SINGLE_NAME in found:
         return [SINGLE_NAME]
@@ -39,23 +43,29 @@ def own_names(names: Iterable[str]) -> list[str]:
     variants = [name for name in found if _VARIANT.fullmatch(name)]
     if variants and len(found) > 1:
         raise CheckpointError(
-            f"the folder holds {', '.join(found[:4])}, and no model.safetensors: keep the one that is to be read",
+            f"the folder holds {', '.join(found[:4])}, and no model.safetensors: keep only the one to read",
             field=variants[0],
         )
     return found
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a folder that hold its model's tensors; none if there are none. An index may name files that are missing.
-    CheckpointError if the index can't be read, or which files are meant is not clear."""
+    """The files of a folder with its model's tensors; empty if there are none.
+
+    An index may name missing files. CheckpointError if the index can't be read, or the choice of
+    files is ambiguous.
+    """
     if (where := weight_map(path)) is not None:
         return sorted({path / name for name in where.values()})
     return [path / name for name in own_names(file.name for file in path.glob("*.safetensors"))]
 
 
 def weight_map(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the folder's index; None if it has no index, or all is in `model.safetensors`, which goes
-    before it. A broken index raises CheckpointError even so."""
+    """The file of each tensor by the folder's index.
+
+    None if there is no index, or if `model.safetensors` exists, which precedes it. A broken index
+    raises CheckpointError in any case.
+    """
     index = path / INDEX_NAME
     if not index.is_file():
         return None
@@ -70,15 +80,15 @@ def weight_map(path: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{index} can't be read: {error}", field=index.name) from error
     if outside:
         raise CheckpointError(
-            f"{index} names {outside[0]!r}, which is no .safetensors file beside it",
+            f"{index} names {outside[0]!r}, which is not a .safetensors file next to it",
             field=index.name,
         )
     return None if (path / SINGLE_NAME).is_file() else dict(where)
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The files of a folder that hold its model's tensors. CheckpointError if there are none, or one that its index names is
-    missing."""
+    """The files of a folder with its model's tensors. CheckpointError if there are none, or if the
+    index names a missing one."""
     files = weight_files(path)
     if missing := [f.name for f in files if not f.is_file()]:
         raise CheckpointError(
@@ -89,7 +99,7 @@ def safetensors_files(path: Path) -> list[Path]:
         pickled = [f.name for f in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
         why = ""
         if others:
-            why = f"; {others[0]} is no model in the format of transformers: convert it"
+            why = f"; {others[0]} is not a model in transformers' format: convert it"
         elif pickled:
             why = f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors"
         raise CheckpointError(
@@ -105,14 +115,14 @@ def weight_bytes(path: Path) -> int:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """The names of a folder's tensors; none, if there are no files. An index is believed."""
+    """The names of a folder's tensors; empty without files. An index is trusted."""
     if (where := weight_map(path)) is not None:
         return frozenset(where)
     return frozenset(name for file in weight_files(path) for name in _header(file)[0])
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """A file's tensors by name, and where their bytes begin."""
+    """(a file's tensors by name, offset of their bytes)."""
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
@@ -126,7 +136,8 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes lie: [begin, begin + size) of `file`, whose time `mtime_ns` is."""
+    """The location of a tensor's bytes: [begin, begin + size) of `file`, which was last changed at
+    `mtime_ns`."""
 
     file: Path
     mtime_ns: int
@@ -137,7 +148,7 @@ class StoredTensor:
 
 
 def find_tensor(path: Path, name: str) -> StoredTensor | None:
-    """The tensor `name` of a folder; None if its file is not there, or lacks it."""
+    """The tensor `name` of a folder; None if its file is missing or lacks it."""
     where = weight_map(path)
     files = weight_files(path) if where is None else [path / where[name]] if name in where else []
     for file in files:
@@ -156,8 +167,8 @@ def find_tensor(path: Path, name: str) -> StoredTensor | None:
 
 @lru_cache(maxsize=64)
 def same_numbers(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two stored tensors are the same, byte by byte. The first difference ends the comparison, so only equal tables are
-    read in full."""
+    """Whether two stored tensors are equal, byte by byte. It stops at the first difference, so only
+    equal tables are read in full."""
     if (a.dtype, a.shape, a.size) != (b.dtype, b.shape, b.size):
         return False
     with a.file.open("rb") as one, b.file.open("rb") as other:

@@ -6,12 +6,13 @@
 | `fp8-block` | float8 e4m3 | float8 e4m3 | one a tile of 128 × 128 weights, one for each 128 numbers of a token |
 | `int8` | int8 | int8 | one a row, one a token |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
-| `mxfp4` | floats of 4 bits (e2m1) | the model's type | one a row and group of 32, a power of two; for experts alone |
+| `mxfp4` | 4-bit floats (e2m1) | the model's type | one a row and group of 32, a power of two; only for experts |
 
-1. Quantisation at load is symmetric: value = code · scale. A 4-bit checkpoint may have zero points of its own.
-2. Codes are rounded to nearest. The largest magnitude of a row becomes the largest code; that of a group of 4-bit numbers
-   becomes 7.5, between the magnitudes of the two ends −8 and 7.
-3. Embeddings, norms and biases keep the model's type. So does the output head, unless the scheme has `head`.
+1. Quantisation at load is symmetric: value = code · scale. A 4-bit checkpoint may have zero points.
+2. Codes are rounded to nearest. The largest magnitude of a row becomes the largest code. That of a
+   group of 4-bit numbers becomes 7.5, between the magnitudes of the two ends −8 and 7.
+3. Embeddings, norms and biases keep the model's type. So does the output head, unless the scheme
+   has `head`.
 """
 
 from __future__ import annotations
@@ -20,29 +21,32 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 RowFormat: TypeAlias = Literal["fp8", "int8"]
-"""Numbers of 8 bits, float8 e4m3 (up to 448) or int8 (up to 127), with a float32 scale a row. A row of activations is a token,
-one of a cache is a head."""
+"""8-bit numbers with a float32 scale for each row: float8 e4m3 (up to 448) or int8 (up to 127). A
+row of activations is a token, a row of a cache is a head."""
 
 InputFormat: TypeAlias = RowFormat | Literal["fp8-block"]
-"""An 8-bit format of activations. `fp8-block` is float8 e4m3 with a float32 scale for each `FP8_TILE` numbers of a token."""
+"""An 8-bit format of activations. `fp8-block` is float8 e4m3 with a float32 scale for each
+`FP8_TILE` numbers of a token."""
 
 FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0, "fp8-block": 448.0}
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 … 7 of a 4-bit float stand for; codes 8 … 15 are the same below 0."""
+"""Values of the codes 0 … 7 of a 4-bit float. Codes 8 … 15 are the same below 0."""
 
 FP8_TILE = 128
-"""Rows, and inputs, of a tile with one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+"""Rows, and inputs, of a tile with one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section
+3.3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A scheme that weights are quantised to at load.
 
-    `inputs`: their 8-bit format; None: the model's type.
-    `group_size`, `block_rows`: a scale is for so many inputs (None: all) of so many rows.
-    `head`: the output head is quantised too.
-    `experts_only`: only the products of experts are quantised.
+    - `inputs`: the 8-bit format of the inputs; None: the model's type.
+    - `group_size`, `block_rows`: a scale is for `group_size` inputs (None: all) of `block_rows`
+      rows.
+    - `head`: the output head is quantised, too.
+    - `experts_only`: only the products of experts are quantised.
     """
 
     name: Literal["fp8", "fp8-block", "int8", "int4", "mxfp4"]
@@ -59,9 +63,13 @@ class Scheme:
         return 16 if self.group_size is None else max(64, self.group_size)
 
     def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
-        """Bytes of a weight [rows, inner] with its scales. A CPU's kernels have a scale and a minimum for each group of
-        `int4`, in float16 or (of 128 inputs) float32, and store the exponent of an `mxfp4` scale. So do a GPU's, which
-        fill up a row's inputs to a multiple of 128."""
+        """Bytes of a weight [rows, inner] with its scales.
+
+        1. A CPU's `int4` has a scale and a minimum for each group, in float16, or in float32 for
+           groups of 128 inputs.
+        2. An `mxfp4` scale is stored as its exponent. A GPU pads a row's inputs to a multiple of
+           128.
+        """
         if self.name == "mxfp4":
             inner = inner if on_cpu else -(-inner // 128) * 128
             return rows * inner * 17 // 32
@@ -77,7 +85,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """Products whose weights have the same format: a type, a scheme, or `sparse int8`."""
+    """Statistics of the products whose weights have the same format: a type, a scheme, or `sparse
+    int8`."""
 
     name: str
     num_products: int
@@ -94,7 +103,7 @@ SCHEMES: dict[str, Scheme] = {
     "int4-g32": Scheme("int4", 4, None, group_size=32),
     "mxfp4": Scheme("mxfp4", 4, None, group_size=32, experts_only=True),
 }
-"""What `quantization=` takes."""
+"""Schemes by their name in `quantization=`."""
 
 NATIVE_PRODUCTS: dict[str, frozenset[str]] = {
     "cpu": frozenset(("int8", "int4")),
@@ -103,17 +112,23 @@ NATIVE_PRODUCTS: dict[str, frozenset[str]] = {
         ("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))
     ),
 }
-"""By op set: its products for weights that a checkpoint stores quantised. Experts have no int8-split."""
+"""Products for weights that a checkpoint stores quantised, by op set. Experts have no
+int8-split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How a checkpoint stores a product's weight. A number is (code − zero) · scale; if `symmetric`, zero is 0.
+    """A checkpoint's format of a product's weight. A number is (code − zero) · scale; if
+    `symmetric`, zero is 0.
 
-    `group_size`, `block_rows`: a scale is for so many inputs (None: all) of so many rows. `whole`: one for the whole weight.
-    `scale`: the end of the name of the scales' tensor.
-    `inputs`: the 8-bit format of the product's inputs, with a scale for each token, or one static scale (`static_inputs`).
-    `split`: some columns of int8 inputs keep the model's type (`quantization_config.COLUMNS_NAME`).
+    - `group_size`, `block_rows`: a scale is for `group_size` inputs (None: all) of `block_rows`
+      rows.
+    - `whole`: one scale for the whole weight.
+    - `scale`: the end of the name of the scales' tensor.
+    - `inputs`: the 8-bit format of the product's inputs, with a scale for each token, or one static
+      scale (`static_inputs`).
+    - `split`: some columns of int8 inputs keep the model's type
+      (`quantization_config.COLUMNS_NAME`).
     """
 
     kind: Literal["int", "float"] = "int"
@@ -128,7 +143,7 @@ class WeightFormat:
     split: bool = False
 
     def __str__(self) -> str:
-        """For messages."""
+        """The format in words, for messages."""
         scales = (
             "whole"
             if self.whole
@@ -151,7 +166,8 @@ class WeightFormat:
 
     @property
     def product(self) -> InputFormat | Literal["int8-split", "int4"] | None:
-        """The product that computes with the stored weight; None: it is expanded to the model's type."""
+        """The product that computes with the stored weight; None: it is expanded to the model's
+        type."""
         if self.inputs is not None:
             return "int8-split" if self.split else self.inputs
         return "int4" if self.kind == "int" and self.bits <= 4 else None
@@ -189,7 +205,7 @@ FORMATS: dict[str, WeightFormat] = {
     "int4": WeightFormat(bits=4, group_size=128),
     "int4-g32": WeightFormat(bits=4, group_size=32),
 }
-"""How checkpoints store the weights of each scheme."""
+"""Checkpoints' format of the weights of each scheme."""
 
 CPU_BLOCK_BYTES = {
     "Q8_0": 272,
@@ -204,5 +220,8 @@ CPU_BLOCK_BYTES = {
     "Q5_K": 180,
     "Q6_K": 210,
 }
-"""GGUF types that a CPU's kernels compute with, and their bytes for 256 numbers (csrc/cpu/formats.h). These are the file's
-bytes but for Q3_K, Q4_K and Q5_K, whose 6-bit scales are widened to bytes. Other types are dequantised to the model's type."""
+"""Bytes of 256 numbers in the GGUF types that a CPU's kernels compute with (csrc/cpu/formats.h).
+
+They are the file's, except for Q3_K, Q4_K and Q5_K, whose 6-bit scales are widened to bytes. Other
+types are dequantised to the model's type.
+"""

@@ -1,11 +1,12 @@
-"""Image encoders: the part of a model spec that turns pictures into embeddings of placeholder tokens. No torch.
+"""Image encoders: the part of a model spec that turns pictures into embeddings of placeholder
+tokens. No torch.
 
     patches = rows of pixels · patch (+ positions)
     states  = layers(patches)                    a transformer that is not causal
     tokens  = connector(groups of merge × merge neighbouring patches)
 
-Patches are numbered group by group, and row by row within a group. So all three connectors read the patches of a token behind
-one another. `size` of a picture is in pixels; `grid` is in patches.
+Patches are numbered group by group, and row by row within a group. So all connectors read the
+patches of a token consecutively. `size` of a picture is in pixels; `grid` is in patches.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PatchGrid(NamedTuple):
-    """Patches of a picture."""
+    """The number of a picture's patches in each direction."""
 
     height: int
     width: int
@@ -34,9 +35,11 @@ class PatchGrid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridPositionSpec:
-    """A table of `side` × `side` learned positions is added to the patches' embeddings. `by_fraction`: it is read at the
-    same fractions of a picture's height and width (Idefics 3; Patch n' Pack, arXiv:2307.06304). Otherwise all pictures have
-    its grid."""
+    """A table of `side` × `side` learned positions that is added to the patches' embeddings.
+
+    `by_fraction`: it is read at the same fractions of a picture's height and width (Idefics 3;
+    Patch n' Pack, arXiv:2307.06304). Otherwise every picture has exactly this grid.
+    """
 
     side: int
     by_fraction: bool
@@ -44,8 +47,8 @@ class GridPositionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxialRopeSpec:
-    """Rotary embedding by a patch's row in the first half of a head's frequencies, and by its column in the second (Qwen 2
-    VL, arXiv:2409.12191)."""
+    """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's
+    frequencies is for the patch's row, the second for its column."""
 
     theta: float
     head_dim: int
@@ -53,7 +56,8 @@ class AxialRopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatConnector:
-    """One product, without a bias, of a group's states side by side (Idefics 3's pixel shuffle, arXiv:2408.12637)."""
+    """One product without a bias on a group's concatenated states (Idefics 3's pixel shuffle,
+    arXiv:2408.12637)."""
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
         return {"vision.connector.out.weight": (text, merge * merge * hidden)}
@@ -61,7 +65,7 @@ class ConcatConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConnector:
-    """One product, without a bias, of the normed mean of a group's states (Gemma 3)."""
+    """One product without a bias on the normed mean of a group's states (Gemma 3)."""
 
     norm: NormSpec
 
@@ -73,7 +77,8 @@ class PoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
-    """An MLP with biases, as wide as a group, of a group's normed states side by side (Qwen 2 and 2.5 VL)."""
+    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 and 2.5
+    VL)."""
 
     norm: NormSpec
     activation: Activation
@@ -94,14 +99,15 @@ Connector: TypeAlias = ConcatConnector | PoolConnector | MLPConnector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFormat:
-    """How pictures stand in a prompt's text.
+    """The form of pictures in a prompt's text.
 
-    `placeholder`: what a chat template writes for a picture. `token`: the token whose embeddings are replaced. The rest names
-    how the former becomes a run of the latter:
+    `placeholder` is a chat template's text for a picture. `token` is the token whose embeddings are
+    replaced. `style` says how the placeholder becomes a run of tokens:
 
-    1. `plain`: the token as often as there are embeddings (Qwen).
+    1. `plain`: one token for each embedding (Qwen).
     2. `surrounded`: `begin`, the tokens, `end`, with empty lines around (Gemma 3).
-    3. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3, SmolVLM).
+    3. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
+       SmolVLM).
     """
 
     placeholder: str
@@ -111,7 +117,8 @@ class PromptFormat:
     end: str = ""
 
     def text(self, num_tokens: int, rows: int = 0, columns: int = 0) -> str:
-        """What stands for a picture whose tiles, if it has some, and whole have `num_tokens` embeddings each."""
+        """The text for a picture. Each of its `rows` × `columns` tiles, and the whole, have
+        `num_tokens` embeddings."""
         run = self.token * num_tokens
         if self.style == "plain":
             return run
@@ -134,13 +141,15 @@ class PromptFormat:
 class VisionSpec:
     """An image encoder.
 
-    `patch_size`: pixels on a patch's side. `num_frames`: a patch's pixels are repeated so often (Qwen's, made for films);
-    None: the weights have no such dimension.
-    `merge`: patches on the side of a group, which becomes one token.
-    `window`: groups on the side of a square whose patches see one another; layers in `full_layers` see the whole picture.
-    `token_id`: the placeholder, in whose place an embedding stands.
-    `bidirectional`: the decoder's tokens of a picture see all of that picture (Gemma 3), so none can be computed without the
-    others.
+    - `patch_size`: pixels on a patch's side.
+    - `num_frames`: times that a patch's pixels are repeated (Qwen's encoder is made for films);
+      None: the weights have no such dimension.
+    - `merge`: patches on the side of a group, which becomes one token.
+    - `window`: groups on the side of a square whose patches attend to each other; layers in
+      `full_layers` attend to the whole picture.
+    - `token_id`: the placeholder that an embedding replaces.
+    - `bidirectional`: the decoder's tokens of a picture attend to all of it (Gemma 3), so they must
+      be computed together.
     """
 
     hidden_size: int
@@ -168,17 +177,18 @@ class VisionSpec:
 
     @property
     def kernel(self) -> tuple[int, ...]:
-        """The shape of a patch's numbers."""
+        """The shape of a patch's numbers: [channels, frames if there are any, patch height, patch
+        width]."""
         frames = () if self.num_frames is None else (self.num_frames,)
         return (self.num_channels, *frames, self.patch_size, self.patch_size)
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers of a patch."""
+        """The count of a patch's numbers."""
         return math.prod(self.kernel)
 
     def grid(self, height: int, width: int) -> PatchGrid:
-        """Of a picture of so many pixels, which are multiples of a group's."""
+        """The patches of a picture. Its sides in pixels are multiples of a group's."""
         return PatchGrid(height // self.patch_size, width // self.patch_size)
 
     def num_tokens(self, grid: PatchGrid) -> int:
@@ -201,30 +211,34 @@ class VisionSpec:
         return found | self.connector.shapes(self.hidden_size, self.merge, text_size)
 
     def check(self, vocab_size: int) -> None:
-        """UnsupportedModelError for what can't be."""
+        """Raise UnsupportedModelError for sizes that contradict each other."""
         if not 0 <= self.token_id < vocab_size:
             raise UnsupportedModelError(
-                f"the image token {self.token_id} is none of {vocab_size}", field="image_token_id"
+                f"the image token {self.token_id} is not one of the {vocab_size} tokens",
+                field="image_token_id",
             )
         if len(self.layers) == 0:
             raise UnsupportedModelError(
                 "the image encoder has no layers", field="num_hidden_layers"
             )
         if self.hidden_size % self.layers[0].self_attention.num_heads:
-            message = f"hidden_size ({self.hidden_size}) is no multiple of the encoder's heads"
+            message = f"hidden_size ({self.hidden_size}) is not a multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")
         if isinstance(self.position, GridPositionSpec) and self.position.side % self.merge:
             message = f"{self.position.side} patches on a side can't be merged {self.merge} by {self.merge}"
             raise UnsupportedModelError(message, field="image_size")
 
 
-# --- Preprocessing ------------------------------------------------------------------------------------------------------
+# --- Preprocessing -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileSizes:
-    """A picture is scaled so that its longer side has `longest` pixels, then to multiples of `tile`, and cut into tiles; the
-    whole picture, scaled to one tile, follows (Idefics 3, SmolVLM). `splits` False: the whole picture alone."""
+    """Sizes of a picture that is cut into tiles (Idefics 3, SmolVLM).
+
+    It is scaled so that its longer side has `longest` pixels, then to multiples of `tile`, and cut.
+    The whole picture, scaled to one tile, follows. `splits` False: only the whole picture.
+    """
 
     longest: int
     tile: int
@@ -233,7 +247,7 @@ class TileSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSize:
-    """A picture is scaled to one size, whatever its proportions (SigLIP)."""
+    """One size for all pictures, whatever their proportions (SigLIP)."""
 
     height: int
     width: int
@@ -241,8 +255,8 @@ class FixedSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRange:
-    """A picture keeps its proportions; its sides become multiples of `factor`, and its pixels lie between the two numbers
-    (Qwen 2 VL)."""
+    """Bounds of the pixels of a picture that keeps its proportions; its sides become multiples of
+    `factor` (Qwen 2 VL)."""
 
     factor: int
     min_pixels: int
@@ -251,7 +265,8 @@ class PixelRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessing:
-    """How a picture becomes what the encoder reads: RGB, scaled, (value · `scale` − mean) / std."""
+    """The preprocessing of a picture for the encoder: RGB, scaled, (value · `scale` − mean) /
+    std."""
 
     sizes: TileSizes | FixedSize | PixelRange
     resample: Literal["bilinear", "bicubic", "lanczos"]
@@ -261,11 +276,11 @@ class ImageProcessing:
 
 
 MAX_SIDE = 4096
-"""Of a scaled picture that is cut into tiles."""
+"""Longest side of a scaled picture that is cut into tiles."""
 
 
 def scaled_for_tiles(height: int, width: int, longest: int) -> tuple[int, int]:
-    """(height, width) with the longer side `longest`; the other, if it is not, becomes even. At most MAX_SIDE."""
+    """(height, width) with the longer side `longest` and the other one even; at most MAX_SIDE."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -283,7 +298,8 @@ def scaled_for_tiles(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
-    """(height, width) as multiples of `tile`: the longer side is rounded up, the other follows and is rounded up."""
+    """(height, width) as multiples of `tile`: the longer side is rounded up, then the other one in
+    proportion."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile
@@ -295,11 +311,12 @@ def whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
 
 
 MAX_RATIO = 200
-"""Of a picture's sides."""
+"""Largest ratio of a picture's sides."""
 
 
 def within_pixels(height: int, width: int, sizes: PixelRange) -> tuple[int, int]:
-    """(height, width) as multiples of the factor, with as many pixels as `sizes` allows, in about the same proportions."""
+    """(height, width) as multiples of the factor, within the bounds of `sizes`, in about the same
+    proportions."""
     factor = sizes.factor
     to_height, to_width = round(height / factor) * factor, round(width / factor) * factor
     if to_height * to_width > sizes.max_pixels:

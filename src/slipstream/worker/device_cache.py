@@ -43,11 +43,14 @@ class DeviceCache:
         )
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
-        """Zeroed keys and values without scales, one tensor pair per layer."""
-        layers = self.spec.local_layers
-        return [
-            LayerKV(*self._layer(i, num_blocks, dtype), state=self._state(i, 2)) for i in layers
-        ]
+        """Zeroed keys and values without scales, one tensor pair per layer that has its own."""
+        owners = self.spec.owners
+        made = {
+            i: LayerKV(*self._layer(i, num_blocks, dtype), state=self._state(i, 2))
+            for i in self.spec.local_layers
+            if owners[i] == i
+        }
+        return [made[owners[i]] for i in self.spec.local_layers]
 
     def _state(self, layer: int, num_slots: int) -> LayerState | None:
         dtype, zeros = self.platform.values.dtype, self.platform.zeros

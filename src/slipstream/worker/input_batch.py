@@ -324,6 +324,7 @@ def gather_inputs(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         from_start=from_start,
+        states=_states_of_decodes(table, rows) if max_query_len == 1 else None,
     )
     others = []
     if table.num_own > 1:  # in one launch for all groups
@@ -335,6 +336,14 @@ def gather_inputs(
             for t, s in zip(tables, slots_of, strict=True)
         ]
     return ids, meta.with_groups(*others, *_of_cross(table, meta, rows, max_encoder_len))
+
+
+def _states_of_decodes(table: RowTable, rows: Tensor) -> StateMetadata | None:
+    """Slots of the states of sequences with one token each, from the rows on the device."""
+    if table.states is None:
+        return None
+    read, write = table.states[:, :2].index_select(0, rows).t().contiguous()
+    return StateMetadata(read=read, write=write, chunks=table.no_chunks)
 
 
 def _of_cross(

@@ -236,6 +236,11 @@ class RowTable:
         return self.upload(np.empty(0, np.float32))
 
     @cached_property
+    def no_chunks(self) -> Tensor:
+        """Empty int32 [0, 3] tensor, for states of steps without prompts."""
+        return self.upload(np.empty((0, 3), np.int32))
+
+    @cached_property
     def _seeds(self) -> np.random.Generator:
         return np.random.default_rng(self._seed)  # made late: numpy.random takes 12 ms of a start
 

@@ -1,8 +1,8 @@
-"""The engines that can be measured, behind one interface.
+"""The engines that can be measured, with one interface.
 
-An adapter is a module here with `make(setup, on_phase) -> Engine`. `ENGINES` says what each can be asked for, so that a wish
-that it can't grant is refused by name, in the same words everywhere, before anything is loaded.
-"""
+An adapter is a module here with `make(setup, on_phase) -> Engine`. `ENGINES` says what each engine
+supports, so that an unsupported request is refused by name, in the same words everywhere, before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ AS_STORED = "none"
 
 
 class Engine(Protocol):
-    """A model that is loaded and answers requests."""
+    """A loaded model that answers requests."""
 
     def run(self, requests: Sequence[BenchRequest], /) -> list[RequestTiming]:
-        """A record of each request, in their order; all are sent at the beginning."""
+        """Send all requests at once. Returns a record of each, in their order."""
 
     def describe(self) -> dict[str, Any]:
-        """Name, settings and phases of the start, as JSON takes them."""
+        """Name, settings and phases of the start, as JSON data."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """How many devices share a model: by cutting its products, and by layers."""
+    """Numbers of devices that share a model: by tensor parallelism and by pipeline stages."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -47,12 +47,12 @@ class Parallel:
 
     @property
     def settings(self) -> dict[str, int]:
-        """Those of `EngineArgs`."""
+        """The matching fields of `EngineArgs`."""
         return {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
 
 
 def parse_parallel(text: str, where: str) -> Parallel:
-    """`tp2`, `pp4`, `tp2pp2`. ConfigError names the field `where`."""
+    """Parse `tp2`, `pp4` or `tp2pp2`. ConfigError names the field `where`."""
     match = re.fullmatch(r"(?:tp(\d+))?(?:pp(\d+))?", text, re.ASCII)
     if not text or match is None:
         raise ConfigError(f"{where}: {text!r} is not tpN, ppN or tpNppM", field=where)
@@ -64,9 +64,13 @@ def parse_parallel(text: str, where: str) -> Parallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an engine is made of. `model` is what the user called it, `path` where it lies (None: the engine finds it itself, as
-    a server does). `batch_size` is the most requests at once and `max_model_len` the longest of them. `settings` are
-    the engine's own: the fields of `EngineArgs`, or those that `ENGINES` lists."""
+    """Description of an engine to make.
+
+    - `model`: the name that the user gave.
+    - `path`: where it is stored; None: the engine finds it itself, as a server does.
+    - `batch_size`: the most concurrent requests.
+    - `max_model_len`: the longest request.
+    - `settings`: fields of `EngineArgs`, or the other engine's own, which `ENGINES` lists."""
 
     engine: str
     model: str
@@ -83,8 +87,9 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """`settings` None: those of `EngineArgs`. `schemes`: it can round weights at load. `parallel`: it runs on several devices.
-    `remote`: it is asked over HTTP and finds its model itself."""
+    """Capabilities of an engine. `settings`: its own; None: those of `EngineArgs`. `schemes`: it
+    can round weights at load. `parallel`: it runs on several devices. `remote`: it is asked over
+    HTTP and finds its model itself."""
 
     settings: tuple[str, ...] | None
     schemes: bool = False
@@ -107,7 +112,7 @@ ENGINES: Mapping[str, EngineKind] = {
 
 
 def check(setup: EngineSetup) -> None:
-    """ConfigError if the engine can't be asked for this."""
+    """Check a setup. ConfigError if the engine does not support it."""
     kind = ENGINES.get(setup.engine)
     if kind is None:
         raise ConfigError(
@@ -134,7 +139,8 @@ def check(setup: EngineSetup) -> None:
 
 
 def make_engine(setup: EngineSetup, on_phase: OnPhase = lambda phase: None) -> Engine:
-    """The engine of `setup`, its model loaded. ConfigError names what it can't do or what is not installed."""
+    """The engine of `setup` with its model loaded. ConfigError names what it does not support or
+    what is not installed."""
     check(setup)
     adapter = "server" if ENGINES[setup.engine].remote else setup.engine
     made: Engine = importlib.import_module(f"slipstream.bench.adapters.{adapter}").make(
@@ -144,7 +150,7 @@ def make_engine(setup: EngineSetup, on_phase: OnPhase = lambda phase: None) -> E
 
 
 def path_of(setup: EngineSetup) -> Path:
-    """The model's place, for adapters that load it themselves."""
+    """Path of the model, for adapters that load it themselves."""
     if setup.path is None:
         raise ConfigError(f"{setup.engine} needs the model's files", field="model")
     return setup.path

@@ -1,9 +1,9 @@
 """llama.cpp in this process, through llama-cpp-python's low-level interface.
 
-It runs its own kernels and cache, prompts and decodes in one call as its server does, greedy, without an end-of-sequence check.
-A token is timed when it is chosen. llama.cpp computes sequences together only where their ids increase within a call, so rows
-are given to it in the order of their sequences.
-"""
+It uses its own kernels and cache, with prompts and decodes in one call as in its server; greedy,
+without an end-of-sequence check. A token's time is taken when it is chosen. llama.cpp computes
+sequences together only if their ids increase within a call, so rows are passed in the order of
+their sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ BATCH_TOKENS = 2048
 
 
 class OfflineLlamaCpp:
-    """`batch_size` sequences at once, of at most `max_model_len` tokens each."""
+    """llama.cpp with up to `batch_size` sequences at a time, of at most `max_model_len` tokens
+    each."""
 
     def __init__(
         self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int
@@ -40,7 +41,7 @@ class OfflineLlamaCpp:
         self.batch_size, self.num_threads = batch_size, num_threads
         self._lib: Any = llama_cpp
         begin = time.monotonic()
-        # Kept in self, since the library calls it as long as there is a model.
+        # Kept in self, because the library calls it as long as a model exists.
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
@@ -63,7 +64,7 @@ class OfflineLlamaCpp:
         self.load_s = time.monotonic() - begin
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
-        """A record of each request; all are sent at the beginning."""
+        """Send all requests at once. Returns a record of each."""
         sent = time.monotonic()
         waiting = deque(enumerate(requests))
         free = list(range(self.batch_size))
@@ -72,7 +73,7 @@ class OfflineLlamaCpp:
         ] = {}  # slot → (request, tokens so far, the last one)
         times: list[list[float]] = [[] for _ in requests]
         while waiting or running:
-            # slot → (request, its length after the call, the tokens that the call computes)
+            # slot → (request, its length after the call, tokens to compute in the call)
             given: dict[int, tuple[int, int, tuple[int, ...]]] = {
                 slot: (index, length + 1, (token,))
                 for slot, (index, length, token) in running.items()
@@ -85,9 +86,8 @@ class OfflineLlamaCpp:
                 prompt = request.prompt_token_ids
                 given[heapq.heappop(free)] = index, len(prompt), prompt
                 num_rows += len(prompt)
-            rows: list[
-                tuple[int, int, int, bool]
-            ] = []  # (token, position, slot, whether its logits are wanted)
+            # (token, position, slot, whether its logits are wanted)
+            rows: list[tuple[int, int, int, bool]] = []
             for slot, (_, length, tokens) in sorted(given.items()):
                 first = length - len(tokens)
                 rows += [
@@ -113,7 +113,8 @@ class OfflineLlamaCpp:
         ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The natural log-probability of each token but the first, behind those before it. At most `BATCH_TOKENS` of them."""
+        """Natural log-probability of each token but the first, given those before it. At most
+        `BATCH_TOKENS` tokens."""
         last = len(token_ids) - 1
         self._decode([(token, i, 0, i < last) for i, token in enumerate(token_ids)])
         found = []
@@ -124,7 +125,7 @@ class OfflineLlamaCpp:
         return found
 
     def _logits(self, row: int) -> np.ndarray:
-        """float32 [V] of a row of the last call."""
+        """float32 [V]: logits of a row of the last call."""
         return np.ctypeslib.as_array(
             self._lib.llama_get_logits_ith(self._context, row), shape=(self._vocab_size,)
         )

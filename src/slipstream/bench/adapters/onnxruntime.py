@@ -1,9 +1,8 @@
-"""ONNX Runtime GenAI in this process, on a folder that its model builder made.
+"""ONNX Runtime GenAI in this process, on a folder made by its model builder.
 
-Requests whose prompts and answers are as long as each other's run as one batch that is full from beginning to end, others one
-batch after another: its generator has no batch that requests join. Greedy, without an end-of-sequence check. A token is timed
-when its step has ended.
-"""
+Its generator has no batch that requests can join. Requests with equal lengths of prompts and
+answers run as one full batch; others run one batch after another. Greedy, without an
+end-of-sequence check. A token's time is taken when its step has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from slipstream.errors import ConfigError
 
 
 class OfflineOnnxRuntime:
-    """`batch_size` sequences at once."""
+    """ONNX Runtime with `batch_size` sequences at a time."""
 
     def __init__(self, path: Path, *, batch_size: int, num_threads: int) -> None:
         try:
@@ -46,7 +45,7 @@ class OfflineOnnxRuntime:
         self.load_s = time.monotonic() - begin
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
-        """A record of each request; all are sent at the beginning."""
+        """Send all requests at once. Returns a record of each."""
         sent = time.monotonic()
         times: list[list[float]] = [[] for _ in requests]
         alike: dict[tuple[int, int], list[int]] = {}
@@ -70,8 +69,8 @@ class OfflineOnnxRuntime:
         ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The natural log-probability of each token but the first, behind those before it. One step each, since a model may be
-        built to give the logits of a prompt's last token only."""
+        """Natural log-probability of each token but the first, given those before it. One step
+        each, because a model may be built to give the logits of a prompt's last token only."""
         generator = self._generator(1, len(token_ids))
         found = []
         for token, following in itertools.pairwise(token_ids):
@@ -82,7 +81,7 @@ class OfflineOnnxRuntime:
 
     def _generator(self, num_seqs: int, length: int) -> Any:
         params = self._genai.GeneratorParams(self._model)
-        # A least length as long as the most: the end-of-sequence token is never chosen.
+        # The minimum length equals the maximum: the end-of-sequence token is never chosen.
         params.set_search_options(
             batch_size=num_seqs, max_length=length, min_length=length, do_sample=False
         )

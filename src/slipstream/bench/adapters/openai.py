@@ -1,9 +1,9 @@
 """Any endpoint with OpenAI's `/v1/completions`, over HTTP/1.1 with server-sent events.
 
-A piece of what a connection receives costs one callback: no task is woken until the answer has ended, so that one process can
-read tens of thousands of tokens a second. Connections stay open for later requests. A request has failed if the endpoint breaks
-off, answers with an error, or sends an error event.
-"""
+Data that a connection receives costs one callback: no task is woken until the answer has ended, so
+that one process can read tens of thousands of tokens a second. Connections stay open for later
+requests. A request fails if the endpoint breaks off, answers with an error, or sends an error
+event."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ CONNECT_S = 30.0
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """`ignore_eos` is vLLM's and Slipstream's extension; without it answers may be shorter.
+    """Address and options of an endpoint.
 
-    `send_text` sends a prompt's text where it has one, else token ids are sent, which OpenAI's API allows as well.
-    """
+    `ignore_eos` is an extension of vLLM and Slipstream; without it answers may be shorter.
+    `send_text` sends a prompt's text if it has one; otherwise token ids are sent, which OpenAI's
+    API allows as well."""
 
     url: str
     model: str = ""
@@ -54,7 +55,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """`vocab_size` as Slipstream says it, or llama.cpp (`meta`); others don't."""
+    """A model in the endpoint's list. `vocab_size` is given by Slipstream and llama.cpp (`meta`)
+    only."""
 
     class Meta(msgspec.Struct, frozen=True):
         n_vocab: int | None = None
@@ -84,11 +86,12 @@ class OpenAIEndpoint:
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         key = f"authorization: Bearer {endpoint.api_key}\r\n" if endpoint.api_key else ""
         self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n{key}"
-        self._address = self._host  # a number after the first connection: names are looked up once
+        # an IP address after the first connection: names are looked up once
+        self._address = self._host
         self._idle: list[_Connection] = []
 
     async def served_models(self) -> list[ServedModel]:
-        """What the endpoint serves. EngineError if it does not answer as one should."""
+        """The models that the endpoint serves. EngineError if it does not answer correctly."""
         try:
             status, body = await self._exchange("GET", "/models", b"", None, CONNECT_S)
             if status != 200:
@@ -131,7 +134,7 @@ class OpenAIEndpoint:
     async def _exchange(
         self, method: str, path: str, body: bytes, events: Events | None, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Status and body of an answer; a body that `events` took in is left out."""
+        """(status, body) of an answer. The body is empty if `events` read it."""
         of_body = (
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
         )
@@ -144,7 +147,7 @@ class OpenAIEndpoint:
                     await connection.exchange(head.encode() + body, events)
                 except (
                     ConnectionResetError
-                ):  # nothing came: a server may close a connection that waits
+                ):  # nothing was received: a server may close an idle connection
                     if not old:
                         raise
                     continue
@@ -182,17 +185,18 @@ def _refusal(status: int, body: bytes) -> EngineError:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection, with one request at a time. The methods `on_…` are what the parser calls."""
+    """A connection with one request at a time. The parser calls the `on_…` methods."""
 
     def __init__(self) -> None:
         self.status, self.body = 0, bytearray()
-        self.reusable = False  # the last answer came whole, and the server keeps the connection
+        self.reusable = False  # the last answer was complete, and the server keeps the connection
         self._events: Events | None = None
         self._ended: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
 
     async def exchange(self, data: bytes, events: Events | None) -> None:
-        """Send a request; returns when its answer has come. ConnectionResetError if nothing of an answer came."""
+        """Send a request, and return when its answer is complete. ConnectionResetError if nothing
+        of an answer arrived."""
         self.status, self.reusable, self._events = 0, False, events
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the server closed the connection")
@@ -207,7 +211,8 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not of asyncio's class
+        # uvloop's transport is not a subclass of asyncio's
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._ended is None or self._ended.done():
@@ -275,15 +280,16 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Events:
-    """Reads the server-sent events of an answer, whatever the cuts of the bytes, into `answer`."""
+    """Reads an answer's server-sent events into `answer`, however the bytes are cut."""
 
     def __init__(self, answer: MeasuredAnswer) -> None:
         self.answer = answer
-        self.ended = False  # [DONE] has come
+        self.ended = False  # [DONE] has arrived
         self._split = Splitter()
 
     def feed(self, chunk: bytes, now: float) -> None:
-        """Take in what came at `now`. EngineError for an error event, or one that is none of the API's."""
+        """Read what arrived at `now`. EngineError for an error event, or one that is not in the
+        API."""
         answer = self.answer
         for data in self._split.feed(chunk):
             if data == b"[DONE]":
@@ -308,10 +314,11 @@ class Events:
 
 
 class Splitter:
-    """Splits bytes into the data of server-sent events. Lines end with LF, CR LF or CR; other fields are left out.
+    """Splits bytes into the data of server-sent events. Lines end with LF, CR LF or CR; other
+    fields are ignored.
 
-    Events are split at bytes, since a text may hold characters that count as line ends elsewhere.
-    """
+    Bytes are split, not text, because text may contain characters that count as line ends
+    elsewhere."""
 
     def __init__(self) -> None:
         self._rest, self._data = b"", list[bytes]()
@@ -322,7 +329,7 @@ class Splitter:
         if len(whole) > MAX_EVENT_BYTES:
             raise EngineError("an event is longer than 16 MiB")
         if b"\r" in whole:
-            # A CR at the end may be half of a CR LF: it stays until more has come.
+            # A CR at the end may be half of a CR LF: it stays until more has arrived.
             whole, cut = (whole[:-1], b"\r") if whole.endswith(b"\r") else (whole, b"")
             whole = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, tail = whole.split(b"\n")

@@ -1,8 +1,8 @@
-"""OpenVINO GenAI in this process, through its continuous batching, on a GGUF file or a folder that was exported for it.
+"""OpenVINO GenAI in this process, with its continuous batching, on a GGUF file or an exported
+folder.
 
-It runs its own scheduler, kernels and precision hints, greedy, without an end-of-sequence check. A token is timed when the
-step that made it returns.
-"""
+It uses its own scheduler, kernels and precision hints; greedy, without an end-of-sequence check. A
+token's time is taken when its step returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_SIZE = 32
 
 
 class OfflineOpenVINO:
-    """`batch_size` sequences at once, of at most `max_model_len` tokens each."""
+    """OpenVINO with up to `batch_size` sequences at a time, of at most `max_model_len` tokens each."""
 
     def __init__(
         self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int
@@ -43,7 +43,8 @@ class OfflineOpenVINO:
         scheduler.max_num_seqs, scheduler.max_num_batched_tokens = batch_size, 2048
         scheduler.num_kv_blocks = batch_size * (-(-max_model_len // BLOCK_SIZE) + 1)
         begin = time.monotonic()
-        # Its own pinning counts cores from the machine's first, whatever this process was given.
+        # Its own pinning counts cores from the machine's first, and ignores this process's
+        # affinity.
         properties = {
             "INFERENCE_NUM_THREADS": num_threads,
             "ENABLE_CPU_PINNING": available_cores() == os.cpu_count(),
@@ -54,7 +55,7 @@ class OfflineOpenVINO:
         self.load_s = time.monotonic() - begin
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
-        """A record of each request; all are sent at the beginning."""
+        """Send all requests at once. Returns a record of each."""
         sent = time.monotonic()
         handles: list[Any] = []
         times: list[list[float]] = [[] for _ in requests]
@@ -82,7 +83,7 @@ class OfflineOpenVINO:
         ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The natural log-probability of each token but the first, behind those before it."""
+        """Natural log-probability of each token but the first, given those before it."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = 1, True, False
         config.echo, config.logprobs = True, 1

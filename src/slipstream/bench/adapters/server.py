@@ -1,9 +1,9 @@
-"""A server, asked over OpenAI's HTTP API: one that runs already (`url`), or one that a command starts here and that ends
-with us.
+"""A server that is asked over OpenAI's HTTP API: one that runs already (`url`), or one that a
+command starts here and that ends with this process.
 
-A command is a list of words in which {model}, {port}, {batch_size}, {max_model_len} and {scheme} are filled in. vLLM is
-measured in this way, by its own server. A token is timed when this process receives it; all requests are sent at once.
-"""
+A command is a list of words in which {model}, {port}, {batch_size}, {max_model_len} and {scheme}
+are filled in. vLLM is measured in this way, by its own server. A token's time is taken when this
+process receives it; all requests are sent at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASK_EVERY_S = 0.2
 
 
 class ServerEngine:
-    """Asks `endpoint`; `process` is its server's, if it was started here."""
+    """Asks `endpoint`. `process`: its server, if it was started here."""
 
     def __init__(
         self, endpoint: Endpoint, process: subprocess.Popen[bytes] | None, load_s: float
@@ -96,7 +96,7 @@ def make(setup: EngineSetup, on_phase: OnPhase) -> ServerEngine:
 
 
 def command_of(setup: EngineSetup) -> list[str] | None:
-    """The words that start the server, before they are filled in; None where it runs already."""
+    """Words that start the server, before they are filled in; None if it runs already."""
     if setup.engine != "vllm":
         command: list[str] | None = setup.setting("command")
         return command
@@ -145,7 +145,8 @@ def free_port() -> int:
 
 
 def start(words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Its output goes where our messages go; it is of our process group, and ends with it."""
+    """Start the server. Its output goes to standard error; it is in our process group, and ends
+    with it."""
     try:
         return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     except OSError as error:
@@ -155,7 +156,8 @@ def start(words: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 async def served_models(endpoint: Endpoint, process: subprocess.Popen[bytes] | None) -> list[str]:
-    """The names that the server tells, once it answers; whoever waits for us bounds the time. Without a process: at once."""
+    """Names that the server reports, once it answers. The caller limits the time. Without a
+    process: ask once."""
     while True:
         try:
             async with OpenAIEndpoint(endpoint) as engine:

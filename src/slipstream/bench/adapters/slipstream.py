@@ -1,4 +1,5 @@
-"""Slipstream here: `LLM` for everything at once, `AsyncLLM` (engine in its own process) for arrivals over time."""
+"""Slipstream in this process: `LLM` for all requests at once, `AsyncLLM` (with the engine in its
+own process) for arrivals over time."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from slipstream.types import Prompt, SamplingParams
 
 
 def greedy(output_tokens: int) -> SamplingParams:
-    """Exactly so many tokens, the likeliest each time."""
+    """Exactly this many tokens, the likeliest each time."""
     return SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
 
 
@@ -26,7 +27,8 @@ def prompt_of(request: BenchRequest) -> Prompt:
 
 
 class OfflineSlipstream:
-    """All requests handed over at once; the engine tells when each one's first and last token came."""
+    """`LLM` with all requests at once; the engine reports the times of each one's first and last
+    token."""
 
     def __init__(
         self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
@@ -34,7 +36,7 @@ class OfflineSlipstream:
         self.llm = LLM.from_engine_args(args, progress=progress)
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
-        """A record of each request. What earlier runs left in the prefix cache is forgotten first."""
+        """Send all requests at once, with an empty prefix cache. Returns a record of each."""
         self.llm.reset_prefix_cache()
         outputs = self.llm.generate(
             [prompt_of(r) for r in requests],
@@ -55,7 +57,7 @@ class OfflineSlipstream:
         ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The natural log-probability of each token but the first, behind those before it."""
+        """Natural log-probability of each token but the first, given those before it."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
         (output,) = self.llm.generate(
             [{"prompt_token_ids": list(token_ids)}], sampling, progress=False
@@ -118,8 +120,8 @@ class AsyncSlipstream:
 
 
 def engine_args(setup: EngineSetup) -> EngineArgs:
-    """The settings of an engine in a measurement: no tokenizer, no prefix cache, and room for what is asked, unless `setup`
-    says otherwise."""
+    """Engine settings for a measurement: no tokenizer, no prefix cache, and room for what is asked,
+    unless `setup` says otherwise."""
     given: dict[str, Any] = {
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,

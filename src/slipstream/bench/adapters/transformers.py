@@ -1,9 +1,10 @@
-"""Hugging Face transformers: `generate` on static batches, first come first served, padded on the left.
+"""Hugging Face transformers: `generate` on static batches, first come first served, padded on the
+left.
 
-The model has the same type as ours and runs its own attention kernels, greedy, without an end-of-sequence check, on batches
-in the order of arrival. A batch runs until its longest answer is done. Tokens beyond a request's own length are not
-counted. A token is timed when it is computed, as a server that streams from `generate` could deliver it.
-"""
+The model has the same dtype as ours and uses its own attention kernels; greedy, without an
+end-of-sequence check, on batches in the order of arrival. A batch runs until its longest answer is
+done. Tokens beyond a request's own length are not counted. A token's time is taken when it is
+computed, as a server that streams from `generate` could deliver it."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from slipstream.errors import ConfigError
 
 
 def load_gguf(path: Path, dtype: str) -> Any:
-    """transformers' model of a GGUF file, its weights dense in `dtype` as its own reader unpacks them.
+    """transformers' model of a GGUF file, with dense weights in `dtype`, unpacked by its own
+    reader.
 
-    By default transformers (from 5.23) keeps them packed and unpacks them at every product, which is not what is compared.
-    """
+    From 5.23 transformers by default keeps them packed and unpacks them at every product, which is
+    not what we compare."""
     try:
         import torch
         import transformers
 
-        config = getattr(
-            transformers, "GgufConfig", None
-        )  # not there before, where unpacking was all there was
+        # earlier versions always unpack
+        config = getattr(transformers, "GgufConfig", None)
         dense = {} if config is None else {"quantization_config": config(dequantize=True)}
         auto: Any = transformers.AutoModelForCausalLM
         return auto.from_pretrained(
@@ -44,7 +45,8 @@ def _refusal(path: Path, error: Exception) -> str:
         return (
             f"to compare with transformers {error.name} is missing: pip install 'slipstream[dev]'"
         )
-    # Of gguf transformers does not say what to install; of packages that `dev` lacks, such as compressed-tensors, it does.
+    # transformers does not say what to install for GGUF; for packages missing in `dev`, such as
+    # compressed-tensors, it does.
     is_gguf = isinstance(error, ImportError) and "gguf" in str(error).lower()
     remedy = ": pip install 'slipstream[dev]'" if is_gguf else ""
     return f"transformers can't load {path.name}: {str(error).strip().removesuffix('.')}{remedy}"
@@ -61,7 +63,8 @@ AUTO = {
 
 
 def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
-    """transformers' model of a folder with a config.json, or of a GGUF file; without running a checkpoint's own code."""
+    """transformers' model of a folder with a config.json, or of a GGUF file. A checkpoint's own
+    code is not run."""
     files = (
         sorted(path.glob("*.gguf"))
         if path.is_dir() and not (path / "config.json").is_file()
@@ -83,12 +86,13 @@ def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
         KeyError,
         OSError,
         RuntimeError,
-    ) as error:  # the last where shapes are not the config's
+    ) as error:  # the last one is for shapes that differ from the config's
         raise ConfigError(_refusal(path, error), field="model") from error
 
 
 class StepClock:
-    """A transformers streamer that only notes when each step's tokens came. The first call is the prompt's."""
+    """A transformers streamer that only records when each step's tokens arrived. The first call is
+    for the prompt."""
 
     def __init__(self, synchronize: Any) -> None:
         self.times: list[float] = []
@@ -149,7 +153,7 @@ class OfflineTransformers:
         self.load_s = time.monotonic() - begin
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
-        """A record of each request; all are sent at the beginning."""
+        """Send all requests at once. Returns a record of each."""
         sent = time.monotonic()
         records: list[RequestTiming] = []
         for i in range(0, len(requests), self.batch_size):

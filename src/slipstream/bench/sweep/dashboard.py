@@ -1,8 +1,8 @@
-"""The page of a sweep: one HTML file with its data, its script and the libraries that draw it (d3 and Observable Plot, ISC).
+"""The page of a sweep: one HTML file with its data, its script and the libraries that draw it (d3
+and Observable Plot, ISC).
 
-It opens from the disk, without a network. Rows travel as one list a column. What is drawn, and how repetitions become
-means with intervals, is in `dashboard.js`.
-"""
+It opens from disk, without a network. Rows are stored as one list per column. `dashboard.js` draws
+the charts, and combines repetitions to means with intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
-    """The rows of one sweep and what they have in common (`bench.report.document`)."""
+    """The rows of one sweep and their common data (`bench.report.document`)."""
 
     name: str
     rows: Sequence[Row]
@@ -30,7 +30,7 @@ class SweepRun:
 
 
 def render(runs: Sequence[SweepRun]) -> str:
-    """The page of one run, or of several to be compared, the newest first."""
+    """The page of one run, or of several to compare, newest first."""
     data = {
         "runs": [
             {
@@ -49,8 +49,9 @@ def render(runs: Sequence[SweepRun]) -> str:
 
 
 def fill_page(template: Path, *, title: str, data: Any) -> str:
-    """A template's page: its parts between %% are the title, the data, and what all pages share."""
-    # Within a script element nothing but "</script" and "<!--" has a meaning; "<" as an escape says the same to JSON.
+    """Fill a template. Its parts between %% are the title, the data, and what all pages share."""
+    # Within a script element only "</script" and "<!--" have a meaning; JSON reads an escaped "<"
+    # as the same character.
     parts = {
         "TITLE": escape(title),
         "LICENSE": (HERE / "vendor" / "LICENSE").read_text("utf-8"),
@@ -66,7 +67,7 @@ def fill_page(template: Path, *, title: str, data: Any) -> str:
 
 
 def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """The columns, with the digits that a chart can show, and without those that it does not."""
+    """The columns that charts show, rounded to the digits that they can show."""
     columns = columns_of(rows)
     for name in ("key", "time", "engine"):
         columns.pop(name, None)
@@ -77,7 +78,7 @@ def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def _shown(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page says of a run: no more than a reader needs, and no path of the machine."""
+    """The data about a run that the page shows, without paths of the machine."""
     host = meta.get("machine", {}).get("host", {})
     return {
         "time": meta.get("time"),

@@ -1,7 +1,8 @@
-"""The file of a sweep, and what it asks for: setups (an engine with a model, loaded once) and the cases that each measures.
+"""The file of a sweep, and what it describes: setups (an engine with a model, loaded once) and the
+cases that each measures.
 
-The file is TOML. What stands at its top holds for all engines; an engine may have `models`, `schemes` and `parallel` of
-its own:
+The file is TOML. Settings at its top apply to all engines; an engine may have its own `models`,
+`schemes` and `parallel`:
 
     models = ["smollm2"]
     lengths = [[128, 128], [512, 32]]     # input and output tokens
@@ -16,8 +17,7 @@ its own:
     engine = "openvino"
     python = "/opt/peers/bin/python"
 
-Errors name the place of a wrong setting ("engines[1].schemes").
-"""
+Errors name the place of a wrong setting ("engines[1].schemes")."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_ROWS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One measurement: `batch_size` requests at once, and which repetition it is (from 0)."""
+    """One measurement: `batch_size` requests at once, and the index of the repetition (from 0)."""
 
     input_len: int
     output_len: int
@@ -51,7 +51,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine of the file. `python` runs its processes (None: this one's). `label` names it in the results."""
+    """An engine of the file. `python`: interpreter of its processes (None: this one). `label`: its
+    name in the results."""
 
     engine: str
     label: str
@@ -64,7 +65,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetupSpec:
-    """An engine, a model and how it is held: what one process loads."""
+    """An engine with a model, scheme and parallel form: what one process loads."""
 
     engine: EngineSpec
     model: str
@@ -78,8 +79,9 @@ class SetupSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """All that a file asks for. With `alternate` each repetition loads every engine anew, in turn, so that a machine
-    whose speed drifts is alike to all of them; without, an engine is loaded once for all repetitions."""
+    """The contents of a file. With `alternate` each repetition loads every engine again, in turn,
+    so that a drift of the machine's speed affects all of them alike. Without it an engine is loaded
+    once for all repetitions."""
 
     name: str
     engines: tuple[EngineSpec, ...]
@@ -113,7 +115,8 @@ class Grid:
                         )
 
     def jobs(self) -> Iterator[tuple[SetupSpec, tuple[Case, ...]]]:
-        """What each process measures, in order. Small batches first: they need the least memory."""
+        """The cases of each process, in order. Small batches come first, because they need the
+        least memory."""
         rounds = (
             [(r,) for r in range(self.repeats)] if self.alternate else [tuple(range(self.repeats))]
         )
@@ -130,7 +133,7 @@ class Grid:
                 )
 
     def key(self, setup: SetupSpec, case: Case) -> str:
-        """What a row is known by when a sweep goes on: everything that its figures follow from."""
+        """Identity of a row when a sweep continues: everything that its values depend on."""
         told = {
             "engine": [
                 setup.engine.engine,
@@ -153,7 +156,7 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    """ConfigError if the file can't be read or has anything wrong in it."""
+    """Read a file. ConfigError if it can't be read or is invalid."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -162,7 +165,9 @@ def read_grid(path: Path) -> Grid:
         raise ConfigError(
             f"the sweep {path} can't be read as TOML: it is nested too deeply", field="file"
         ) from None
-    except ValueError as error:  # also what is no UTF-8, no date, and a number of too many digits
+    except (
+        ValueError
+    ) as error:  # also invalid UTF-8, an invalid date, or a number with too many digits
         raise ConfigError(
             f"the sweep {path} can't be read as TOML: {error}", field="file"
         ) from None
@@ -230,7 +235,7 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
             _typed(settings[words], list, f"{where}.settings.{words}")
     merged = {**shared, **given}
     schemes = tuple(_list(merged, "schemes", str, f"{where}.", default=[AS_STORED]))
-    if "auto" in schemes:  # its former word, which no engine has a scheme of
+    if "auto" in schemes:  # its former name, which is no engine's scheme
         raise ConfigError(
             f"{where}.schemes: 'auto' is {AS_STORED!r} now: weights as they are stored",
             field=f"{where}.schemes",
@@ -299,7 +304,7 @@ def _typed(value: Any, kind: type[T], where: str) -> T:
 def _list(
     given: Mapping[str, Any], name: str, kind: type[T], where: str, *, default: list[T] | None
 ) -> list[T]:
-    """A list that is not empty; without a default it must be there."""
+    """A list that is not empty; without a default it is required."""
     if name not in given:
         if default is not None:
             return default

@@ -1,8 +1,9 @@
-"""Rows of a sweep: one a measurement, with everything that it was measured with, or with the error that came instead.
+"""Rows of a sweep: one per measurement, with all its settings, or with the error that it ended
+with.
 
-A row is appended to `rows.jsonl` as it is measured, so that an interrupted sweep loses one at most. `results.parquet` is
-written from all of them at the end, with what they have in common (versions, machine, definitions, ceilings) as metadata.
-"""
+A row is appended to `rows.jsonl` as soon as it is measured, so that an interrupted sweep loses one
+row at most. `results.parquet` is written from all rows at the end, with their common data
+(versions, machine, definitions, hardware limits) as metadata."""
 
 from __future__ import annotations
 
@@ -57,12 +58,13 @@ COLUMNS: Mapping[str, Kind] = {
         "float",
     ),
 }
-"""Every column, in the order of the file. Times are in seconds, powers in watts; `step_…` is the decode step's, estimated
-from the model's description, and `achieved_…` is that over the measured median of TPOT."""
+"""Every column, in the order of the file. Times are in seconds, powers in watts. `step_…` is the
+decode step's work, estimated from the model's description; `achieved_…` is that divided by the
+measured median TPOT."""
 
 
 def figures(summary: Summary) -> Row:
-    """The columns of a summary, but for those that could not be computed."""
+    """Columns of a summary, without those that could not be computed."""
     found: Row = {
         name: value for name in COLUMNS if (value := getattr(summary, name, None)) is not None
     }
@@ -73,7 +75,7 @@ def figures(summary: Summary) -> Row:
 
 
 def energy_figures(energy: Energy | None) -> Row:
-    """The columns of a run's energy, as far as it is known."""
+    """Columns of a run's energy that are known."""
     if energy is None:
         return {}
     found = {
@@ -87,7 +89,7 @@ def energy_figures(energy: Energy | None) -> Row:
 
 
 def append(row: Row, folder: Path) -> None:
-    """One line, on the disk when this returns."""
+    """Append one line; it is on disk when this returns."""
     if unknown := row.keys() - COLUMNS.keys():
         raise ValueError(f"{min(unknown)} is no column")
     with (folder / ROWS_NAME).open("a", encoding="utf-8") as file:
@@ -97,8 +99,8 @@ def append(row: Row, folder: Path) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows that a sweep has measured so far. Of one measured twice the later counts; a line that was cut off is left
-    out."""
+    """Rows that a sweep has measured so far. Of a row measured twice the later one counts; an
+    incomplete line is skipped."""
     file = folder / ROWS_NAME
     if not file.is_file():
         return []
@@ -114,7 +116,7 @@ def read_rows(folder: Path) -> list[Row]:
             found[row["key"]] = row
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"line {number} of {file} is no row; give another --out", field="out"
+                f"line {number} of {file} is not a row; give another --out", field="out"
             ) from None
     return list(found.values())
 
@@ -131,7 +133,7 @@ def pyarrow() -> Any:
 
 
 def write_parquet(rows: Iterable[Row], path: Path, meta: Mapping[str, Any]) -> None:
-    """A column that a row lacks is null there."""
+    """Write rows. A column that a row lacks is null."""
     arrow = pyarrow()
     types = {"text": arrow.string(), "int": arrow.int64(), "float": arrow.float64()}
     schema = arrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
@@ -143,7 +145,8 @@ def write_parquet(rows: Iterable[Row], path: Path, meta: Mapping[str, Any]) -> N
 
 
 def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows without their nulls, and what they have in common. ConfigError if it is no result of a sweep."""
+    """(rows without their nulls, their common data). ConfigError if the file is not a result of a
+    sweep."""
     arrow = pyarrow()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}", field="file")
@@ -153,19 +156,19 @@ def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
         raise ConfigError(f"{path} can't be read as Parquet: {error}", field="file") from None
     meta = (table.schema.metadata or {}).get(META_KEY.encode())
     if meta is None or not {"key", "label", "batch_size"} <= set(table.column_names):
-        raise ConfigError(f"{path} is no result of `slipstream sweep`", field="file")
+        raise ConfigError(f"{path} is not a result of `slipstream sweep`", field="file")
     rows = [
         {name: value for name, value in row.items() if value is not None}
         for row in table.to_pylist()
     ]
     for row in rows:
-        if row.get("scheme") == "auto":  # the former word
+        if row.get("scheme") == "auto":  # the former name
             row["scheme"] = AS_STORED
     return rows, json.loads(meta)
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Rows as one list a column, without columns that are empty."""
+    """Rows as one list per column, without empty columns."""
     return {
         name: [row.get(name) for row in rows]
         for name in COLUMNS

@@ -1,8 +1,7 @@
-"""Runs a sweep: a process for each setup, a row for each case, whatever goes wrong.
+"""Runs a sweep: one process per setup, one row per case, whatever fails.
 
-A process that dies or takes too long costs the case that it was at; another is started for the next. One that can't load its
-model costs all cases of its setup: each becomes a row with the same error.
-"""
+A process that dies or takes too long costs the case that it was at, and another is started for the
+next case. If the model can't be loaded, all cases of the setup become rows with the same error."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
 OnRow = Callable[[str, int, int], None]
-"""Is called with what is measured, how many rows there are, and how many there will be."""
+"""Called with the current measurement, the number of rows so far, and the total."""
 
 LOG_TAIL = 600
 CLOSE_S = 30.0
@@ -41,8 +40,8 @@ CLOSE_S = 30.0
 def run_sweep(
     grid: Grid, folder: Path, *, retry: bool = False, on_row: OnRow = lambda what, done, total: None
 ) -> list[Row]:
-    """Measure what `folder` has no row of yet, row by row; all rows of the grid, in its order. With `retry` rows with an error
-    are measured again."""
+    """Measure the cases without a row in `folder`. Returns all rows of the grid, in its order. With
+    `retry`, rows with an error are measured again."""
     known = {row["key"]: row for row in read_rows(folder) if not (retry and "error" in row)}
     jobs, total, order, done = list(grid.jobs()), grid.num_rows, list[str](), 0
     for setup, cases in jobs:
@@ -78,7 +77,7 @@ def _identity(key: str, setup: SetupSpec, case: Case) -> Row:
 
 
 def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> Iterator[Row]:
-    """A row's figures for each case, in order."""
+    """The values of each case's row, in order."""
     try:
         setup, description = make_setup(grid, spec)
         vocab_size = grid.vocab_size if description is None else description.spec.vocab_size
@@ -118,7 +117,7 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
                 **found,
                 **(_cost(description, spec, case, found) if description else {}),
             }
-    except BaseException:  # interrupted, or nobody wants the other rows: a case may be under way
+    except BaseException:  # interrupted, or nobody wants the other rows: a case may be running
         if worker is not None:
             worker.kill()
         raise
@@ -127,7 +126,8 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
 
 
 def make_setup(grid: Grid, spec: SetupSpec) -> tuple[EngineSetup, ModelDescription | None]:
-    """What the process is given. The model is looked for, or fetched, here, but for one that the engine names itself."""
+    """The setup for the process. The model is found, or downloaded, here, unless the engine finds
+    it itself."""
     kind, engine = ENGINES[spec.engine.engine], spec.engine
     settings = dict(engine.settings)
     download_dir = settings.get("download_dir") if engine.engine == "slipstream" else None
@@ -152,7 +152,7 @@ def make_setup(grid: Grid, spec: SetupSpec) -> tuple[EngineSetup, ModelDescripti
 
 
 def _cost(description: ModelDescription, spec: SetupSpec, case: Case, found: Row) -> Row:
-    """The row's place on the roofline, estimated; nothing without a time of a decode step."""
+    """The row's estimated place on the roofline; empty without a decode step time."""
     tpot = found.get("tpot_s_p50")
     if not tpot or (spec.scheme != AS_STORED and spec.scheme not in SCHEMES):
         return {}
@@ -172,7 +172,8 @@ def _cost(description: ModelDescription, spec: SetupSpec, case: Case, found: Row
 
 
 class Worker:
-    """A process of `worker.py`, in a group of its own with all that it starts. Its messages go to a file of `logs`."""
+    """A process of `worker.py`, in its own group with everything that it starts. Its messages go to
+    a file in `logs`."""
 
     def __init__(self, setup: EngineSetup, spec: SetupSpec, logs: Path) -> None:
         logs.mkdir(exist_ok=True)
@@ -208,7 +209,7 @@ class Worker:
         self._replies.put(None)
 
     def start(self, timeout_s: float) -> None:
-        """EngineError, with the process gone, if the model is not loaded in time."""
+        """Load the model. EngineError, with the process ended, if that takes too long."""
         try:
             self.started = self.ask(dataclasses.asdict(self._setup), timeout_s, what="start")
             if "error" in self.started:
@@ -218,13 +219,14 @@ class Worker:
             raise
 
     def ask(self, message: Mapping[str, Any], timeout_s: float, what: str = "case") -> Row:
-        """The reply. EngineError if there is none in time, or the process dies."""
+        """Send a message and return the reply. EngineError if it takes too long, or if the process
+        dies."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message, default=plain) + "\n")
             self._process.stdin.flush()
         except OSError:
-            pass  # it is dead: told below
+            pass  # it is dead: reported below
         try:
             line = self._replies.get(timeout=timeout_s)
         except queue.Empty:
@@ -247,7 +249,7 @@ class Worker:
         return said[-LOG_TAIL:].split("\n", 1)[-1] if said else "it said nothing"
 
     def close(self) -> None:
-        """Let it end in order, then make sure of it."""
+        """Ask it to end; then kill it if it does not."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -256,7 +258,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """End it and all that it started."""
+        """Kill it and everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,8 +1,9 @@
-"""A process that loads one engine and measures cases: `python -m slipstream.bench.sweep.worker`, started by `runner`.
+"""A process that loads one engine and measures cases: `python -m slipstream.bench.sweep.worker`,
+started by `runner`.
 
-Messages are lines of JSON: an `EngineSetup` first, then cases, on standard input; what was measured, on what was standard
-output when it began. What libraries print goes to standard error. It imports nothing that an engine's own environment may lack.
-"""
+Messages are lines of JSON: an `EngineSetup`, then cases, on standard input; results go to the
+original standard output. Output of libraries goes to standard error. It imports nothing that an
+engine's own environment may lack."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from slipstream.errors import SlipstreamError
 def measure(
     engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remote: bool = False
 ) -> dict[str, Any]:
-    """The row's figures, or the error of a request of it. The memory of a `remote` engine, a server, is not known."""
+    """Values of the row, or the error of one of its requests. The memory of a `remote` engine, a
+    server, is unknown."""
     size = case["batch_size"]
     work = fixed(
         size,
@@ -51,7 +53,7 @@ def measure(
 
 
 def _devices(setup: EngineSetup) -> list[str] | None:
-    """Those that the engine computes on; None of a server, which does not say."""
+    """Devices that the engine computes on; None for a server, which does not tell."""
     if ENGINES[setup.engine].remote:
         return None
     if setup.engine in ("llamacpp", "openvino", "onnxruntime"):
@@ -64,7 +66,7 @@ def _devices(setup: EngineSetup) -> list[str] | None:
 
 
 def peak_memory() -> float:
-    """Bytes, of this process."""
+    """Peak memory of this process, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -104,7 +106,7 @@ def serve(source: IO[str], replies: IO[str]) -> None:
     begin = time.monotonic()
     try:
         engine = make_engine(setup)
-    except Exception as error:  # whatever an engine does wrong is an error of its rows
+    except Exception as error:  # every failure of an engine is an error of its rows
         reply({"error": text_of(error)})
         return
     description = engine.describe()

@@ -1,9 +1,10 @@
-"""`slipstream bench latency|throughput|serve|folder|roofline`: measure, with the definitions printed beside every result.
+"""`slipstream bench latency|throughput|serve|folder|roofline`: measures, and prints the definitions
+next to every result.
 
-Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no prefix cache, unless
-options say otherwise. docs/benchmarking.md explains each number. An option without effect on the chosen workload or engine is
-refused: the result would show it as if it had been measured.
-"""
+Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no
+prefix cache, unless options say otherwise. docs/benchmarking.md explains each number. An option
+without effect on the chosen workload or engine is refused, because the result would show it as if
+it had been measured."""
 
 from __future__ import annotations
 

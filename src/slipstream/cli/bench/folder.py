@@ -1,9 +1,10 @@
-"""`slipstream bench folder DIR`: whether a folder of `slipstream optimize` keeps here what it promised.
+"""`slipstream bench folder DIR`: checks on this machine the performance and quality of a folder of
+`slipstream optimize`.
 
-Its engine gets the traffic that it was chosen for. The exit code is 1 if an objective is missed, or the canary finds that the
-model answers otherwise than where its quality was measured. On another machine the figures of both stand side by side. With
---against its quality is measured again, too, and has to keep the limits that it was chosen by.
-"""
+Its engine gets the traffic for which it was chosen. The exit code is 1 if an objective is missed,
+or if the canary finds that the model's answers differ from those where its quality was measured. On
+another machine the figures of both are shown next to each other. With --against the quality is
+measured again, too, and must be within the limits of the search."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder).expanduser().absolute()
     if args.against:
-        resolve_model(args.against)  # a name that is none is said before anything is measured
+        resolve_model(args.against)  # an unknown name is reported before anything is measured
     with phases(f"measuring {folder.name}") as on_phase:
         on_phase("its engine under its traffic" + (", and its quality" if args.against else ""))
         found = check_folder(

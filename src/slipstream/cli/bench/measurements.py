@@ -1,4 +1,5 @@
-"""What the kinds of `bench` share: options, settings of the engine, the workload, and the result's way out."""
+"""Common part of the kinds of `bench`: options, engine settings, the workload, and output of the
+result."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PEERS = {
     "openvino": ("num_threads", "max_model_len", "download_dir", "seed"),
     "onnxruntime": ("num_threads", "download_dir", "seed"),
 }
-"""Other engines and the settings that they have."""
+"""Other engines and the settings that they support."""
 
 CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
     "input_len": (
@@ -61,8 +62,8 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "rounds": ("runs without --find-rate", 1, lambda args: args.find_rate is None),
     "find_rate_runs": ("--find-rate", 10, lambda args: args.find_rate is not None),
 }
-"""Options that only some choices use: what they belong to, their default, and whether that was chosen. An option that is not
-given leaves no attribute behind; `settle` adds the default."""
+"""Options that only some choices use: (the choices, the option's default, whether such a choice was
+made). An option that is not given leaves no attribute; `settle` adds the default."""
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +110,8 @@ def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespac
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
-    """The engine's settings. It has a tokenizer only for text, and prefix caching only where prefixes are shared."""
+    """The engine's settings. It has a tokenizer only for text, and prefix caching only if prefixes
+    are shared."""
     given = argparse.Namespace(**{**vars(args), "model": getattr(args, "model", None) or ""})
     return engine_args(given, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
 
@@ -134,27 +136,27 @@ def positive(args: argparse.Namespace, *names: str) -> None:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Refuse, before the measuring, an --output that can't be written."""
+    """Refuse an --output that can't be written, before measuring."""
     if args.output is not None:
         path = Path(args.output)
         is_there = path.exists()
         if is_there and not path.is_file() and not path.is_dir():
-            return  # a pipe, whose reader would get an end, or a device
+            return  # a pipe, whose reader would see an end, or a device
         with writing(path, "output"):
-            path.open(
-                "a", encoding="utf-8"
-            ).close()  # root may write anywhere, but for where nothing can be written
+            # a trial: root's permissions do not show a place where nothing can be written
+            path.open("a", encoding="utf-8").close()
             if not is_there:
                 path.unlink()
 
 
 def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write it where --output says. What was measured has been printed before, if it is for people: a disk may be full."""
+    """Write the result where --output says. The tables were printed before, because a disk may be
+    full."""
     if args.output is not None:
         text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
         with writing(args.output, "output"):
             Path(args.output).write_text(text, encoding="utf-8")
-    if args.json:  # last: what can't be written is an object of its own
+    if args.json:  # last, because a failure to write is a JSON object itself
         print_json(result)
 
 
@@ -184,7 +186,7 @@ def settle(args: argparse.Namespace) -> None:
 def refuse_engine_options(
     args: argparse.Namespace, *, text: bool, only: tuple[str, ...] | None = None, owner: str = ""
 ) -> None:
-    """Refuse engine options outside `only`, and --tokenizer where no text is tokenised."""
+    """Refuse engine options outside `only`, and --tokenizer if no text is tokenised."""
     for name in (field.name for field in dataclasses.fields(EngineArgs)):
         if name == "model" or not hasattr(args, name):
             continue
@@ -212,7 +214,7 @@ def vocab_size(settings: EngineArgs) -> int:
 
 
 def needs_vocab_size(args: argparse.Namespace, settings: EngineArgs) -> bool:
-    """Random token ids are wanted, and nobody has said yet how many there are."""
+    """Whether random token ids are needed and the vocabulary's size is still unknown."""
     return args.workload != "sharegpt" and args.vocab_size is None and not settings.model
 
 
@@ -258,5 +260,5 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> BenchWorklo
 
 
 def verdict(summary: Summary) -> int:
-    """The exit code: a run in which a request failed is no measurement."""
+    """Exit code: 1 if a request failed, because such a run is no measurement."""
     return 1 if summary.num_failed else 0

@@ -1,4 +1,4 @@
-"""`slipstream bench latency|throughput`: an engine in this process."""
+"""`slipstream bench latency|throughput`: measures an engine in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`slipstream bench roofline`: what this CPU can do at most, and each operator's share of it. Part of `bench`."""
+"""`slipstream bench roofline`: measures the limits of this CPU, and each operator's share of them.
+Part of `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream bench serve`: requests over time, to servers or to an engine started here."""
+"""`slipstream bench serve`: sends requests over time, to servers or to an engine started here."""
 
 from __future__ import annotations
 
@@ -115,14 +115,13 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Target:
-    """A server, or the engine started here, and what was measured there."""
+    """A server, or the engine started here, and its results."""
 
     name: str
     engine: Endpoint | AsyncSlipstream
     rounds: list[tuple[Summary, ClientLoad | None]] = dataclasses.field(default_factory=list)
-    energies: dict[int, Energy | None] = dataclasses.field(
-        default_factory=dict
-    )  # by the identity of a round's summary
+    # by the identity of a round's summary
+    energies: dict[int, Energy | None] = dataclasses.field(default_factory=dict)
     tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     async def describe(self) -> dict[str, Any]:
@@ -141,7 +140,8 @@ class _Target:
 
 
 class _Bench:
-    """One call of the command. Each round has prompts of its own, so that no server finds them in a prefix cache."""
+    """One call of the command. Each round has its own prompts, so that no server finds them in a
+    prefix cache."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Bench:
         self.workload: BenchWorkload
         if not needs_vocab_size(
             args, settings
-        ):  # what is wrong with it is said before anyone is asked
+        ):  # invalid options are reported before any server is asked
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
         self.meter = (
@@ -232,7 +232,7 @@ class _Bench:
         return endpoint
 
     async def _vocab_size(self, endpoint: Endpoint | AsyncSlipstream) -> int:
-        """How many token ids the endpoint's model has, as it says."""
+        """Size of the vocabulary that the endpoint reports for its model."""
         from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 
         assert isinstance(endpoint, Endpoint), "an engine that is started here has a model"

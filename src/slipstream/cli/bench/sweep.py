@@ -1,10 +1,9 @@
-"""`slipstream sweep FILE`: measure engines × models × schemes × lengths × batch sizes × parallel forms, and show them on
-a page.
+"""`slipstream sweep FILE`: measures engines × models × schemes × lengths × batch sizes × parallel
+forms, and shows them on a page.
 
-FILE is a TOML file (docs/sweeps.md), or the Parquet file of an earlier sweep, of which only the page is made again. A
-sweep that was interrupted goes on from where it was. What fails is a row with its error; the exit code is 1 if every row
-failed.
-"""
+FILE is a TOML file (docs/sweeps.md), or the Parquet file of an earlier sweep, from which only the
+page is made again. An interrupted sweep continues. A failure is a row with its error; the exit code
+is 1 if every row failed."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     grid = read_grid(file)
     if args.dry_run:
         return _dry_run(args, grid)
-    pyarrow()  # before the measuring
+    pyarrow()  # fail before measuring if it is missing
     folder = _folder(args.out or file.with_suffix(""))
     with sole_writer(folder), shown(Progress(f"sweep {grid.name}")) as progress:
         try:
@@ -179,7 +178,8 @@ def _show(
 
 
 def measured_ceilings() -> dict[str, float] | None:
-    """Measure this machine's CPU: bytes read a second, and operations a second by type. None without the C++ kernels."""
+    """Limits of this machine's CPU: bytes read per second, and operations per second by type. None
+    without the C++ kernels."""
     from slipstream.costs.hardware import available_cores
     from slipstream.kernels.cpu.native import ThreadPool
     from slipstream.worker.start.roofline import measure_ceilings

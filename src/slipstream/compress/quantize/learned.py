@@ -24,7 +24,7 @@ from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.scheme import WeightFormat
 
 MAX_SCALE_CHANGE = 0.25
-"""A scale's factor stays within 1 ± this."""
+"""Largest deviation of a scale's factor from 1."""
 
 GPTQ_STEP_SIZE = 0.5
 """The step size from GPTQ's result, relative to that from rounding to nearest."""
@@ -42,7 +42,7 @@ class Offsets:
 
     @classmethod
     def of(cls, compensated: Tensor, grid: QuantGrid) -> Offsets:
-        """Begin at the result of `gptq_trace`; the grid stays."""
+        """Start at the result of `gptq_trace`; the grid stays."""
         offset = torch.zeros_like(compensated, requires_grad=True)
         return cls(
             compensated,
@@ -56,7 +56,7 @@ class Offsets:
     def fitted(
         cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool
     ) -> Offsets:
-        """Begin at rounding to nearest."""
+        """Start at rounding to nearest."""
         grid = fit(weight, fmt, dtype, clip=clip)
         offset, factor = torch.zeros_like(weight), torch.ones_like(grid.scales, dtype=torch.float32)
         return cls(weight, grid, offset.requires_grad_(), factor.requires_grad_())

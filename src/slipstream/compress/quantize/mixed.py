@@ -1,12 +1,14 @@
-"""Mixed precision: allocates bits to products within a budget, so that the divergence is least.
+"""Mixed precision: allocates bits to products within a budget so that the divergence is smallest.
 
-1. Each product is rounded alone, by GPTQ or to nearest as the recipe says, to one number of bits. The cost is
-   KL(original‖rounded) of the next token on calibration text. It takes a pass over the text from the product's layer on.
-2. For other numbers of bits the cost is scaled by the ratio of the product's squared output errors when rounded to nearest,
-   since KL is quadratic in a small error. This needs no pass through the model.
-3. Errors of different products are nearly independent, so their costs nearly add up. The allocation with the least sum within
-   the budget is a multiple-choice knapsack problem, which is solved exactly.
-"""
+1. Each product is rounded alone, by GPTQ or to nearest as the recipe says, to one number of bits.
+   The cost is KL(original‖rounded) of the next token on calibration text. It takes a pass over the
+   text from the product's layer on.
+2. For other numbers of bits the cost is scaled by the ratio of the product's squared output errors
+   when rounded to nearest, since KL is quadratic in a small error. This needs no pass through the
+   model.
+3. Errors of different products are nearly independent, so their costs nearly add up. The allocation
+   with the smallest sum within the budget is a multiple-choice knapsack problem, which is solved
+   exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription
 
 KEPT_PARAMETERS = 10**9
-"""A model with at most this many parameters is kept in memory while costs are measured."""
+"""Parameters up to which a model stays in memory while costs are measured."""
 
 ROWS_AT_ONCE = 256
 """Rows of logits in memory at a time."""
@@ -34,7 +36,7 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class BitOption:
-    """What a product with this many bits takes in bytes, and costs in nats."""
+    """A product's size in bytes and cost in nats at this number of bits."""
 
     bits: int
     num_bytes: int
@@ -42,11 +44,11 @@ class BitOption:
 
 
 def solve_knapsack(options: Sequence[Sequence[BitOption]], budget_bytes: int) -> list[BitOption]:
-    """Choose one of each product's options, with the least sum of `kl` and at most `budget_bytes` in all. ConfigError if even
-    the smallest take more.
+    """Choose one of each product's options, with the smallest sum of `kl` and at most
+    `budget_bytes` in all. ConfigError if even the smallest take more.
 
-    Dynamic programming over the reachable sums of bytes; sums that cost no less than a smaller one are dropped (Kellerer,
-    Pferschy and Pisinger 2004, chapter 11)."""
+    Dynamic programming over the reachable sums of bytes; sums that cost no less than a smaller one
+    are dropped (Kellerer, Pferschy and Pisinger 2004, chapter 11)."""
     lightest = sum(min(c.num_bytes for c in each) for each in options)
     if lightest > budget_bytes:
         raise ConfigError(
@@ -55,9 +57,8 @@ def solve_knapsack(options: Sequence[Sequence[BitOption]], budget_bytes: int) ->
             field="bits.average",
         )
     rest = lightest
-    front: list[tuple[int, float, Any]] = [
-        (0, 0.0, None)
-    ]  # bytes, cost, (how it was reached before, the last choice)
+    # (bytes, cost, (the previous entry, the last choice))
+    front: list[tuple[int, float, Any]] = [(0, 0.0, None)]
     for each in options:
         rest -= min(c.num_bytes for c in each)
         reached = (
@@ -120,7 +121,8 @@ def measure(
     )
 
     def layer(index: int) -> dict[str, Tensor]:
-        """A layer is needed once for every product before it, so the layers of a small model are kept."""
+        """A layer is needed once for every product before it, so the layers of a small model are
+        cached."""
         if index in held:
             return held[index]
         values = load_layer(source, index, device)
@@ -129,7 +131,7 @@ def measure(
         return values
 
     ends, num_layers = load_ends(source, device=device, dtype=dtype), source.spec.num_layers
-    before = []  # the inputs of each layer
+    before = []  # inputs of each layer
     for index in range(num_layers):
         before.append(stream.states)
         stream.states = stream.run(index, layer(index), ObservingOps())

@@ -48,7 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, weight: Tensor, grid: QuantGrid) -> Trained:
-        """Begin at `weight`, which is on the grid."""
+        """Start at `weight`, which is on the grid."""
         return cls(
             grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_()
         )
@@ -147,7 +147,7 @@ def train(
         return found
 
     def backward(chosen: Sequence[int]) -> Tensor:
-        """Add the gradients of the loss on these windows; the loss."""
+        """Add the gradients of the loss on these windows. Returns the loss."""
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
         target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)
@@ -191,9 +191,7 @@ def train(
             )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if (
-                number
-            ):  # the loss of the step before: to wait for this one's would let the device run idle
+            if number:  # the previous step's loss: waiting for this one's would let the device idle
                 _check(number - 1, losses[number - 1])
             progress(number + 1, settings.num_steps)
         _check(settings.num_steps - 1, losses[-1])

@@ -1,10 +1,11 @@
-"""Rotates the residual: every hidden state h becomes h Q, with Q a random Hadamard matrix that is folded into the weights which
-read and write the residual (QuaRot, Ashkboos et al. 2024; computational invariance: SliceGPT, Ashkboos et al. 2024).
+"""Rotates the residual: every hidden state h becomes h Q. Q is a random Hadamard matrix that is
+folded into the weights which read and write the residual (QuaRot, Ashkboos et al. 2024;
+computational invariance: SliceGPT, Ashkboos et al. 2024).
 
-The model computes the same, but an outlier in one input is spread over all of them. An RMS norm without a weight commutes with
-a rotation, so the norms' weights are folded into the weights that read them first. The last norm is folded into the output
-head, which is then no longer tied to the embeddings.
-"""
+The model computes the same, but an outlier in one input is spread over all of them. An RMS norm
+without a weight commutes with a rotation, so the norms' weights are folded into the weights that
+read them first. The last norm is folded into the output head, which is then no longer tied to the
+embeddings."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def rotate_layer(spec: LayerSpec, values: dict[str, Tensor], q: Tensor) -> None:
 
 
 def rotate_ends(spec: ModelSpec, values: dict[str, Tensor], q: Tensor) -> None:
-    """Rotate embeddings, last norm and output head in place. A tied head gets a weight of its own."""
+    """Rotate embeddings, last norm and output head in place. A tied head gets its own weight."""
     assert spec.final_norm is not None
     head = values.get("head.weight", values["embed.weight"])
     values["head.weight"] = (head * _take_gain(values, "final_norm", spec.final_norm)) @ q
@@ -83,7 +84,7 @@ def rotate_ends(spec: ModelSpec, values: dict[str, Tensor], q: Tensor) -> None:
 
 
 def _take_gain(values: dict[str, Tensor], norm: str, spec: NormSpec) -> Tensor:
-    """The norm's gain [E], which is set to 1."""
+    """Return the norm's gain [E] and set it to 1."""
     weight = values[f"{norm}.weight"]
     values[f"{norm}.weight"] = torch.full_like(weight, 1.0 - spec.weight_offset)
     return weight + spec.weight_offset

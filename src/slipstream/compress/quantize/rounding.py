@@ -19,19 +19,22 @@ from slipstream.model.stored.packing import numbers
 from slipstream.spec.scheme import WeightFormat
 
 SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
-"""The shares of the largest magnitude that clipping tries for integers. Above 1, the last code is reached from below only."""
+"""Factors of the largest magnitude that clipping tries for integers. Above 1, the last code is
+reached from below only."""
 
 FLOAT_SHRINKS = tuple(2 ** (i / 32) for i in range(32))
-"""The same for floats, over one factor of two; then the same codes come again. The relative error of a float depends on its
-mantissa, so a scale can put the few weights that meet large inputs on codes."""
+"""The same for floats, over one factor of two; beyond it the same codes repeat. The relative error
+of a float depends on its mantissa, so a scale can put the few weights with large inputs on codes.
+"""
 
 COLUMNS_AT_ONCE = 128
-"""GPTQ rounds this many columns one by one, then updates all columns after them in one product."""
+"""Columns that GPTQ rounds one by one before it updates all later columns in one product."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantGrid:
-    """`scales` [out, groups] in the type they are written in, or [1, 1] for a whole weight; `zeros` int8 [out, groups]."""
+    """Scales and zeros of a weight. `scales` [out, groups] in the type they are written in, or [1,
+    1] for a whole weight; `zeros` int8 [out, groups]."""
 
     fmt: WeightFormat
     scales: Tensor
@@ -79,12 +82,12 @@ class Rounded:
         return self.grid.fmt
 
     def dequantized(self) -> Tensor:
-        """float32 [out, in]"""
+        """The weight, float32 [out, in]."""
         return numbers(self.codes, self.grid.scales, self.grid.zeros)
 
     @classmethod
     def cat(cls, parts: Sequence[Rounded]) -> Rounded:
-        """The rows of several weights of one format, one below the other."""
+        """The rows of several weights of one format, concatenated."""
         zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
         grid = QuantGrid(
             parts[0].fmt,
@@ -312,5 +315,5 @@ def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
                 return upper
         damping *= 10
     raise FloatingPointError(
-        "the second moments of a product's inputs are no positive matrix, however damped"
+        "the second moments of a product's inputs are not a positive definite matrix, at any damping"
     )

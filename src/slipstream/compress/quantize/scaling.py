@@ -27,8 +27,9 @@ LEAST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Where the division of a product's inputs is folded into: the norm `norm`, or `rows` of the weight `linear`. One row may
-    feed several inputs: `repeats` query heads, each `head_dim` long, read the values of one kv head."""
+    """Target into which the division of a product's inputs is folded: the norm `norm`, or `rows` of
+    the weight `linear`. One row may feed several inputs: `repeats` query heads of length `head_dim`
+    read the values of one kv head."""
 
     norm: str | None = None
     linear: str | None = None
@@ -37,11 +38,11 @@ class Fold:
     head_dim: int = 0
 
     def shared(self, x: Tensor) -> Tensor:
-        """From values by input [in], the largest of the inputs of each row, [in / repeats]."""
+        """Values by input [in] → the largest of each row's inputs [in / repeats]."""
         return x if self.repeats == 1 else x.view(-1, self.repeats, self.head_dim).amax(1).flatten()
 
     def spread(self, s: Tensor) -> Tensor:
-        """From values by row [in / repeats] to values by input [in]."""
+        """Values by row [in / repeats] → values by input [in]."""
         return (
             s
             if self.repeats == 1

@@ -23,9 +23,10 @@ import string
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import RequestError
+from slipstream.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -115,6 +116,29 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         ) from error
     finally:
         _budget.reset(token)
+
+
+def read_template(name: str) -> str:
+    """A chat template from a file. ConfigError (field "chat_template") if it is none: no text, no Jinja, or it does not show
+    what a user says."""
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(
+            f"{name!r} can't be read as a chat template: {reason}", field="chat_template"
+        ) from None
+    compiled = _compile(text)
+    if isinstance(compiled, str):
+        reason = compiled.replace("the model's chat template", "the chat template")
+        raise ConfigError(f"{name!r}: {reason}", field="chat_template")
+    if not any(_contents_of(text)):
+        raise ConfigError(
+            f"{name!r} is no chat template: what it makes of a conversation does not show the message of the user; name a "
+            "file of Jinja that writes `messages`",
+            field="chat_template",
+        )
+    return text
 
 
 def shaped_for(

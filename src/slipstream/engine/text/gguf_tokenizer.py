@@ -145,6 +145,13 @@ def _read(file: GGUFFile) -> TokenizerParts:
             )
         prefix = fields.get("add_space_prefix", bool, True)
         backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
+    elif kind == "gemma4":  # SentencePiece's spelling with merges
+        bos, add_bos = 2, True
+        merges = [line.partition(" ")[::2] for line in fields.array("merges", str)]
+        with reading(path, "tokenizer.ggml.merges"):
+            backend = sentencepiece.build(
+                tokens, (), kinds, add_space_prefix=False, merges=[(a, b) for a, b in merges]
+            )
     elif kind == "t5":
         bos, add_bos, add_eos = None, False, True  # as llama.cpp reads a file that is silent
         charsmap = bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
@@ -165,7 +172,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
         return _wordpiece(fields, tokens)
     else:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, t5 and bert are",
+            f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, gemma4, t5 and bert are",
             field="tokenizer.ggml.model",
         )
     bos = fields.token_id("bos", bos, len(tokens))

@@ -3,11 +3,15 @@
 Clients keep the calls of functions as the API gave them. Templates differ in what they take:
 
 1. ids of nine letters and digits (Mistral's): others are shortened to nine by a hash, the same for a call and its result.
-2. arguments that are text, which they join to other text (DeepSeek's).
-3. one call in a message (Llama 3.1's): each further call, with its results, is a message of its own.
-4. thoughts or content in a message with calls, not both (gpt-oss's): the content goes to the end of the thoughts.
+2. ids that have the function's name and count the conversation's calls (Kimi's): calls are numbered in their order.
+3. arguments that are text, which they join to other text (DeepSeek's).
+4. calls without content (DeepSeek R1's): content is a message of its own before them.
+5. one call in a message (Llama 3.1's): each further call, with its results, is a message of its own.
+6. thoughts or content in a message with calls, not both (gpt-oss's): the content goes to the end of the thoughts.
+7. results in the message of the calls (Gemma 4's first): they go there.
 
-What a template takes is read from its text, or found by rendering a call with it.
+A result gets the name of its function, if the client left it out. What a template takes is read from its text, or found by
+rendering a call with it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -25,6 +30,8 @@ from slipstream.errors import RequestError
 _SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
 _ONE_CALL = "only supports single tool-calls at once"
 _NOT_BOTH = "Cannot pass both content and thinking"
+_COUNTED_IDS = "<|tool_calls_section_begin|>"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -33,14 +40,84 @@ def past_turns(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Map
     found = list(messages)
     if not any(message.get("tool_calls") or message.get("tool_call_id") for message in found):
         return found
+    found = _with_names(found)
     if _ONE_CALL in template:
         found = _one_call_each(found)
     if _NOT_BOTH in template:
         found = [_thoughts_alone(message) for message in found]
     if _SHORT_IDS.search(template):
         found = [_with_short_ids(message) for message in found]
-    if _joins_arguments(template):
+    if _COUNTED_IDS in template:
+        found = _with_counted_ids(found)
+    shape = _shape_of(template)
+    if shape.arguments_are_text:
         found = [_with_text(message) for message in found]
+    if not shape.content_beside_calls:
+        found = [part for message in found for part in _content_apart(message)]
+    if shape.results_in_calls:
+        found = _with_results(found)
+    return found
+
+
+def _with_names(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, each result with the name of the function that its call names."""
+    found, names = list[Mapping[str, Any]](), dict[Any, Any]()
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id")] = (call.get("function") or {}).get("name")
+        if message.get("role") == "tool" and "name" not in message:
+            name = names.get(message.get("tool_call_id"))
+            message = message if name is None else {**message, "name": name}
+        found.append(message)
+    return found
+
+
+def _with_counted_ids(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    found, ids, count = list[Mapping[str, Any]](), dict[Any, str](), 0
+    for message in messages:
+        calls = list[Mapping[str, Any]]()
+        for call in message.get("tool_calls") or ():
+            name = (call.get("function") or {}).get("name")
+            ids[call.get("id")] = f"functions.{name}:{count}"
+            calls.append({**call, "id": ids[call.get("id")]})
+            count += 1
+        given = message.get("tool_call_id")
+        message = {**message, "tool_calls": calls} if calls else message
+        found.append({**message, "tool_call_id": ids[given]} if given in ids else message)
+    return found
+
+
+def _content_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The message, and one with its content before it, if it has calls and content."""
+    if not message.get("tool_calls"):
+        return [message]
+    calls = {**message, "content": None}
+    if not message.get("content"):
+        return [calls]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [said, {k: v for k, v in calls.items() if k not in _THOUGHTS}]
+
+
+def _with_results(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Calls, their results and the answer to them as one message, as Gemma's first templates take them."""
+    found, i = list[Mapping[str, Any]](), 0
+    while i < len(messages):
+        message, i = messages[i], i + 1
+        if not message.get("tool_calls"):
+            found.append(message)
+            continue
+        *before, calls = _content_apart(message)
+        results = list[dict[str, Any]]()
+        while i < len(messages) and messages[i].get("role") == "tool":
+            name = messages[i].get("name", "unknown")
+            results.append({"name": name, "response": messages[i].get("content")})
+            i += 1
+        made = {**calls, "content": "", "tool_responses": results}
+        after = messages[i] if i < len(messages) else {}
+        if after.get("role") == "assistant" and not after.get("tool_calls"):
+            made["content"] = after.get("content")
+            i += 1
+        found += [*before, made]
     return found
 
 
@@ -109,26 +186,40 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": list(map(texts, calls))} if calls else message
 
 
-@functools.lru_cache(maxsize=8)
-def _joins_arguments(template: str) -> bool:
-    """Tells whether the template fails over arguments that are an object, and takes the same as text."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The form in which a template takes calls."""
 
-    def takes(arguments: Any) -> bool:
-        call = {
-            "id": "abcdefghi",
-            "type": "function",
-            "function": {"name": "f", "arguments": arguments},
-        }
+    arguments_are_text: bool = False
+    content_beside_calls: bool = True
+    results_in_calls: bool = False
+
+
+@functools.lru_cache(maxsize=8)
+def _shape_of(template: str) -> _Shape:
+    """The first form in which a template renders a call, and shows it."""
+    name = "probe_of_a_call"
+
+    def rendered(arguments: Any, content: str | None) -> str:
+        function = {"name": name, "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
         messages = [
             {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "x", "name": "f", "tool_call_id": "abcdefghi"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "content": "x", "name": name, "tool_call_id": "abcdefghi"},
         ]
         named = {"bos_token": "", "eos_token": "", "tools": None, "add_generation_prompt": True}
         try:
-            render(template, {"messages": messages, **named})
+            return render(template, {"messages": messages, **named})
         except RequestError:
-            return False
-        return True
+            return ""
 
-    return not takes({"a": 1}) and takes('{"a": 1}')
+    for content in ("", None):
+        for arguments in ({"a": 1}, '{"a": 1}'):
+            if name in (text := rendered(arguments, content)):
+                return _Shape(
+                    arguments_are_text=isinstance(arguments, str),
+                    content_beside_calls=content is not None,
+                    results_in_calls="tool_responses" in template and "<|turn>tool" in text,
+                )
+    return _Shape()

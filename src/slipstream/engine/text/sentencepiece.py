@@ -9,7 +9,7 @@ others are refused by name.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -33,26 +33,24 @@ class Kind(IntEnum):
 
 
 def build(
-    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, add_space_prefix: bool
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    *,
+    add_space_prefix: bool,
+    merges: list[tuple[str, str]] | None = None,
 ) -> tokenizers.Tokenizer:
+    """`merges`, if given, hold in the place of the scores."""
     check_lengths(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
-    mergeable = {Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED}
-    merges: list[tuple[float, int, int]] = []
-    for i, token in enumerate(tokens):
-        if kinds[i] in mergeable:
-            for cut in range(1, len(token)):
-                left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-                if left is not None and right is not None:
-                    merges.append((-scores[i], left, right))
-    merges.sort()
+    merges = _by_scores(tokens, scores, kinds, vocab) if merges is None else merges
     unknown = next(
         (token for token, kind in zip(tokens, kinds, strict=True) if kind == Kind.UNKNOWN), None
     )
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=[(tokens[left], tokens[right]) for _, left, right in merges],
+            merges=merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=Kind.BYTE in kinds,
@@ -66,6 +64,21 @@ def build(
     )
     add_tokens(backend, tokens, kinds)
     return backend
+
+
+def _by_scores(
+    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], vocab: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    mergeable = {Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED}
+    merges: list[tuple[float, int, int]] = []
+    for i, token in enumerate(tokens):
+        if kinds[i] in mergeable:
+            for cut in range(1, len(token)):
+                left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+                if left is not None and right is not None:
+                    merges.append((-scores[i], left, right))
+    merges.sort()
+    return [(tokens[left], tokens[right]) for _, left, right in merges]
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:

@@ -288,6 +288,11 @@ class Tokenizer:
         """The template of conversations with tools: the one named tool_use, where there is one."""
         return self._templates.get("tool_use", self.chat_template)
 
+    def set_chat_template(self, template: str) -> None:
+        """Take a template in the place of the model's, with and without tools. Those that have another name stay."""
+        self._templates.pop("tool_use", None)
+        self._templates["default"] = template
+
     def template_for(self, chat_template: str | None, *, tools: bool) -> str | None:
         """The template that `chat_template` names (`rag`) or is; without it the model's."""
         if chat_template:

@@ -148,12 +148,14 @@ class Reading:
             script if form is not None and (tools or form.reasons) else None,
             self.think,
             thinking=self.opened,
+            interrupts=form.interrupts(tools) if form is not None and tools else (),
+            wraps=() if form is None else form.wraps,
         )
 
-    def message(self, text: str) -> ChatMessage:
-        """A whole answer."""
+    def message(self, text: str, reason: str | None = None) -> ChatMessage:
+        """A whole answer. `reason`: why it ended."""
         parser = self.parser()
-        return message_of(parser.feed(text) + parser.finish())
+        return message_of(parser.feed(text) + parser.finish(cut=is_cut(reason)))
 
     def shows(self, tokenizer: GrammarTokenizer) -> bool:
         """Whether the parser looks for special tokens."""
@@ -181,7 +183,8 @@ class Reading:
         self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer
     ) -> StructuredOutputsParams | None:
         """The grammar of the answers."""
-        writer = Writer(lambda text: _special(tokenizer, text))
+        markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
+        writer = Writer(lambda text: _special(tokenizer, text), markers)
         before = self._before(writer)
         if not self.enforced and (asked is None or not (before or self.offered)):
             return asked
@@ -261,7 +264,7 @@ def reading(
     tail = end().rstrip() if think is not None else ""
     opened, closed = (tail.endswith(marker) for marker in think or ("\0", "\0"))
     if not offered.is_made:
-        form = form if form is not None and form.reasons else None
+        form = form if form is not None and (form.reasons or form.wraps) else None
         return (
             None
             if think is None and form is None
@@ -312,6 +315,11 @@ def message_of(events: Iterable[Event]) -> ChatMessage:
         reasoning_content="".join(reasoning) or None,
         tool_calls=tuple(ToolCall(call_id(), name, "".join(parts)) for name, parts in calls),
     )
+
+
+def is_cut(reason: str | None) -> bool:
+    """Whether an answer that ended for this reason may go on."""
+    return reason not in (None, FinishReason.STOP)
 
 
 def finish_reason(reason: str, num_calls: int) -> str:

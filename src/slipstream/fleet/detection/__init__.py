@@ -1,1 +1,1 @@
-"""Detects faults of replicas: observations in, findings with a cause and a remedy out."""
+"""Detects faults of replicas: takes observations, and gives findings with a cause and a remedy."""

@@ -1,11 +1,11 @@
-"""Alerts of findings, as JSON by HTTP POST to addresses that the operator configured, and to no others.
+"""Sends findings as JSON by HTTP POST, only to addresses that the operator configured.
 
     {"event": "began" | "changed" | "ended", "finding": {…}, "source": "…"}
 
-If an address does not answer 2xx, the alert is sent again up to `RETRIES` times, with growing pauses. After that it is dropped
-and logged. At most `MAX_WAITING` alerts wait for an address; beyond that the oldest is dropped. Redirects are not followed,
-and no proxy of the environment is used. Delivery to one address does not wait for another.
-"""
+If an address does not answer 2xx, the alert is sent again up to `RETRIES` times, with growing
+pauses. Then it is dropped and logged. At most `MAX_WAITING` alerts wait for an address; beyond it
+the oldest is dropped. Redirects and the environment's proxies are ignored. Addresses do not wait
+for each other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ logger = logging.getLogger("slipstream.fleet")
 
 RETRIES = 4
 FIRST_WAIT_S = 1.0
-"""After each further failure four times as long."""
+"""Pause after the first failure. Each further failure waits four times as long."""
 
 TIMEOUT_S = 10.0
 MAX_WAITING = 100
 
 
 class Webhook:
-    """One address."""
+    """Sender to one address."""
 
     def __init__(self, url: str, source: str, *, first_wait_s: float = FIRST_WAIT_S) -> None:
         self.url, self._source, self._first_wait_s = checked(url), source, first_wait_s
@@ -68,7 +68,7 @@ class Webhook:
                 wait_s *= 4
             try:
                 answer = await client.post(self.url, json=alert)
-            except Exception as error:  # whatever it is, later alerts and other addresses go on
+            except Exception as error:  # later alerts and other addresses go on in any case
                 why = f"{type(error).__name__}: {error}"
                 continue
             if answer.is_success:
@@ -80,13 +80,13 @@ class Webhook:
     def _lost(self, why: str) -> None:
         self.num_lost += 1
         where = urlsplit(self.url)
-        logger.error(
-            "an alert to %s://%s was given up: %s", where.scheme, where.hostname, why
-        )  # a path may hold a secret
+        # a path may contain a secret
+        logger.error("an alert to %s://%s was given up: %s", where.scheme, where.hostname, why)
 
 
 class Alerts:
-    """All addresses. `send` takes changes of findings; the first of a finding is that it began."""
+    """Senders to all addresses. `send` takes changed findings. The event is `began` for a finding
+    that was not sent before."""
 
     def __init__(self, urls: Sequence[str], source: str) -> None:
         self.hooks = [Webhook(url, source) for url in urls]
@@ -110,7 +110,7 @@ class Alerts:
 
 
 def checked(url: str, *, field: str = "alert_url") -> str:
-    """ConfigError, naming `field`, unless it is an address of HTTP."""
+    """Check that a URL is HTTP or HTTPS. ConfigError names `field`."""
     try:
         parts = urlsplit(url)
         is_good = (
@@ -119,5 +119,5 @@ def checked(url: str, *, field: str = "alert_url") -> str:
     except ValueError:
         is_good = False
     if not is_good:
-        raise ConfigError(f"{url!r} is no http:// or https:// address", field=field)
+        raise ConfigError(f"{url!r} is not an http:// or https:// address", field=field)
     return url

@@ -1,8 +1,7 @@
-"""Finds a likely cause for the series that changed, and a remedy.
+"""Finds a likely cause and a remedy for the series that changed.
 
-A cause explains series: those that follow from it. A series that an open finding's cause explains joins that finding, and
-makes no other.
-"""
+A cause explains a set of series. A series that the cause of an open finding explains joins that
+finding instead of starting a new one."""
 
 from __future__ import annotations
 
@@ -16,15 +15,16 @@ from slipstream.fleet.detection.observation import Observation
 Severity = Literal["warning", "critical"]
 
 UNSTEADY = 0.08
-"""The standard deviation of the logarithm of steps' slowness beyond which the cause is another program on the machine, whose
-load varies. A low clock makes all steps slower alike."""
+"""Standard deviation of the log of step slowness beyond which the cause is another program on the
+machine: its load varies. A low clock makes all steps slower by the same factor."""
 
 FULL = 0.9
-"""A cache so full gives up prefixes for want of blocks."""
+"""Cache usage at which prefixes are evicted for lack of blocks."""
 
 FEWER = 0.75
-"""So many of the usual sequences, or fewer, run in a full cache while others wait: the cache holds less than it did. With more
-requests as many run as before."""
+"""Share of the usual number of running sequences that shows a cache shortage. If only this share or
+less runs while the cache is full and requests wait, the cache holds fewer sequences than before.
+Under mere overload the usual number would run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +146,15 @@ _BY_SIGNAL = {
     "answer_length": "runaway_answers",
     "ends": "runaway_answers",
 }
-"""What a series says alone, the surest first; `find_cause` has the others."""
+"""Causes that one series shows alone, the surest first. `find_cause` decides the others."""
 
 
 def find_cause(
     active: frozenset[str], slowness: Sequence[float], last: Observation, running: float = 1.0
 ) -> Cause:
-    """Of the changed series, at least one. `slowness` are values of `step_time` since it changed; `last` is what was seen
-    last; `running` how many sequences ran lately, over how many ran before."""
+    """The cause of the changed series, of which there is at least one. `slowness`: values of
+    `step_time` since it changed. `last`: the latest observation. `running`: recent number of
+    running sequences over the usual one."""
     is_full = (last.kv_cache_usage or 0.0) >= FULL
     if "hit_rate" in active and not active & {
         "preemptions",

@@ -1,4 +1,5 @@
-"""A server's counters at a moment, from inside or from its /metrics, and the observation between two moments."""
+"""A server's counters at one moment, from inside or from its /metrics, and the observation between
+two moments."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from slipstream.stats import EngineStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Totals since the replica's start, but for those marked `now`. Without an engine that answers there are only the
-    server's."""
+    """Totals since the replica's start; fields marked `now` are current values. If the engine does
+    not answer, only the server's fields are set."""
 
     at: float
     is_up: bool
@@ -42,7 +43,8 @@ class Counters:
     canary_ok: bool | None = None
 
     def since(self, before: Counters, replica: str) -> Observation | None:
-        """What came between; None if a total went back, which a new start does."""
+        """The observation between `before` and now. None if a total decreased, because the replica
+        was restarted."""
         totals = (
             *(
                 "num_finished",
@@ -135,7 +137,7 @@ _SAMPLES = {
 
 
 def of_metrics(text: str, *, at: float) -> Counters:
-    """Of the text of a scrape. ConfigError: it is none of ours."""
+    """Read the text of a scrape. ConfigError if it has no metrics of Slipstream."""
     found: dict[str, Any] = {}
     is_up, num_responses, num_errors = None, 0.0, 0.0
     try:
@@ -150,9 +152,12 @@ def of_metrics(text: str, *, at: float) -> Counters:
                     name = _SAMPLES[sample.name]
                     found[name] = found.get(name, 0.0) + sample.value
     except ValueError as error:
-        raise ConfigError(f"what came is no scrape: {error}", field="fleet") from None
+        raise ConfigError(
+            f"the answer is not in Prometheus's text format: {error}", field="fleet"
+        ) from None
     if is_up is None:
         raise ConfigError(
-            "these are no metrics of Slipstream (no slipstream:engine_up)", field="fleet"
+            "the answer has no metrics of Slipstream (slipstream:engine_up is missing)",
+            field="fleet",
         )
     return Counters(at=at, is_up=is_up, num_responses=num_responses, num_errors=num_errors, **found)

@@ -1,9 +1,9 @@
-"""The detector: observations of replicas in, findings out, online and in bounded memory.
+"""The detector: takes observations of replicas and gives findings, online and in bounded memory.
 
-A finding has a beginning and an end. Series that change together are one finding (`causes.py`). For the first `SETTLE_S` its
-cause may still change, as more series change. `drain_findings` returns a finding when its series agree on a cause, or when that
-time is over. A finding ends when each of its series is as before.
-"""
+A finding has a beginning and an end. Series that change together are one finding (`causes.py`). For
+its first `SETTLE_S` its cause may still change as more series change. `drain_findings` returns a
+finding when it begins, when its cause changes, and when it ends. A finding ends when all its series
+are normal again."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ RUNNING_MEMORY = 120
 """Observations over which the usual number of sequences is averaged."""
 
 MAX_REPLICAS = 4096
-"""Beyond it the replica that was silent the longest is forgotten."""
+"""Replicas that are remembered. Beyond it the one that was silent the longest is forgotten."""
 
 MAX_ENDED = 256
-"""Findings that ended and are kept."""
+"""Ended findings that are kept."""
 
 SILENT_S = 60.0
-"""A replica's findings end when it has not reported for so long: it is gone."""
+"""Seconds without an observation after which a replica is gone, and its findings end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`began`: when it was seen. `evidence`: of each series, in words, what it is and what it was. `ended`: None while it
-    lasts."""
+    """One fault. `began`: when it was first seen. `ended`: None while it lasts. `evidence`: for
+    each series, its value and its usual value, in words."""
 
     number: int
     replica: str
@@ -73,7 +73,7 @@ class _Replica:
 
     @property
     def running(self) -> float:
-        """How many sequences ran lately, over how many run usually."""
+        """Recent number of running sequences over the usual number."""
         return (
             statistics.median(self._running) / self.usual_running
             if self._running and self.usual_running
@@ -89,7 +89,7 @@ class _Replica:
 
 
 class Detector:
-    """Of any number of replicas, one observation at a time."""
+    """Detector for any number of replicas, which takes one observation at a time."""
 
     def __init__(self) -> None:
         self._replicas: OrderedDict[str, _Replica] = OrderedDict()
@@ -99,12 +99,12 @@ class Detector:
 
     @property
     def findings(self) -> list[Finding]:
-        """Those that last, the newest first, then those that ended, the last to end first."""
+        """Lasting findings, newest first; then ended ones, last ended first."""
         lasting = [f for replica in self._replicas.values() for f in replica.open.values()]
         return [*sorted(lasting, key=lambda f: -f.number), *reversed(self._ended)]
 
     def drain_findings(self) -> list[Finding]:
-        """Findings that began, became another cause, or ended, since the last call, in that order."""
+        """Findings that began, changed their cause or ended since the last call, in that order."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
@@ -139,14 +139,13 @@ class Detector:
                 self._end(replica, finding, seen.at)
 
     def forget_silent(self, now: float) -> None:
-        """End the findings of replicas that have not reported for `SILENT_S`, and forget these replicas."""
+        """End the findings of replicas without an observation for `SILENT_S`, and forget these
+        replicas."""
         for name in [n for n, r in self._replicas.items() if now - r.last_at > SILENT_S]:
             self._end_all(self._replicas.pop(name), now)
 
     def _began(self, replica: _Replica, name: str, seen: Observation) -> None:
-        for (
-            finding
-        ) in replica.open.values():  # one that follows from what is known, or tells more of it
+        for finding in replica.open.values():  # the series may follow from a known cause
             young = seen.at - finding.began <= SETTLE_S
             cause = (
                 self._cause(replica, (*finding.signals, name), seen)

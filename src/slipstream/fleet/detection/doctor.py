@@ -1,12 +1,13 @@
-"""`slipstream doctor --fleet`: servers that run are read for a while, and what is wrong with them is said.
+"""`slipstream doctor --fleet`: watches running servers for a while, and reports what is wrong with
+them.
 
-1. What a server's own detector found (/status.json), if it has one.
-2. What can be said of a minute without knowing what is usual: a server that does not answer, an engine that is down or stands
-   still, a canary that failed, errors, requests that wait, blocks that are lost, clients that do not read.
-3. With three servers or more, one whose steps take much longer than those of the others.
+1. Findings of a server's own detector (/status.json), if it has one.
+2. Faults that are visible within a minute, without knowing what is usual: a server that does not
+   answer, an engine that is down or stuck, a failed canary, errors, waiting requests, lost blocks,
+   clients that do not read.
+3. With three servers or more: a server whose steps take much longer than the others'.
 
-What needs to be known for an hour (`signals.py`) only a server with --detect can say.
-"""
+Series that need an hour of history (`signals.py`) are only seen by a server with --detect."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from slipstream.fleet.detection.counters import Counters, of_metrics
 from slipstream.fleet.detection.observation import Observation
 
 SLOWER = 1.5
-"""A step is slow if it takes this many times the median of the servers."""
+"""Slow steps take at least this many times the median of the servers."""
 
 FEW_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complaint:
-    """`cause` is a name of `causes.py`, or `unreachable`; `source`: whether the server's detector or this look found it."""
+    """One fault. `cause` is a name in `causes.py`, or `unreachable`. `source`: the server's
+    detector, or this look."""
 
     url: str
     cause: str
@@ -80,7 +82,7 @@ def examine(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Visit], list[Complaint]]:
-    """Look twice, `seconds` apart: the last visits, and what is wrong."""
+    """Look at all servers twice, `seconds` apart. Returns the last visits and the faults."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(timeout=10.0, headers=headers, trust_env=False) as client:
         first = [visit(client, url) for url in urls]
@@ -119,7 +121,7 @@ def as_complaint(url: str, finding: dict[str, Any]) -> Complaint:
 
 
 def wrong(seen: Observation) -> list[tuple[str, str]]:
-    """(cause, what) of one observation, by what is wrong on any server. Pure."""
+    """(cause, description) of faults that one observation shows. Pure."""
     if not seen.is_up:
         return [("engine_down", "the engine does not answer")]
     found = []
@@ -166,7 +168,8 @@ def wrong(seen: Observation) -> list[tuple[str, str]]:
 
 
 def slow_among(seen: dict[str, Observation]) -> list[tuple[str, str]]:
-    """Of three servers or more with a load, those whose steps take much longer than the others'. Pure."""
+    """(server, description) of servers with much slower steps than the others, among three or more
+    under load. Pure."""
     times = {
         url: o.step_s / o.num_steps
         for url, o in seen.items()

@@ -1,4 +1,5 @@
-"""A replica's report every few seconds, and the expected time of its steps, learned from earlier ones."""
+"""A replica's observation every few seconds, and the expected time of its steps, learned from
+earlier ones."""
 
 from __future__ import annotations
 
@@ -7,21 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 
 INTERVAL_S = 5.0
-"""From one observation of a replica to the next."""
+"""Time between two observations of a replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One replica over the last `interval_s` seconds; None: not told. Counts are of the interval, but for those marked `now`.
+    """One replica over the last `interval_s` seconds. None: not reported. Counts are for the
+    interval; fields marked `now` are current values.
 
-    `expected_step_s`: what the planner or a table says that the steps take; None: the detector learns it (`ExpectedSteps`).
-    `num_open` are requests that somebody waits for, in sequences, as `num_running` and `num_waiting` are. `write_stall_s` is
-    time in which finished text waited for clients that do not read. `canary_kl` is the divergence of a canary's last run, in
-    nats; `clock_share` the device's clock over the one it should have.
-    """
+    - `expected_step_s`: step time that the planner or a table predicts; None: the detector learns
+      it (`ExpectedSteps`).
+    - `num_open`: sequences of open requests, in the same unit as `num_running` and `num_waiting`.
+    - `write_stall_s`: time in which finished text waited for clients that do not read.
+    - `canary_kl`: divergence of the canary's last run, in nats.
+    - `clock_share`: the device's clock over its nominal clock."""
 
     replica: str
-    at: float  # seconds, of any clock that does not go back
+    at: float  # seconds, of any monotonic clock
     interval_s: float = INTERVAL_S
     num_steps: float | None = None
     step_s: float | None = None
@@ -34,26 +37,26 @@ class Observation:
     prefix_queries: float | None = None  # tokens
     prefix_hits: float | None = None
     num_preemptions: float | None = None
-    prompt_tokens: float | None = None  # of requests that came
+    prompt_tokens: float | None = None  # of requests that arrived
     generated_tokens: float | None = None
     num_finished: float | None = None
-    finished_prompt_tokens: float | None = None  # of the requests that finished
+    finished_prompt_tokens: float | None = None  # of requests that finished
     finished_output_tokens: float | None = None
     num_responses: float | None = None
-    num_errors: float | None = None  # responses of 500 and above
+    num_errors: float | None = None  # responses with status 500 or above
     write_stall_s: float | None = None
     canary_kl: float | None = None
     clock_share: float | None = None
-    canary_ok: bool | None = None  # what the canary said at the replica's start
+    canary_ok: bool | None = None  # result of the canary at the replica's start
     is_up: bool = True  # its engine answers
 
 
 class ExpectedSteps:
-    """The seconds that steps take, learned: steps, tokens decoded, prompt tokens computed, and the cache that steps read, each
-    with a coefficient. Recursive least squares of the relative error; an observation's weight is halved after `HALF_LIFE` more.
+    """Learned model of step time: a coefficient each for steps, tokens decoded, prompt tokens
+    computed, and cache read. Recursive least squares of the relative error; an observation's weight
+    halves every `HALF_LIFE` observations.
 
-    `expected` is None until `NEEDED` observations were learned.
-    """
+    `expected` is None until `NEEDED` observations were learned."""
 
     NEEDED = 60
     HALF_LIFE = 2000.0
@@ -81,7 +84,8 @@ class ExpectedSteps:
         gain = spread / (self._keep + x @ spread)
         self._coefficients += gain * (1 - x @ self._coefficients)
         found = (self._covariance - np.outer(gain, spread)) / self._keep
-        self._covariance = np.minimum(found, 1e6)  # of what is never seen it would grow for ever
+        # without a bound it would grow for features that never occur
+        self._covariance = np.minimum(found, 1e6)
         self.num_learned += 1
 
     def _features(self, seen: Observation) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""A server's own detector: every few seconds an observation of its engine, and alerts of what is found."""
+"""A server's own detector: observes its engine every few seconds, and sends alerts of findings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger("slipstream.fleet")
 
 
 class ServerWatch:
-    """`Watcher` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
-    again."""
+    """Implements `Watcher` of `server/state.py`. `run` ends when it is cancelled. It logs errors of
+    its own, and tries again at the next look."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ServerWatch:
                 await asyncio.sleep(self._interval_s)
                 try:
                     await self._look(state)
-                except Exception:  # of ours: the server goes on
+                except Exception:  # an error of the detector must not end the server
                     logger.exception("the detector failed")
         finally:
             alerts.cancel()
@@ -69,7 +69,8 @@ class ServerWatch:
         self.report(at)
 
     def now(self) -> float:
-        """Seconds since 1970 by a clock that does not jump: the host's when this began, and what has passed since."""
+        """Seconds since 1970 by a clock that does not jump: the host's time at the start plus a
+        monotonic clock."""
         return self._epoch + time.monotonic()
 
     def see(self, replica: str, now: Counters) -> None:
@@ -79,7 +80,7 @@ class ServerWatch:
             self._detector.observe(seen)
 
     def report(self, at: float) -> None:
-        """Log what is new, and alert. Replicas that are gone are forgotten."""
+        """Log changed findings, and send alerts. Forget replicas that are gone."""
         self._detector.forget_silent(at)
         for replica in [
             name for name, counters in self._before.items() if at - counters.at > SILENT_S

@@ -1,20 +1,22 @@
-"""The series that are watched, and the test that separates a change from noise.
+"""The watched series, and the test that separates a change from noise.
 
-Each series becomes a residual in units of its own noise, z:
+Each series becomes a residual z, in units of its own noise:
 
-1. A baseline (level, and noise) is learned while nothing is wrong. It follows over about an hour, so the hours of a day are no
-   change. An observation counts as at most `CLIP` deviations. The noise is never taken as less than the series' `floor`,
-   which is the least change that matters. Means over n requests have the noise of one, over √n.
-2. Page and Hinkley's test (Page 1954), river's, adds up what of z is beyond `ALLOWANCE`. At `THRESHOLD` the level has changed.
-   For a series without memory and of Gaussian noise that is one false alarm in e^(2·ALLOWANCE·THRESHOLD) observations; a change
-   of 4 deviations is seen after four.
-3. Where small changes are usual though they are more than chance (answers of an hour are longer than those of another), a
-   `Signal` says which one `matters`. Half of that is left out of what is added up, as the best test for such a change does.
-4. Of failures it is the logarithm of a likelihood ratio that is added up (`ShareBaseline`): a few of few requests say more than
-   a normal distribution would.
-5. The change is over when `CALM` observations in turn are within `NEAR` deviations.
+1. A baseline (level and noise) is learned while nothing is wrong. It follows within about an hour,
+   so the daily rhythm is no change. An observation counts as at most `CLIP` deviations. The noise
+   is at least the series' `floor`, the least change that matters. A mean over n requests has the
+   noise of one request over √n.
+2. Page and Hinkley's test (Page 1954; the package river) adds up the part of z beyond `ALLOWANCE`.
+   At `THRESHOLD` the level has changed. For independent Gaussian noise that is one false alarm in
+   e^(2·ALLOWANCE·THRESHOLD) observations; a change of 4 deviations is seen after four.
+3. Some series often change a little more than chance explains (one hour's answers are longer than
+   another's). There the `Signal` says which change `matters`, and half of it is subtracted before
+   the sum, as in the optimal test for such a change.
+4. Shares of failed requests add up the logarithm of a likelihood ratio (`ShareBaseline`): among few
+   requests a few failures mean more than a normal distribution says.
+5. The change is over when `CALM` observations in a row are within `NEAR` deviations.
 
-A change that lasts `ADOPTED_S` is how things are now: it ends, and the baseline is learned anew.
+A change that lasts `ADOPTED_S` becomes the new normal: it ends, and the baseline is learned again.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ from slipstream.fleet.detection.observation import Observation
 
 CLIP = 6.0
 STEP_CLIP = 10.0
-"""Of steps' time: one such observation is not enough, but with a second one that is a third of it soon after. A neighbour comes
-and goes."""
+"""Clip of step times: one such observation is not enough, but it is together with a second one a
+third as large soon after. A noisy neighbour comes and goes."""
 
 ERROR_CLIP = 8.0
-"""Of errors, which are independent of each other and have a likelihood ratio: two such observations are enough."""
+"""Clip of errors, which are independent and have a likelihood ratio: two such observations are
+enough."""
 
 BLOCKED = 2.0
-"""Waiting for room in a full cache counts as so many times waiting for one's turn: a queue for a turn may be a burst."""
+"""Factor for a queue at a full cache, against a queue for a turn, which may be a burst."""
 
 ALLOWANCE = 1.0
 THRESHOLD = 11.0
 CALM = 6
 NEAR = 2.5
 WARM_UP = 60
-"""Observations that a baseline begins with; before, nothing is a change."""
+"""Observations that a baseline needs before any change is reported."""
 
 MEMORY = 720
 """Observations over which a baseline follows."""
@@ -55,21 +58,26 @@ MEMORY = 720
 ADOPTED_S = 6 * 3600.0
 
 MAX_INTERVALS = 60
-"""For which it is known how many sequences ran."""
+"""Intervals whose number of running sequences is remembered."""
 
 USUAL_PROMPT = 1000.0
-"""So many prompt tokens count as a request, where only tokens are counted."""
+"""Prompt tokens that count as one request where only tokens are counted."""
 
 Value = tuple[float, float]
-"""What a series is, and over how many requests it is a mean (1 if it is none)."""
+"""(value of a series, number of requests that it is a mean over; 1 if it is no mean)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """`read` gives the series' value of an observation, None where it says nothing. `floor` is the least noise, in the series'
-    unit; `spread` the least of one request, as a share of the level. `matters`: the least change to be found, as a share of
-    the level. `is_share`: the value is the share of requests of which something is true. `clip`: the most deviations that one
-    observation counts; `allowance`: what of them is usual."""
+    """One series. Its fields:
+
+    - `read`: the value in an observation; None where it says nothing.
+    - `floor`: the least noise, in the series' unit.
+    - `spread`: the least noise of one request, as a share of the level.
+    - `matters`: the least change to detect, as a share of the level.
+    - `is_share`: the value is a share of requests.
+    - `clip`: the most deviations that one observation counts.
+    - `allowance`: deviations subtracted from each observation as usual."""
 
     name: str
     what: str
@@ -160,7 +168,7 @@ SIGNALS = (
 
 
 class Baseline:
-    """The level of a series and its noise, both robust."""
+    """Robust level and noise of a series."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
@@ -173,7 +181,7 @@ class Baseline:
         return not self._first and self._variance > 0
 
     def noise(self, count: float) -> float:
-        """The standard deviation of a mean over `count` requests."""
+        """Standard deviation of a mean over `count` requests."""
         one = max(math.sqrt(self._variance), self._signal.spread * abs(self.level))
         return max(self._signal.floor, one / math.sqrt(count))
 
@@ -182,8 +190,9 @@ class Baseline:
         return max(-clip, min(clip, (value[0] - self.level) / self.noise(value[1])))
 
     def beyond(self, value: Value) -> float:
-        """What the test adds up: z, and less of it where only a change that `matters` is to be found. That is never below 0:
-        the test takes each value from the mean of all, which would give back what was left out."""
+        """The deviation that the test adds up: z, minus half of the change that `matters`, if the
+        signal has one. Its magnitude is never below 0: the test subtracts the mean of all values,
+        which would give back what was subtracted here."""
         if not (matters := self._signal.matters):
             return self.z(value)
         far = abs(value[0] - self.level) - 0.5 * matters * abs(self.level)
@@ -208,11 +217,12 @@ class Baseline:
 
 
 class ShareBaseline(Baseline):
-    """The usual share of requests of which something is true, by a mean: of something rare the median says nothing.
+    """Usual share of requests with a property, as a mean, because the median of a rare event says
+    nothing.
 
-    |z| is ln(P(seen | a share that matters) / P(seen | the usual share)). The usual share is taken as `floor` at least. What
-    matters is `MATTERS`, or `TIMES` the usual share if that is more; of a share that falls, the usual one over `TIMES`.
-    """
+    |z| is ln(P(seen | a share that matters) / P(seen | the usual share)). The usual share is at
+    least `floor`. For a share that rises, the one that matters is `MATTERS`, or `TIMES` the usual
+    share if that is more; for a share that falls, the usual share over `TIMES`."""
 
     MATTERS = 0.1
     TIMES = 4.0
@@ -257,7 +267,7 @@ def _new_baseline(signal: Signal) -> Baseline:
 
 
 class Flag:
-    """Something that is wrong or not, at once."""
+    """A condition that is either true or false, without a baseline."""
 
     def __init__(self, name: str, what: str, read: Callable[[Observation], bool | None]) -> None:
         self.name, self._what, self._read = name, what, read
@@ -284,7 +294,7 @@ def new_flags() -> list[Flag]:
 
 
 class SeriesWatch:
-    """One series of one replica. `recent` are its last values since it began to differ."""
+    """One series of one replica. `recent`: the last values since it began to differ."""
 
     def __init__(self, signal: Signal) -> None:
         self.signal, self.name = signal, signal.name
@@ -294,10 +304,10 @@ class SeriesWatch:
         self._z: deque[float] = deque(maxlen=CALM)
         self.recent: deque[float] = deque(maxlen=24)
         self.value = 0.0
-        self.since: float | None = None  # when the change was seen
+        self.since: float | None = None  # time at which the change was detected
 
     def _new_test(self) -> PageHinkley:
-        # Its forgetting factor would eat up the allowance: what is added to the sum is the allowance, on average.
+        # With the default forgetting factor the sum would lose as much as the allowance subtracts.
         return PageHinkley(
             min_instances=2, delta=self.signal.allowance, threshold=THRESHOLD, alpha=1.0, mode="up"
         )
@@ -348,8 +358,9 @@ class SeriesWatch:
 
 
 class EndsWatch(SeriesWatch):
-    """Of answers that end, over the tokens generated. Only those count that have run for as long as an answer takes: many that
-    begin at once, as after a quiet minute or a long queue, do not end at once."""
+    """Share of tokens that end an answer. Only sequences that have run as long as an answer takes
+    count: many that began together, after a quiet minute or a long queue, have not had time to end.
+    """
 
     def __init__(self, signal: Signal) -> None:
         super().__init__(signal)
@@ -361,9 +372,10 @@ class EndsWatch(SeriesWatch):
         if value is None or not self.baseline.is_ready:
             return value
         share, tokens = value
+        # intervals that an answer takes
         intervals = math.ceil(
             self._running[-1] / max(self.signal.floor, self.baseline.level) / tokens
-        )  # that an answer takes
+        )
         old = min(list(self._running)[-intervals - 1 :]) / max(1.0, self._running[-1])
         return None if old <= 0 else (min(1.0, share / old), tokens * old)
 

@@ -1,1 +1,1 @@
-"""The gateway: it routes requests to replicas and forwards their answers."""
+"""The gateway: routes requests to replicas and forwards their answers."""

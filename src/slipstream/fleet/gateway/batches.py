@@ -1,4 +1,5 @@
-"""Room for lines of batches at a fleet's gateway: replicas without requests of clients (`server.batches.runner`)."""
+"""Scheduling of batch lines at a fleet's gateway: lines run on replicas without client requests
+(`server.batches.runner`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from slipstream.server.state import ServerState
 
 
 class FleetLineRunner:
-    """When a client's request goes to a replica that runs lines, they are cancelled there and run again where there is room. If
-    a model is scaled to zero, one line starts a replica."""
+    """Runs batch lines. When a client's request goes to a replica that runs lines, those lines are
+    cancelled and run again on a replica with room. If a model is scaled to zero, one line starts a
+    replica."""
 
     def __init__(self, members: Members, state: ServerState) -> None:
         self.members, self.state = members, state
@@ -40,7 +42,7 @@ class FleetLineRunner:
         return max(0, free - len(waiting)), surplus
 
     def _lines(self, running: Sequence[Scope]) -> dict[Replica, list[Scope]]:
-        """Those of each replica."""
+        """Running lines, grouped by replica."""
         found: dict[Replica, list[Scope]] = {replica: [] for replica in self.members.all_replicas()}
         for scope in running:
             if (replica := scope.get("replica")) in found:

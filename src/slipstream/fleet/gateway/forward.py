@@ -1,18 +1,22 @@
-"""Forwards a request: sends it to a replica, watches it, and sends it to another one when that replica fails.
+"""Forwards a request: sends it to a replica, watches it, and sends it to another replica when the
+first one fails.
 
-1. A request that has not begun (no byte of its answer was sent) goes to another replica when one fails, within a budget. If
-   replicas die while they have it, `MAX_DEATHS` is the most: docs/fleet.md has what counts.
-2. A stream that has begun continues on another replica behind the tokens sent so far, which are in the replica's marks
-   (`server.operations.fleet`). An answer that can't be continued (several choices, log-probabilities) ends with an error event.
-3. A whole answer is sent when it is complete, so until then it has not begun.
-4. A client that reads slowly slows its replica down: nothing is read that can't be passed on.
-5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
-6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes to another
-   replica though its own lives: it counts as lost there. The progress of an answer that is not streamed comes by
-   `UpstreamConnection.on_interim`.
-7. A shadow request has no client: it has one try, counts in no budget, and nothing waits for it.
-8. A line of a batch goes to a replica that has no requests of clients, or does not go yet (`fleet.gateway.batches`).
-"""
+1. A request of whose answer no byte was sent goes to another replica after a failure, within a
+   retry budget. At most `MAX_DEATHS` replicas may die with it; docs/fleet.md says which deaths
+   count.
+2. A stream that has begun continues on another replica after the tokens sent so far. The gateway
+   knows these from the replica's marks (`server.operations.fleet`). An answer that can't be
+   continued (several choices, log-probabilities) ends with an error event.
+3. An answer that is not streamed is sent when it is complete, so until then rule 1 applies.
+4. A client that reads slowly slows its replica down: the gateway reads nothing that it can't pass
+   on.
+5. If no replica can take a request, it waits at the gateway for `queue_s` at most.
+6. A request goes to another replica if its first token takes longer than `first_token_s`, or a
+   later one longer than `next_token_s`. The first replica is blamed for the loss even though it
+   lives. Progress of an answer that is not streamed arrives by `UpstreamConnection.on_interim`.
+7. A shadow request has no client: it has one try, is in no budget, and nothing waits for it.
+8. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
+   (`fleet.gateway.batches`)."""
 
 from __future__ import annotations
 
@@ -40,7 +44,8 @@ from slipstream.server.operations.fleet import BATCH
 from slipstream.server.operations.metrics import Metrics
 
 MAX_SHADOWS = 256
-"""Shadows under way. With more, requests have none: a slow version that only watches must not fill the gateway's memory."""
+"""Shadow requests at a time. Beyond it requests are not shadowed, so that a slow shadow version
+can't fill the gateway's memory."""
 
 SHADOWED = frozenset(
     {
@@ -63,33 +68,35 @@ SHADOWED = frozenset(
         ),
     }
 )
-"""Routes that leave nothing behind. /v1/responses keeps answers."""
+"""Routes that store nothing, so a shadow may repeat them. /v1/responses stores its answers."""
 
+# response headers that are passed on
 _PASSED = (
     b"content-type",
     b"cache-control",
     b"retry-after",
     b"inference-header-content-length",
-)  # of answers
+)
 MAX_DEATHS = 2
-"""Replicas that may die with the same request there."""
+"""Replicas that may die with the same request before it is refused."""
 
 MAX_KILLS = 8
-"""The same of replicas that were killed from outside (SIGKILL) after they had told more tokens. The kernel kills so, too, when
-a request takes all memory."""
+"""Replicas killed from outside (SIGKILL) after more tokens arrived, before the request is refused.
+This has a limit, too: the kernel also kills a replica when a request takes all memory."""
 
 ALONE_S = 5.0
-"""So long a request whose replica died, and that has said nothing, waits for a replica without another such request: one of
-them may be at fault, and the others would be lost with it."""
+"""Seconds that a request whose replica died waits for a replica without another such request. One
+of them may be the cause of the death, and the others would be lost with it."""
 
 REPLICA_DIED = "replica_died"
-"""The code of a batch's line whose replica died."""
+"""Error code of a batch line whose replica died."""
 
-_MAX_STORED = 100_000  # places of kept answers that are remembered
+_MAX_STORED = 100_000  # stored answers whose replica is remembered
 
 
 class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
-    """This replica can't answer; another may. `error` is its answer, if there was one."""
+    """Failure of one replica; another may answer. `error` is the replica's own answer, if it gave
+    one."""
 
     def __init__(
         self,
@@ -100,7 +107,7 @@ class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
         error: ApiError | None = None,
         blame: bool = True,
     ) -> None:
-        """`died`: the replica or its engine, while the request was there."""
+        """`died`: the replica or its engine died while it had the request."""
         super().__init__(why)
         self.gone, self.died, self.error, self.blame = gone, died, error, blame
         self.replica: Replica | None = None
@@ -117,23 +124,24 @@ class Call:
     raw: bytes
     headers: list[bytes]
     streams: bool
-    generates: bool = False  # its replica reports its tokens
-    adapter: str | None = None  # that its body names
-    tokens: list[int] = field(default_factory=list)  # of its prompt
-    prefix_salt: str = ""  # of the blocks of these
+    generates: bool = False  # its replica reports the tokens of the answer
+    adapter: str | None = None  # the adapter that its body names
+    tokens: list[int] = field(default_factory=list)  # tokens of the prompt
+    prefix_salt: str = ""  # salt for the keys of the prompt's blocks
     session: str | None = None
     marked: MarkedStream = field(default_factory=MarkedStream)
-    begun: bool = False  # a part of the answer was sent
+    begun: bool = False  # a part of the answer was sent to the client
     tried: set[str] = field(default_factory=set)
-    only: str | None = None  # the replica that it must go to
+    only: str | None = None  # id of the one replica that may answer
     is_shadow: bool = False
-    num_deaths: int = 0  # of replicas that had it, and may have died of it
-    num_kills: int = 0  # of those that were killed from outside after they had told more tokens
-    alone_until: float = 0.0  # time.monotonic(): until then it goes where no other suspect is
+    num_deaths: int = 0  # deaths of replicas that the request may have caused
+    num_kills: int = 0  # replicas killed from outside after they had sent more tokens
+    # time.monotonic() until which it avoids replicas with another suspect request
+    alone_until: float = 0.0
 
     @property
     def is_line(self) -> bool:
-        """It is a batch's."""
+        """True for a line of a batch."""
         return self.record.background
 
     @property
@@ -142,7 +150,7 @@ class Call:
         return record
 
     def note_tokens(self, told: bytes | None) -> None:
-        """The numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
+        """Record the numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
         if told is not None:
             prompt, answer = told.split()
             self.record.num_prompt_tokens, self.record.num_output_tokens = int(prompt), int(answer)
@@ -151,7 +159,7 @@ class Call:
 class Forwarder:
     def __init__(self, members: Members, metrics: Metrics) -> None:
         self.members, self.metrics = members, metrics
-        self.stored: dict[str, str] = {}  # kept answers: which replica has them
+        self.stored: dict[str, str] = {}  # id of a stored answer → id of its replica
         self.shadows: set[asyncio.Task[None]] = set()
         self.num_failovers = self.num_resumed = self.num_hedged = self.num_broken = (
             self.num_unshadowed
@@ -159,7 +167,7 @@ class Forwarder:
 
     @property
     def counts(self) -> dict[str, int]:
-        """For `slipstream fleet status` and /metrics."""
+        """Counters for `slipstream fleet status` and /metrics."""
         return {
             "failovers": self.num_failovers,
             "resumed": self.num_resumed,
@@ -169,7 +177,7 @@ class Forwarder:
         }
 
     async def see_through(self, version: Version, call: Call) -> None:
-        """Until it is answered, here or there."""
+        """Get a request answered, by as many replicas in turn as it takes and the limits allow."""
         if not call.is_line:
             self._shadow(version, call)
             self.members.hedges.request()
@@ -188,14 +196,15 @@ class Forwarder:
             self.num_failovers += 1
             further = len(call.marked.tokens) > told
             await self._count_death(call, last, further=further)
-            if further:  # so it is not the request that is at fault
+            if further:  # more tokens came, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
             number += 1
             if number > most or not (call.begun or last.gone or self.members.budget.take()):
                 raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
 
     async def _count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
-        """Count a replica's death for a request that was there. ApiError: it is not sent to another one."""
+        """Count the death of a replica that had this request. ApiError: the request may not be sent
+        to another one."""
         replica = failed.replica
         if not failed.died or replica is None:
             return
@@ -206,7 +215,7 @@ class Forwarder:
             call.num_deaths += 1
         if not killed:
             call.alone_until = time.monotonic() + ALONE_S
-        if call.is_line:  # the batch's runner decides
+        if call.is_line:  # the batch's runner decides whether to try again
             raise unavailable(str(failed), REPLICA_DIED)
         if call.num_deaths >= MAX_DEATHS or call.num_kills >= MAX_KILLS:
             number = call.num_deaths + call.num_kills
@@ -220,7 +229,7 @@ class Forwarder:
             )
 
     async def break_off(self, call: Call, error: ApiError) -> None:
-        """End a stream that can't go on."""
+        """End a stream that can't be continued, with an error event."""
         self.num_broken += 1
         call.record.status, call.record.error = error.status, error.code
         await call.send(
@@ -234,7 +243,8 @@ class Forwarder:
     async def _choose(
         self, version: Version, call: Call, last: RetryElsewhere | None
     ) -> tuple[Replica, Decision]:
-        """Waits at the gateway if no replica can take the request. ApiError if that takes too long."""
+        """Choose a replica; if none can take the request, wait at the gateway. ApiError if the wait
+        is too long."""
         now = time.monotonic()
         until = now + self.members.fleet.router.queue_s
         if (autoscale := version.autoscale) is not None and version.is_asleep:
@@ -304,7 +314,7 @@ class Forwarder:
     # --- One try ------------------------------------------------------------------------------------------------------
 
     async def _attempt(self, opened: Opened, call: Call) -> None:
-        """One replica's try, or two replicas' where requests are hedged."""
+        """One try: on one replica, or on two if the request is hedged."""
         hedging = self.members.fleet.router.hedging
         if hedging is None or call.begun or call.is_shadow or call.is_line:
             try:
@@ -332,14 +342,14 @@ class Forwarder:
                         await task
                     except RetryElsewhere as error:
                         one.close()
-                        if tries:  # the last one's death is counted by the caller
+                        if tries:  # the caller counts the death of the last one
                             await self._count_death(call, error, further=False)
                         failed = error
                         continue
                     except BaseException:
                         one.close()
                         raise
-                    _give_up(tries)  # the other tries end now, and not when the answer does
+                    _give_up(tries)  # end the other tries now, not after the answer
                     try:
                         await self._relay(one, call)
                     finally:
@@ -351,7 +361,7 @@ class Forwarder:
             _give_up(tries)
 
     def _second(self, first: Opened, call: Call) -> Opened | None:
-        """Another replica for a request that waits long, if there is one and the budget allows it."""
+        """A second replica for a hedged request, if there is one and the budget allows it."""
         version, now = first.version, time.monotonic()
         if call.only is not None or not self.members.hedges.take():
             return None
@@ -363,18 +373,19 @@ class Forwarder:
         return Opened(version, version.replicas[other.replica], other, call)
 
     def _first_token_s(self, opened: Opened, call: Call) -> float | None:
-        """How long the first token may take; None if the replica does not report tokens."""
+        """Seconds that the first token may take; None if the replica does not report tokens."""
         if not (call.streams or call.generates):
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
         if (
             call.begun
-        ):  # the answer so far is computed first, which took no longer than all has taken
+        ):  # The answer so far is computed first. That took no longer than everything up to now.
             seconds += 2 * (time.monotonic() - call.record.start)
         return seconds
 
     async def _open(self, opened: Opened, call: Call) -> None:
-        """Ask a replica; return when it has begun to answer. RetryElsewhere: it can't."""
+        """Send the request to a replica; return once it has begun to answer. RetryElsewhere if it
+        can't."""
         replica, loop = opened.replica, asyncio.get_running_loop()
         patience = asyncio.timeout(self._first_token_s(opened, call))
 
@@ -413,11 +424,11 @@ class Forwarder:
             raise error from None
 
     async def _relay(self, opened: Opened, call: Call) -> None:
-        """Pass the answer on."""
+        """Pass the answer on to the client."""
         answer, send = opened.answer, call.send
         assert answer is not None
         about = [(name, value) for name, value in answer.headers if name in _PASSED]
-        if not call.begun:  # of one that goes on, what was handed out is counted
+        if not call.begun:  # for a resumed answer the tokens handed out are counted instead
             call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
         if opened.whole is not None:
             call.record.status = answer.status
@@ -429,7 +440,7 @@ class Forwarder:
         unwritten = b""
 
         def pass_on(data: bytes) -> bool:
-            """Write the events at once, or keep those that the client is too slow for."""
+            """Write the events now, or keep them if the client is too slow."""
             nonlocal unwritten
             events = marked.feed(data)
             record.num_output_tokens = len(marked.tokens)
@@ -469,7 +480,7 @@ class Forwarder:
             raise self._unless_lost(opened, call, failed) from None
         if marked.ended is not None:
             call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
-        else:  # it sent an error event, or it is a route without marks
+        else:  # an error event ended it, or the route has no marks
             code = marked.error_code
             if code in ELSEWHERE:
                 failed = RetryElsewhere(
@@ -495,7 +506,7 @@ class Forwarder:
             self.metrics.e2e.observe(time.monotonic() - call.record.start)
 
     def _unless_lost(self, opened: Opened, call: Call, failed: RetryElsewhere) -> Exception:
-        """`failed`, if the request can continue; otherwise the error for its client."""
+        """`failed` if the request can continue elsewhere; otherwise the error for its client."""
         call.marked.broken()
         opened.failed(failed)
         if not call.is_shadow:
@@ -517,7 +528,7 @@ class Forwarder:
         self._end(call)
 
     def _remember(self, call: Call, opened: Opened) -> None:
-        """Which replica keeps an answer of /v1/responses."""
+        """Remember which replica stores an answer of /v1/responses."""
         if call.path == b"/v1/responses":
             self.stored["resp_" + call.record.id] = opened.replica.id
             while len(self.stored) > _MAX_STORED:
@@ -526,7 +537,7 @@ class Forwarder:
     # --- Shadows ------------------------------------------------------------------------------------------------------
 
     def _shadow(self, chosen: Version, call: Call) -> None:
-        """Send the request to versions that only watch, too. Their answers are read and thrown away."""
+        """Send the request to shadow versions, too. Their answers are read and dropped."""
         if call.scope["path"] not in SHADOWED or call.adapter is not None:
             return
         for version in self.members.models[chosen.model]:
@@ -562,13 +573,13 @@ class Forwarder:
 
 
 class Opened:
-    """A request at a replica that has been counted, until `close`."""
+    """A request at a replica. It counts as in flight there until `close`."""
 
     def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
         self.version, self.replica, self.decision = version, replica, decision
         self._is_line, self._is_suspect = call.is_line, call.num_deaths > 0
         self.answer: UpstreamConnection | None = None
-        self.first: bytes | None = None  # of a stream
+        self.first: bytes | None = None  # first part of a stream
         self.whole: bytes | None = None
         self._sent = time.monotonic()
         self._closed = False
@@ -613,13 +624,14 @@ class Opened:
 def _give_up(tries: dict[asyncio.Task[None], Opened]) -> None:
     for task, one in tries.items():
         if not task.cancel() and not task.cancelled():
-            task.exception()  # it was retrieved
+            task.exception()  # marks the exception as retrieved
         one.close()
     tries.clear()
 
 
 def _about(record: RequestRecord) -> bytes:
-    """Of the request, for its replica (`server.operations.fleet`)."""
+    """The request's id, time, key and priority, encoded for its replica
+    (`server.operations.fleet`)."""
     about, key = f"{record.id} {record.created}", record.key
     if key is not None:
         priority = BATCH if record.background else "-" if key.priority is None else key.priority
@@ -632,7 +644,7 @@ def _about(record: RequestRecord) -> bytes:
 
 
 def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsewhere:
-    """A replica's answer that another may better."""
+    """RetryElsewhere for a replica's error answer that another replica may not give."""
     try:
         told = msgspec.json.decode(body)["error"]
         message, code = str(told["message"]), told.get("code")

@@ -1,8 +1,9 @@
-"""The gateway: an ASGI app that answers requests about the fleet itself, and forwards all others to replicas (`forward`).
+"""The gateway: an ASGI app that answers requests about the fleet itself and forwards all others to
+replicas (`forward`).
 
-It holds keys to their limits, for all replicas: a request is counted once, and its tokens are reserved before it is sent to a
-replica. The replica that answered reports how many it used. It runs in uvicorn with the server's own connections, log and keys.
-"""
+The gateway enforces the limits of keys over all replicas. It counts a request once, and reserves
+its tokens before it sends the request to a replica. The replica reports how many tokens it used.
+The app runs in uvicorn with the server's own connections, log and keys."""
 
 from __future__ import annotations
 
@@ -86,11 +87,12 @@ _OFF = {
     "/v1/batches": ("files_dir", "files and batches are off", "files"),
     "/v1/feedback": ("audit_log", "feedback is a line of the audit log", "feedback"),
 }
-"""What is off without which field, by how the paths begin: the field, what is off, and the error's code."""
+"""Features that are off without a field, by prefix of their paths: (the field, the feature, the
+error's code)."""
 
 
 class _Peek(msgspec.Struct):
-    """What the gateway reads of any body."""
+    """The fields that the gateway reads of any body."""
 
     model: str | None = None
     stream: bool | None = None
@@ -103,7 +105,7 @@ _peek = msgspec.json.Decoder(_Peek)
 
 
 class FleetDescription(Description):
-    """A fleet's metadata in KServe's protocol."""
+    """Metadata of a fleet in KServe's protocol."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -119,12 +121,13 @@ class FleetDescription(Description):
 
 
 class Gateway:
-    """`state` is that of the uvicorn server around it (`server.run.Server`)."""
+    """The ASGI app. `state` belongs to the uvicorn server around it (`server.run.Server`)."""
 
     def __init__(self, members: Members, state: ServerState, metrics: Metrics) -> None:
         self.members, self.state, self.metrics = members, state, metrics
         self.forwarder = Forwarder(members, metrics)
-        self.autoscale_status: Callable[[], dict[str, dict[str, Any]]] = dict  # by pool; the head's
+        # by pool; set by the head
+        self.autoscale_status: Callable[[], dict[str, dict[str, Any]]] = dict
         self.about = FleetDescription(self)
         self._stored: list[Route] = [
             *files.routes(state),
@@ -182,7 +185,7 @@ class Gateway:
             if self.state.watch is None:
                 raise ApiError(
                     404,
-                    "nobody looks for findings here: detect: true in the fleet's file",
+                    "the fault detector is off; set detect: true in the fleet's file",
                     code="no_detector",
                 )
             answer = {"findings": self.state.watch.findings}
@@ -199,7 +202,7 @@ class Gateway:
             return True
         elif path.startswith(
             "/fleet/"
-        ):  # a replica's own routes are for us: by them a client would reach every route there
+        ):  # a replica's own routes; through them a client could reach every route there
             raise ApiError(404, "unknown route; see /openapi.json", code="unknown_route")
         if answer is None:
             return False
@@ -207,7 +210,8 @@ class Gateway:
         return True
 
     def require_ready(self, *, also_draining: bool = False) -> None:
-        """ApiError (503) if a model has no replica that answers, or if new requests are refused."""
+        """ApiError (503) if some model has no replica that answers, or if the gateway refuses new
+        requests."""
         if self.state.draining and not also_draining:
             raise shutting_down()
         models = self.members.models.items()
@@ -219,11 +223,11 @@ class Gateway:
             raise unavailable(f"no replica serves {', '.join(down)}", "no_replica")
 
     async def _keep(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Routes of what is kept at the gateway, and on no replica."""
+        """Answer routes of files and batches, which the gateway stores itself."""
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
             raise ApiError(
-                403, f"{off[1]}: give the fleet's file {off[0]}", code=f"{off[2]}_disabled"
+                403, f"{off[1]}; set {off[0]} in the fleet's file", code=f"{off[2]}_disabled"
             )
         methods: set[str] = set()
         for route in self._stored:
@@ -240,14 +244,14 @@ class Gateway:
     def _render_metrics(self) -> bytes:
         if self.state.watch is not None:
             lasting = (f for f in self.state.watch.findings if f["ended"] is None)
-            # A replica's name begins with its model's, then come version, pool and number.
+            # A replica's name begins with its model's; version, pool and number follow.
             self.metrics.findings = Counter(
                 (f["replica"].rsplit("/", 3)[0], f["cause"]) for f in lasting
             )
         return self.metrics.render_all(of_engines(self.members))
 
     def _models(self, *, is_anthropic: bool) -> dict[str, object]:
-        """/v1/models, with all models and adapters of the fleet."""
+        """Body of /v1/models: all models and adapters of the fleet."""
         cards: list[dict[str, object]] = []
         for name, versions in self.members.models.items():
             context = max(v.prompts.max_model_len for v in versions)
@@ -268,7 +272,7 @@ class Gateway:
         return {"object": "list", "data": cards}
 
     def _sleeps(self) -> bool:
-        """No model has a replica: a request for the models' names starts none."""
+        """True if no model has a replica. A request for the list of models starts none."""
         return all(v.is_asleep for versions in self.members.models.values() for v in versions)
 
     def status(self) -> dict[str, object]:
@@ -283,7 +287,7 @@ class Gateway:
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See a request through at replicas. ApiError if no answer has begun."""
+        """Forward a request and see its answer through. ApiError if no answer has begun."""
         raw = await read_prompt_body(self.state, scope, receive)
         path, query = scope["path"], scope.get("query_string", b"")
         name, adapter, peek = self._model_of(path, raw)
@@ -335,7 +339,7 @@ class Gateway:
         record.num_prompt_tokens = len(call.tokens)
         if grant is not None and read.reserve is not None:
             grant.reserve(*read.reserve)
-        if record.background:  # lines come as there is room, which says nothing of the traffic
+        if record.background:  # these run when there is room, and tell nothing about the traffic
             await self.forwarder.see_through(version, call)
             return
         tally = version.tally
@@ -368,9 +372,10 @@ class Gateway:
         return *self.find(peek.model), peek
 
     def find(self, name: str) -> tuple[str, str | None]:
-        """The model of this name, and the adapter if it is one's. ApiError (404) if there is neither."""
+        """(model, adapter or None) for a name that is a model's or an adapter's. ApiError (404) if
+        it is neither."""
         found = self.members.find(name) or self.members.find(name.removesuffix(":latest"))
         if found is None:
-            message = f"model {name[:100]!r} is not served here; there is {', '.join(self.members.models)}"
+            message = f"model {name[:100]!r} is not served here; the fleet serves {', '.join(self.members.models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return found

@@ -1,4 +1,5 @@
-"""Decides which replicas get no requests for a while, and how many requests may be retried. Policy alone, without I/O."""
+"""Decides which replicas get no requests for a while, and how many requests may be retried. Pure
+policy, without I/O."""
 
 from __future__ import annotations
 
@@ -8,23 +9,25 @@ from math import inf
 from statistics import median
 
 MAX_FAILURES = 3
-"""In a row; then nothing is sent for a while."""
+"""Failures in a row after which a replica gets no requests for a while."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 MIN_SEEN = 8
-"""Requests of a replica before it is said to be slow."""
+"""Requests that a replica must have answered before it can count as slow."""
 
 SLOW_EXCESS_S = 0.25
-"""A replica is not slow that is less than this behind the others, whatever the ratio."""
+"""A replica counts as slow only if it is at least this much later than the others, whatever the
+ratio."""
 
 MAX_OUT = 0.5
-"""Never more than this share of replicas is taken out for being slow or wrong: then it is something else."""
+"""Largest share of replicas that is taken out for being slow or wrong. With more, the cause is
+something else."""
 
 _LEARN = 0.15
 
 
 class RetryBudget:
-    """Of requests that are sent again: a share of all requests, with a reserve for a beginning."""
+    """Budget of retries: a share of all requests, plus an initial reserve."""
 
     def __init__(self, share: float, reserve: float = 10.0) -> None:
         self._share, self._reserve = share, reserve
@@ -42,20 +45,19 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Watched:
-    """What requests and probes showed of one replica."""
+    """Results of requests and probes of one replica."""
 
     failures: int = 0  # in a row
     pauses: int = 0  # in a row
     out_until: float = 0.0
     why: str = ""
-    trial: bool = False  # it was out, and one request may try
-    was_slow: bool = (
-        False  # it was out for that; until it has shown otherwise, requests go there one at a time
-    )
+    trial: bool = False  # after a pause: one request may try
+    # It was taken out for being slow. Until it is faster, it gets one request at a time.
+    was_slow: bool = False
     seen: int = 0
-    late_s: float = 0.0  # how far first tokens come behind what was predicted, smoothed
+    late_s: float = 0.0  # smoothed delay of first tokens beyond the predicted TTFT
     ttft_s: float = 0.0  # smoothed
-    wrong: int = 0  # probes in a row
+    wrong: int = 0  # wrong probes in a row
 
 
 @dataclass(slots=True)
@@ -70,7 +72,8 @@ class ReplicaGuard:
         self.replicas.pop(replica, None)
 
     def out(self, now: float) -> set[str]:
-        """Replicas that get no requests now. After its pause a replica gets one request, and more once that is answered."""
+        """Replicas that get no requests now. After its pause a replica gets one request, and more
+        once that one is answered."""
         return {
             name
             for name, watched in self.replicas.items()
@@ -78,7 +81,7 @@ class ReplicaGuard:
         }
 
     def next_change(self, now: float) -> float | None:
-        """When a pause ends."""
+        """Time at which the next pause ends."""
         return min(
             (w.out_until for w in self.replicas.values() if inf > w.out_until > now), default=None
         )
@@ -89,12 +92,12 @@ class ReplicaGuard:
             watched.trial = True
 
     def let_go(self, replica: str) -> None:
-        """A request there ended, whatever it showed: another may try."""
+        """Allow the next trial request: one at this replica ended, with whatever result."""
         if (watched := self.replicas.get(replica)) is not None:
             watched.trial = False
 
     def failed(self, replica: str, why: str, now: float, *, gone: bool = False) -> None:
-        """`gone`: it can't be reached at all, so one failure is enough."""
+        """Count a failure. `gone`: the replica can't be reached at all, so one failure is enough."""
         watched = self.replicas.get(replica)
         if watched is None:
             return
@@ -137,14 +140,15 @@ class ReplicaGuard:
         )
 
     def probed(self, answers: Mapping[str, object], now: float) -> list[str]:
-        """The answers of replicas that should give the same. A replica whose answer differs from most others' twice in a row
-        gets no requests until its answer is the same again. Returns the replicas that are newly excluded."""
+        """Compare the replicas' answers to the same probe. A replica that differs from the majority
+        twice in a row gets no requests until it agrees again. Returns the newly excluded replicas.
+        """
         counts: dict[object, int] = {}
         for answer in answers.values():
             counts[answer] = counts.get(answer, 0) + 1
         right, number = max(counts.items(), key=lambda item: item[1], default=(None, 0))
         if len(answers) < 3 or number <= len(answers) / 2:
-            return []  # of two it is unknown which is wrong
+            return []  # with two answers it is unknown which is wrong
         found = []
         for name, answer in answers.items():
             watched = self.replicas.get(name)
@@ -167,7 +171,7 @@ class ReplicaGuard:
 
     def _pause(self, watched: Watched, why: str, now: float) -> None:
         if watched.out_until == inf:
-            return  # only a probe brings it back
+            return  # only a probe that agrees brings it back
         watched.out_until = now + min(FIRST_PAUSE_S * 2**watched.pauses, LONGEST_PAUSE_S)
         watched.pauses += 1
         watched.failures, watched.trial, watched.why = 0, False, why

@@ -1,7 +1,8 @@
-"""KServe's v2 protocol over gRPC at a fleet's gateway: a call becomes a request of that protocol over HTTP.
+"""KServe's v2 protocol over gRPC at a fleet's gateway: each call becomes a request of the same
+protocol over HTTP.
 
-So routing, limits, failover and the audit log are those of every other request; nothing of gRPC reaches a replica.
-"""
+Routing, limits, failover and the audit log are therefore those of every other request, and replicas
+see no gRPC."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from slipstream.server.kserve.grpc_server import GrpcInference, GrpcServer, resp
 from slipstream.server.kserve.routes import OUTPUTS, VERSION
 
 _MAX_WAITING = 4
-"""Parts of an answer that a slow client has not read; then its replica is read no further."""
+"""Parts of an answer that a slow client may leave unread. Beyond it the gateway stops reading the
+replica."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -41,7 +43,7 @@ class FleetGrpc(GrpcServer):
         return adapter or model
 
     def is_ready(self, model: str) -> bool:
-        """Whether a replica answers for this model, whatever the other models do."""
+        """Whether a replica answers for this model. Other models do not matter."""
         name, _ = self.gateway.find(model)
         return not self.state.draining and any(
             v.can_answer or v.is_asleep for v in self.gateway.members.models[name]
@@ -85,7 +87,7 @@ class FleetGrpc(GrpcServer):
 
     @staticmethod
     def _response(body: GrpcInference, told: dict[str, Any], record: RequestRecord) -> bytes:
-        """ApiError if it is an error that ended a stream."""
+        """Encode a reply as a gRPC message. ApiError if the body is an error that ended a stream."""
         if "error" in told:
             raise unavailable(str(told["error"]), record.error or "replica_failed")
         outputs = {

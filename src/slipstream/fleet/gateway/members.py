@@ -1,9 +1,10 @@
-"""The gateway's view of the replicas: their connections, their reports, and which of them serve which version.
+"""The gateway's view of the replicas: their connections, their reports, and which version each one
+serves.
 
-A replica's reports come over one connection (`/fleet/events`), some twice a second. When it breaks, the replica gets no new
-requests until it is back, so the gateway notices a killed process within milliseconds. A replica without reports for
-`silence_s` counts as hung: its connections are closed, and its requests go to other replicas.
-"""
+A replica sends its reports over one connection (`/fleet/events`), about twice a second. When that
+connection breaks, the replica gets no new requests until it is back, so the gateway notices a
+killed process within milliseconds. A replica without reports for `silence_s` counts as hung: its
+connections are closed, and its requests go to other replicas."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ from slipstream.stats import EngineStats
 
 logger = logging.getLogger("slipstream.fleet")
 
-_AGAIN_S = 0.2  # between tries to connect to a replica's events
-_CAUSE_S = 0.5  # after a connection broke, for whoever started the replica to say how it ended
+_AGAIN_S = 0.2  # pause between tries to connect to a replica's events
+# After a connection broke: time for whoever started the replica to report how it ended.
+_CAUSE_S = 0.5
 _decode = msgspec.msgpack.Decoder(FromReplica).decode
 
 
@@ -63,32 +65,33 @@ class Replica:
         self.pool = ConnectionPool(url, tls, connect_s=version.connect_s)
         self.key_line = f"{HEADER}: {key}".encode()
         self.num_in_flight = 0
-        self.num_lines = 0  # of them, those of batches
-        self.num_suspects = 0  # of them, those at whose place a replica died before
+        self.num_lines = 0  # of the requests in flight, the batch lines
+        self.num_suspects = 0  # of the requests in flight, those with which a replica died before
         self.draining = False
-        self.heard = False  # its news come
+        self.heard = False  # its reports arrive
         self.root_key: bytes | None = None
         self.block_size = spec.args.block_size or 16
         self.adapters = spec.adapters
-        self.load: ReplicaLoad | None = None  # the last that its engine answered to
+        self.load: ReplicaLoad | None = None  # the last report that contains its engine's figures
         self.is_up = True  # its engine answers
         self.counts: MetricCounts | None = None
-        self._adapter_roots: dict[str, bytes] = {}  # of adapters that were used
+        self._adapter_roots: dict[str, bytes] = {}  # root keys of adapters that were used
         self._killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._hearing = asyncio.create_task(self._hear())
 
     def ended(self, *, killed: bool) -> None:
-        """Its process has. `killed`: from outside, so it was no request's doing."""
+        """Record that the process ended. `killed`: from outside, so no request caused it."""
         if not self._killed.done():
             self._killed.set_result(killed)
 
     async def was_killed(self) -> bool:
-        """Of a replica whose connections broke. False if nobody says so."""
+        """Whether the replica, whose connections broke, was killed from outside. False if nobody
+        reports so in time."""
         await asyncio.wait({self._killed}, timeout=_CAUSE_S)
         return self._killed.done() and self._killed.result()
 
     def root_of(self, adapter: str | None) -> bytes | None:
-        """What the keys of its blocks begin with; None if that is not known."""
+        """Root key of its blocks under this adapter; None if it is not known."""
         return self.root_key if adapter is None else self._adapter_roots.get(adapter)
 
     @property
@@ -99,11 +102,12 @@ class Replica:
 
     @property
     def has_clients(self) -> bool:
-        """Somebody waits for an answer of it, and not a batch alone."""
+        """Whether a client waits for an answer, and not only a batch."""
         return self.num_in_flight > self.num_lines
 
     def room_for_lines(self, beside: int) -> int:
-        """How many more may run; below 0: so many are too many. Beside clients' requests there are `beside`."""
+        """Number of further batch lines that may run; negative: that many are too many. Next to
+        client requests at most `beside` lines run."""
         return (
             beside if self.has_clients else max(1, (self.spec.args.max_num_seqs or 256) // 2)
         ) - self.num_lines
@@ -127,7 +131,7 @@ class Replica:
             await asyncio.sleep(_AGAIN_S)
 
     async def _listen(self) -> None:
-        """Until the connection breaks. TimeoutError if nothing comes."""
+        """Read reports until the connection breaks. TimeoutError if nothing arrives in time."""
         buffer = b""
         async with asyncio.timeout(self.version.silence_s):
             answer = await self.pool.ask(
@@ -167,7 +171,9 @@ class Replica:
                 router.reset(self.id, news.number, stored)
                 self._set_heard(True)
             elif not router.apply(self.id, news.number, stored, removed):
-                raise UpstreamError("news were lost")  # a new connection begins with a whole one
+                raise UpstreamError(
+                    "a report was lost"
+                )  # a new connection begins with a full report
             return
         self.is_up, self.counts = news.is_up, news.counts or self.counts
         self.version.prompts.max_model_len = news.max_model_len
@@ -187,14 +193,14 @@ def _keys(packed: bytes) -> list[bytes]:
 
 
 def _to_zero(model: Model) -> Autoscale | None:
-    """The model's `autoscale` if it may have no replica at all."""
+    """The model's `autoscale`, if it may scale to zero."""
     version = model.versions[0]
     replicas = (version.pools[0].replicas if version.pools else None) or version.replicas
     return model.autoscale if isinstance(replicas, ReplicaRange) and replicas.min == 0 else None
 
 
 class Version:
-    """The replicas of one version of a model, of all kinds, and the router that chooses among them."""
+    """All replicas of one version of a model, and the router that chooses among them."""
 
     def __init__(
         self,
@@ -212,11 +218,11 @@ class Version:
         self.router = Router(routing.policy, balance=routing.balance, thrift=routing.thrift)
         self.guard = ReplicaGuard(routing.slow_factor)
         self.replicas: dict[str, Replica] = {}
-        self.starting: set[str] = set()  # ids of those that have no address yet
-        self.num_waiting = 0  # requests that no replica could take yet
+        self.starting: set[str] = set()  # ids of replicas that have no address yet
+        self.num_waiting = 0  # requests that wait until a replica can take them
         self.tally = Tally()
         self.autoscale = _to_zero(fleet.models[model])
-        self.adapters: frozenset[str] = frozenset()  # that some of its replicas have
+        self.adapters: frozenset[str] = frozenset()  # adapters of at least one replica
         self._news = asyncio.Event()
 
     @property
@@ -229,16 +235,16 @@ class Version:
 
     @property
     def is_asleep(self) -> bool:
-        """No replica can answer, and the autoscaler wakes one for a request."""
+        """Whether no replica can answer and the autoscaler starts one for a request."""
         return self.autoscale is not None and not self.can_answer
 
     def changed(self) -> None:
-        """Wakes the requests that wait for a replica."""
+        """Wake the requests that wait for a replica."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """For a change, or so long."""
+        """Wait for a change of the replicas, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), seconds)
 
@@ -255,7 +261,7 @@ class Version:
                 max_num_seqs=spec.args.max_num_seqs or 256,
                 prefill_tokens_per_s=spec.prefill_tokens_per_s,
                 step_s=spec.step_s,
-                healthy=False,  # until its news come
+                healthy=False,  # until its first report
             )
         )
 
@@ -286,13 +292,14 @@ class Members:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.models: dict[str, list[Version]] = {}
-        self.gone: dict[str, EngineStats] = {}  # by model: the totals of replicas that were removed
+        self.gone: dict[str, EngineStats] = {}  # by model: totals of replicas that were removed
         self.budget = RetryBudget(fleet.router.retries.share)
         hedging = fleet.router.hedging
         self.hedges = RetryBudget(0.0 if hedging is None else hedging.share, reserve=5.0)
 
     async def configure(self, fleet: Fleet) -> None:
-        """Take over a file. Versions that stay keep their replicas; the replicas of others are removed by who started them."""
+        """Apply a file. Versions that stay keep their replicas. Whoever started the other replicas
+        removes them."""
         found: dict[str, list[Version]] = {}
         for name, model in fleet.models.items():
             known = {version.name: version for version in self.models.get(name, ())}
@@ -331,7 +338,8 @@ class Members:
         return next((v for v in self.models.get(model, ()) if v.name == name), None)
 
     def find(self, name: str) -> tuple[str, str | None] | None:
-        """The model of this name; or the model that has an adapter of it, and the adapter."""
+        """(model, None) for a model's name; (model, adapter) for an adapter's; None for an unknown
+        name."""
         if name in self.models:
             return name, None
         having = (
@@ -343,8 +351,8 @@ class Members:
         return None if model is None else (model, name)
 
     def choose_version(self, model: str, by: str, adapter: str | None = None) -> Version:
-        """By share among those that have the adapter and can answer, or among all that have it if none can. The same for the
-        same `by`."""
+        """Choose a version at random by share; the same `by` gives the same version. Candidates
+        have the adapter and can answer; if none can answer, all that have the adapter."""
         versions = [v for v in self.models[model] if adapter is None or adapter in v.adapters]
         able = [v for v in versions if v.spec.share and v.can_answer] or [
             v for v in versions if v.spec.share
@@ -366,7 +374,7 @@ class Members:
         ]
 
     def status(self) -> dict[str, object]:
-        """For `slipstream fleet status` and the gateway's /fleet/status."""
+        """The fleet's state, for `slipstream fleet status` and the gateway's /fleet/status."""
         now = time.monotonic()
         models = {}
         for name, versions in self.models.items():

@@ -1,16 +1,20 @@
-"""The index of cached blocks: a compact table from a block's key to the set of replicas that hold it.
+"""The index of cached blocks: a compact table from a block's key to the set of replicas that hold
+it.
 
-1. Keys are the engine's (`core.prefix_cache`), of which 8 of the 16 bytes are kept. A collision costs a request some cached
-   tokens, never a wrong answer: the replica looks at the whole key.
-2. A place has 12 bytes: the key, and the number of a set of holders. Equal sets are stored once, as a mask with a bit for each
-   slot. The blocks of a prefix mostly have the same holders, so there are few sets.
-3. The table is in `_NUM_PARTS` parts, which grow one at a time. So growing never needs twice the memory.
-4. A replica has a slot. When it goes, its bit is dead, which costs nothing. `sweep` takes dead bits out of all sets, and then
-   their slots can be given out again.
+1. Keys are the first 8 of the 16 bytes of the engine's keys (`core.prefix_cache`). A collision
+   costs a request some cached tokens, never a wrong answer, because the replica compares the whole
+   key.
+2. A table entry has 12 bytes: the key, and the number of a set of holders. Equal sets are stored
+   once, as a mask with a bit for each slot. The blocks of a prefix mostly have the same holders, so
+   there are few sets.
+3. The table has `_NUM_PARTS` parts that grow one at a time, so growing never needs twice the
+   memory.
+4. A replica has a slot. When it leaves, its bit is dead, at no cost. `sweep` removes dead bits from
+   all sets; then their slots can be reused.
 
-A lookup assumes that a replica with a block has those before it, since the engine evicts a prefix's last blocks first. Where
-that does not hold (blocks of a sliding window), the number of blocks found is an estimate.
-"""
+A lookup assumes that a replica with a block also has the blocks before it, because the engine
+evicts the last blocks of a prefix first. With a sliding window that does not hold, and the number
+of blocks found is an estimate."""
 
 from __future__ import annotations
 
@@ -19,21 +23,21 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 _NUM_PARTS = 16
-_FIRST_SIZE = 256  # places of a part
+_FIRST_SIZE = 256  # entries of a new part
 _MAX_FILLED = 0.7
-_EMPTY, _GONE = 0, 1  # numbers of sets that no block has: a free place, and one that was given up
-_MAX_DEAD = 64  # slots, before a sweep
-_MAX_SHARED = 4096  # beginnings whose length is remembered
+_EMPTY, _GONE = 0, 1  # set numbers that no block has: an entry never used, and a deleted entry
+_MAX_DEAD = 64  # dead slots that trigger a sweep
+_MAX_SHARED = 4096  # prefixes whose shared length is remembered
 MAX_GROUPS = 4
-"""So many numbers of blocks are told apart in one lookup, the longest first."""
+"""Distinct lengths that one lookup tells apart, the longest first."""
 
 
 class _Part:
-    """Open addressing with linear probing; the arrays are read through memoryviews, which is faster for one place at a time.
+    """Hash table with open addressing and linear probing. The arrays are read through memoryviews,
+    which is faster for one entry at a time.
 
-    A place's key is 0 until it is first used, and a key that was given up stays in its place. So a search reads keys alone,
-    and `add` never puts a key behind a place where it was before.
-    """
+    An entry's key is 0 until its first use, and a deleted entry keeps its key. A search therefore
+    reads keys alone, and `add` never puts a key after an entry that held it before."""
 
     __slots__ = ("_key_array", "_set_array", "keys", "mask", "num_filled", "num_used", "sets")
 
@@ -41,15 +45,15 @@ class _Part:
         self._key_array, self._set_array = np.zeros(size, np.uint64), np.zeros(size, np.uint32)
         self.keys, self.sets = self._key_array.data, self._set_array.data
         self.mask = size - 1
-        self.num_used = 0  # by blocks
-        self.num_filled = 0  # and those given up, which a search has to pass
+        self.num_used = 0  # entries with a block
+        self.num_filled = 0  # and deleted entries, which a search must pass
 
     @property
     def num_bytes(self) -> int:
         return self._key_array.nbytes + self._set_array.nbytes
 
     def find(self, key: int) -> int:
-        """The key's place; −1 if there is none."""
+        """The key's entry; −1 if there is none."""
         keys, mask = self.keys, self.mask
         place = key & mask
         while (here := keys[place]) != key:
@@ -59,7 +63,7 @@ class _Part:
         return place if self.sets[place] != _GONE else -1
 
     def add(self, key: int, number: int) -> None:
-        """`key` must not be there."""
+        """Add a key that is not in the table."""
         if self.num_filled >= _MAX_FILLED * (self.mask + 1):
             self._grow()
         sets, mask = self.sets, self.mask
@@ -75,18 +79,18 @@ class _Part:
         self.num_used -= 1
 
     def renumber(self, numbers: np.ndarray) -> None:
-        """Set n becomes set numbers[n]."""
+        """Rename set n to numbers[n] in all entries."""
         np.take(numbers, self._set_array, out=self._set_array)
         self.num_used = int(np.count_nonzero(self._set_array > _GONE))
 
     def _grow(self) -> None:
-        """Twice as large, or as large as it is if many places were given up."""
+        """Double the table, or rebuild it at the same size if many entries are deleted."""
         used = self._set_array > _GONE
         keys, sets = self._key_array[used], self._set_array[used]
         size = self.mask + 1
         new = _Part(2 * size if 2 * len(keys) > _MAX_FILLED * size else size)
         place = keys & np.uint64(new.mask)
-        while len(keys):  # all that found a free place settle; of several at one place one does
+        while len(keys):  # of several keys for one free entry, one settles per pass
             free = new._set_array[place] == _EMPTY
             new._key_array[place[free]] = keys[free]
             settled = free & (new._key_array[place] == keys)
@@ -99,21 +103,21 @@ class _Part:
 
 
 class PrefixStore:
-    """Keys are bytes of the engine's length. Slots are small numbers, which `new_slot` gives."""
+    """Index of the blocks of all replicas. Keys are bytes of the engine's length; slots are small
+    numbers from `new_slot`."""
 
     def __init__(self) -> None:
         self._parts = [_Part(_FIRST_SIZE) for _ in range(_NUM_PARTS)]
-        self._masks = [0, 0]  # by number of a set: its holders
-        self._uses = [0, 0]  # by number of a set: how many blocks have it
-        self._numbers: dict[int, int] = {}  # of a mask
-        self._unused: list[int] = []  # numbers of sets
-        self._alive = 0  # a mask
-        self._dead = 0  # a mask of slots that are not swept
+        self._masks = [0, 0]  # by set number: the holders
+        self._uses = [0, 0]  # by set number: the blocks that have it
+        self._numbers: dict[int, int] = {}  # mask → set number
+        self._unused: list[int] = []  # set numbers to reuse
+        self._alive = 0  # mask of slots in use
+        self._dead = 0  # mask of freed slots before a sweep
         self._free_slots: list[int] = []
         self._num_slots = 0
-        self._shared: dict[
-            bytes, int
-        ] = {}  # by a chain's first block: how many the most holders had, which a search tries
+        # First block of a chain → length that most of its holders share. A search tries it first.
+        self._shared: dict[bytes, int] = {}
 
     # --- Slots --------------------------------------------------------------------------------------------------------
 
@@ -126,14 +130,14 @@ class PrefixStore:
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """Nobody holds anything in this slot any more."""
+        """Forget what the slot's replica holds."""
         self._alive &= ~(1 << slot)
         self._dead |= 1 << slot
         if self._dead.bit_count() >= _MAX_DEAD:
             self.sweep()
 
     def sweep(self) -> None:
-        """Forget what dead slots held, and make them free."""
+        """Remove dead slots from all sets, and make them free."""
         numbers = np.arange(len(self._masks), dtype=np.uint32)
         found: dict[int, int] = {}
         for mask, number in list(self._numbers.items()):
@@ -192,7 +196,7 @@ class PrefixStore:
                 self._leave(number)
 
     def _use(self, mask: int) -> int:
-        """The number of the set, for one more block."""
+        """The number of the set `mask`, counted for one more block."""
         number = self._numbers.get(mask)
         if number is None:
             if self._unused:
@@ -216,15 +220,16 @@ class PrefixStore:
     # --- Looking up ---------------------------------------------------------------------------------------------------
 
     def holders(self, raw: bytes) -> int:
-        """The replicas that hold the block, as a mask of slots."""
+        """Mask of the slots of all replicas that hold the block."""
         key = int.from_bytes(raw[:8], "little") or 1
         part = self._parts[key >> 60]
         place = part.find(key)
         return 0 if place < 0 else self._masks[part.sets[place]] & self._alive
 
     def match(self, chain: Sequence[bytes]) -> list[tuple[int, int]]:
-        """How many of the chain's first blocks each replica holds: (blocks, mask of slots), the most blocks first. After
-        `MAX_GROUPS` groups, the remaining replicas count as holding one block."""
+        """How many leading blocks of the chain each replica holds, as (blocks, mask of slots), the
+        longest first. After `MAX_GROUPS` groups the remaining replicas count as holding one block.
+        """
         found: list[tuple[int, int]] = []
         if not chain or not (left := self.holders(chain[0])):
             return found
@@ -236,7 +241,8 @@ class PrefixStore:
             if len(found) == MAX_GROUPS:
                 found.append((1, left))
                 break
-            # The last block in [low, high) that a replica of `left` holds; `mask` holds block `low`, and none of them `high`.
+            # Binary search for the last block in [low, high) that a replica of `left` holds. `mask`
+            # holds block `low`; none of `mask` holds `high`.
             low, mask, guesses = 0, left, [shared - 1, shared]
             while low < high - 1:
                 middle = guesses.pop() if guesses else (low + high) // 2
@@ -257,12 +263,12 @@ class PrefixStore:
 
     @property
     def num_blocks(self) -> int:
-        """Different ones; until a sweep also those that only dead slots hold."""
+        """Number of distinct blocks. Until a sweep this includes blocks that only dead slots hold."""
         return sum(part.num_used for part in self._parts)
 
     @property
     def num_bytes(self) -> int:
-        """Of the table and the sets, nearly."""
+        """Approximate size of the table and the sets."""
         sets = (
             sum(28 + mask.bit_length() // 7 for mask in self._masks)
             + 16 * len(self._masks)
@@ -272,7 +278,7 @@ class PrefixStore:
 
 
 def slots_of(mask: int) -> list[int]:
-    """The numbers of a mask's bits."""
+    """Numbers of the bits that are set in a mask."""
     found = []
     while mask:
         low = mask & -mask
@@ -282,7 +288,7 @@ def slots_of(mask: int) -> list[int]:
 
 
 def fill(values: np.ndarray, mask: int, value: float) -> None:
-    """Set the mask's places of `values`, in whichever way is the quicker."""
+    """Set `values` to `value` where the mask has a bit, in the faster of two ways."""
     if mask.bit_count() < 32:
         for slot in slots_of(mask):
             values[slot] = value

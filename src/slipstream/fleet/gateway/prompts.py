@@ -1,8 +1,7 @@
-"""Tokenises a request's prompt at the gateway, by the code with which a replica reads it.
+"""Tokenises a request's prompt at the gateway, with the replica's own code.
 
-They are needed for routing, and to reserve tokens of keys with limits. A body that can't be read here is forwarded as it is,
-and the replica answers with the error.
-"""
+The tokens are needed to route, and to reserve tokens of keys with limits. A body that can't be read
+here is forwarded unchanged, and the replica answers with the error."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 
 
 class _Counted(Exception):  # noqa: N818 - how the gateway gets the number out of a route of the server's
-    """The texts of a request for vectors have so many tokens."""
+    """Carries the number of tokens of an embedding request out of the server's route."""
 
 
 @dataclass(slots=True)
@@ -70,7 +69,7 @@ class _Reading:
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def check_pictures(self, count: int) -> None:
-        """A prompt with pictures goes to a replica unread: they are decoded once, there."""
+        """Refuse to read a prompt with pictures: the replica decodes them, once."""
         if count:
             raise RequestError("pictures are read by a replica", field="image")
 
@@ -82,21 +81,21 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`tokens` are of the first prompt. `reserve`: the tokens of all prompts and of the longest answers; None: not asked for,
-    or there are none."""
+    """The parts of a body that routing needs. `tokens`: the first prompt. `reserve`: the tokens of
+    all prompts and of the longest answers; None: not asked for, or there are none."""
 
     tokens: list[int]
     reserve: tuple[int, int] | None = None
-    cache_salt: str | None = None  # that the body gives
+    cache_salt: str | None = None  # from the body
 
 
 _NOTHING = Read([])
 _UNREAD = frozenset({"image", "previous_response_id"})
-"""Fields of what only a replica can read: pictures, and conversations that it keeps."""
+"""Fields that only a replica can read: pictures, and stored conversations."""
 
 
 class Prompts:
-    """Of one version of a model, which is asked for by `name`."""
+    """Reads prompts for one version of a model, which requests call `name`."""
 
     def __init__(self, name: str, args: EngineArgs, server: dict[str, Any]) -> None:
         args = settled(args)
@@ -105,9 +104,8 @@ class Prompts:
             load_tokenizer(args, description),
             args.max_model_len or description.spec.max_position,
         )
-        model = SimpleNamespace(
-            max_model_len=2**31
-        )  # the replica answers a prompt that is too long
+        # the replica answers a prompt that is too long
+        model = SimpleNamespace(max_model_len=2**31)
         self.input = InputProcessor(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -150,14 +148,14 @@ class Prompts:
         self._routes = {_short(route.path): route.endpoint for route in routes}
 
     def know_adapters(self, names: Iterable[str]) -> None:
-        """Requests may name them in place of the model."""
+        """Accept these adapters' names in place of the model's."""
         adapters: dict[str, Any] = self._state.engine.adapters
         adapters.clear()
         adapters.update(dict.fromkeys(names))
 
     @property
     def max_model_len(self) -> int:
-        """As the replicas have it, once one has reported it."""
+        """The replicas' `max_model_len`, once one has reported it."""
         return self.input.max_model_len
 
     @max_model_len.setter
@@ -165,12 +163,13 @@ class Prompts:
         self.input.max_model_len = tokens
 
     def generates(self, path: str) -> bool:
-        """Whether the route's replicas report the tokens of its answers."""
+        """Whether the replicas report the tokens of this route's answers."""
         return isinstance(self._routes.get(_short(path)), GenerationRoute)
 
     async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:
-        """With `counts`, what is to be reserved, too. What only a replica can read takes as much as one can hold. For a body
-        that is wrong nothing is reserved: the replica refuses it."""
+        """Read a body. With `counts` also compute what to reserve. A body that only a replica can
+        read reserves the most that a replica can hold. An invalid body reserves nothing, because
+        the replica refuses it."""
         route = self._routes.get(_short(path))
         if not isinstance(route, GenerationRoute | PooledRoute):
             return _NOTHING
@@ -205,7 +204,7 @@ class Prompts:
         )
 
     async def _reserve(self, answer: Answer) -> tuple[int, int]:
-        """What `AsyncLLM.submit` and `beam_search` reserve."""
+        """The tokens that `AsyncLLM.submit` and `beam_search` reserve."""
         prompt = output = 0
         plain = dataclasses.replace(
             answer.sampling, structured_outputs=None, bad_words=(), logits_processors=()
@@ -235,12 +234,12 @@ class Prompts:
 
 
 def _short(path: str) -> str:
-    """KServe's paths without the model's name."""
+    """A KServe path without the model's name."""
     return f"/v2/models/{path.rpartition('/')[2]}" if path.startswith("/v2/models/") else path
 
 
 def chain(tokens: list[int], root: bytes, block_size: int) -> list[bytes]:
-    """The keys of the whole blocks."""
+    """Keys of the prompt's whole blocks."""
     keys: list[bytes] = []
     extend_keys(keys, root, tokens, block_size, len(tokens) // block_size)
     return keys

@@ -1,24 +1,25 @@
-"""Chooses the replica for a request. Policy alone: no I/O, and no clock but its argument `now`.
+"""Chooses the replica for a request. Pure policy: no I/O, and no clock but the argument `now`.
 
     decision = router.choose(chains, num_tokens, session=…, now=…)   # counted as waiting at decision.replica
     router.began(decision, now)                                      # its first token came
-    router.ended(decision, now)                                      # its last, or it failed; also without `began`
+    router.ended(decision, now)                                      # it finished or failed; also without `began`
 
-The policy `prefix` takes the replica with the lowest
+The policy `prefix` takes the replica with the lowest cost in seconds:
 
-    predicted TTFT + thrift · time to compute what is new + balance · (recent work − the fleet's mean), in seconds
+    predicted TTFT + thrift · time to compute the new tokens + balance · (recent work − the fleet's mean)
 
-where the predicted TTFT is half a step, the wait for a place among its sequences, and the prompt tokens that are to be computed
-there: those queued, and this request's without the blocks that the replica holds. `thrift` weighs what the computing costs
-others: a request whose prefix is being computed waits for it rather than have it computed a second time. Rates come from the
-planner at first (`ReplicaState.prefill_tokens_per_s`, `step_s`), then from what requests took.
+The predicted TTFT is half a step, the wait for a free sequence, and the time for the prompt tokens
+to be computed there: those queued, and this request's without the blocks that the replica holds.
+`thrift` weighs what computing costs other requests: a request whose prefix is being computed waits
+for it rather than have it computed twice. Rates are the planner's at first
+(`ReplicaState.prefill_tokens_per_s`, `step_s`), then learned from requests.
 
-A replica reports changes of its prefix cache, numbered (`apply`). After a gap it must report everything again. A report comes a
-step or more after a decision. Until then the router assumes that the request's blocks will be there, so that simultaneous
-requests with a common prefix go to one replica.
+A replica reports numbered changes of its prefix cache (`apply`). After a gap it must report
+everything again. A report arrives a step or more after a decision. Until then the router assumes
+that the request's blocks will be there, so that simultaneous requests with a common prefix go to
+one replica.
 
-`least_loaded`, `power_of_two` and `round_robin` are for comparison.
-"""
+`least_loaded`, `power_of_two` and `round_robin` are for comparison."""
 
 from __future__ import annotations
 
@@ -39,58 +40,59 @@ Policy = Literal["prefix", "least_loaded", "power_of_two", "round_robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "power_of_two", "round_robin")
 
 WORK_S = 30.0
-"""Recent work is forgotten by this time constant."""
+"""Time constant with which recent work decays."""
 
-_EXPECTED_S = 10.0  # how long blocks are expected that no replica has reported
+_EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
 _MAX_SESSIONS = 100_000
-_LEARN = 0.1  # the weight of a new measurement
-_SESSION_SLACK_S = 0.25  # a session comes back to its replica unless this costs more
+_LEARN = 0.1  # weight of a new measurement
+_SESSION_SLACK_S = 0.25  # a session returns to its replica unless that costs more than this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
-    """A replica as the router sees it. Rates are of one replica; `weight` is what it carries against others."""
+    """A replica as the router sees it. Rates are per replica; `weight` is its capacity relative to
+    the others."""
 
     id: str
     weight: float = 1.0
     block_size: int = 16
     max_num_seqs: int = 256
-    max_in_flight: int = 4096  # requests; with more it gets none
+    max_in_flight: int = 4096  # requests; at this number it gets no more
     prefill_tokens_per_s: float = 10_000.0
     step_s: float = 0.02
     healthy: bool = True
     draining: bool = False
-    running: int = 0  # requests whose answer has begun: the router's count, and the replica's report of others'
+    # requests that have their first token: the router's own, and others' by the replica's report
+    running: int = 0
     waiting: int = 0
-    queued_tokens: int = 0  # prompt tokens to be computed before a new request's
-    service_s: float = 1.0  # a request's time from its first token to its last
+    queued_tokens: int = 0  # prompt tokens queued before a new request
+    service_s: float = 1.0  # mean time from a request's first token to its last
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Where a request goes, and what was expected of it."""
+    """The chosen replica for a request, and the prediction."""
 
     replica: str
     num_cached_tokens: int
     num_new_tokens: int
     predicted_ttft_s: float
-    number: int  # of this decision
+    number: int  # of the decision
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """The numbers behind a ReplicaState, and what is expected of requests under way."""
+    """Counts of one replica: this router's own requests, and those of other routers."""
 
     state: ReplicaState
-    slot: int  # in the store, and in the router's arrays
+    slot: int  # in the prefix store, and in the router's arrays
     own_running: int = 0
     own_waiting: int = 0
     own_queued: int = 0
-    others_running: int = 0  # the replica's report, less our own
+    others_running: int = 0  # the replica's report, minus our own
     others_waiting: int = 0
     others_queued: int = 0
-    sequence: int | None = (
-        None  # of the last change that it reported; None: it must report everything
-    )
+    # of the last reported change; None: it must report everything
+    sequence: int | None = None
 
     @property
     def running(self) -> int:
@@ -114,7 +116,7 @@ class _UnderWay(msgspec.Struct, gc=False):
 
 
 class _Expected(msgspec.Struct, frozen=True, eq=False):
-    """A request's blocks will be at a replica."""
+    """Expectation that a request's blocks will be at a replica."""
 
     replica: _Replica
     chain: Sequence[bytes]
@@ -122,7 +124,7 @@ class _Expected(msgspec.Struct, frozen=True, eq=False):
 
 
 class Router:
-    """Of replicas that serve one model. Not thread-safe."""
+    """Router for the replicas of one model. Not thread-safe."""
 
     def __init__(
         self,
@@ -133,23 +135,21 @@ class Router:
         learn_rates: bool = True,
         seed: int = 0,
     ) -> None:
-        """Without `learn_rates` those of the ReplicaStates stay."""
+        """Make an empty router. Without `learn_rates` the rates of the ReplicaStates stay as given."""
         self.policy, self.balance, self.thrift, self._learns = policy, balance, thrift, learn_rates
         self.store = PrefixStore()
         self._replicas: dict[str, _Replica] = {}
         self._by_slot: dict[int, _Replica] = {}
-        # By slot. Where there is no replica, _wait is inf and the others are 0.
-        self._wait = np.zeros(
-            0
-        )  # seconds of a new request's TTFT but for its own prompt; inf: it gets none
+        # Arrays by slot. A slot without a replica has _wait inf and 0 elsewhere.
+        # seconds of TTFT before a new request's own prompt; inf: gets none
+        self._wait = np.zeros(0)
         self._per_token = np.zeros(0)  # seconds
         self._per_block = np.zeros(0)  # tokens
-        self._work = np.zeros(0)  # recent work, in seconds of a replica of its weight
+        self._work = np.zeros(0)  # decayed work in seconds, divided by the weight
         self._work_at = 0.0
         self._under_way: dict[int, _UnderWay] = {}
-        self._expected: dict[
-            bytes, _Expected
-        ] = {}  # by the first block that was new, and by the last
+        # by the chain's first block and its first new block
+        self._expected: dict[bytes, _Expected] = {}
         self._expiring: deque[tuple[bytes, _Expected]] = deque()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = 0
@@ -163,14 +163,14 @@ class Router:
         return tuple(self._replicas)
 
     def state(self, replica: str) -> ReplicaState:
-        """As it is now."""
+        """The replica's current state."""
         known = self._replicas[replica]
         return dataclasses.replace(
             known.state, running=known.running, waiting=known.waiting, queued_tokens=known.queued
         )
 
     def add(self, state: ReplicaState) -> None:
-        """Add a replica whose cache is empty, or will be reported. ValueError if it is there already."""
+        """Add a replica whose cache is empty, or will be reported. ValueError if it exists already."""
         if state.id in self._replicas:
             raise ValueError(f"replica {state.id!r} is there already")
         replica = _Replica(state, 0)
@@ -180,7 +180,7 @@ class Router:
         self._take_slot(replica, self._mean_work())
 
     def remove(self, replica: str) -> None:
-        """An unknown one is ignored. Requests under way there may still be ended."""
+        """Remove a replica; an unknown one is ignored. Its requests under way may still be ended."""
         gone = self._replicas.pop(replica, None)
         if gone is not None:
             self._leave_slot(gone)
@@ -198,7 +198,8 @@ class Router:
         prefill_tokens_per_s: float | None = None,
         step_s: float | None = None,
     ) -> None:
-        """What is known anew. The first three are the replica's own counts, with requests of every router's."""
+        """Update a replica's state. `running`, `waiting` and `queued_tokens` are the replica's own
+        counts, with the requests of every router."""
         known = self._replicas[replica]
         given = {
             "healthy": healthy,
@@ -220,7 +221,7 @@ class Router:
     # --- What they hold -----------------------------------------------------------------------------------------------
 
     def reset(self, replica: str, sequence: int, stored: Iterable[bytes]) -> None:
-        """All that the replica holds, after the change of this number."""
+        """Replace all that the replica holds; the report has this sequence number."""
         known = self._replicas[replica]
         if known.sequence is not None:
             self._take_slot(known, self._leave_slot(known))
@@ -230,8 +231,8 @@ class Router:
     def apply(
         self, replica: str, sequence: int, stored: Iterable[bytes], removed: Iterable[bytes]
     ) -> bool:
-        """Take a change that a replica reports. False if a change before it is missing: the replica must then report everything
-        (`reset`)."""
+        """Apply a reported change. False if an earlier change is missing: the replica must then
+        report everything (`reset`)."""
         known = self._replicas[replica]
         if known.sequence is None or sequence != known.sequence + 1:
             return False
@@ -251,8 +252,9 @@ class Router:
         session: str | None = None,
         exclude: Collection[str] = (),
     ) -> Decision | None:
-        """None: no replica can take it. `chains` are the keys of the prompt's whole blocks, one chain for each root key among
-        the replicas (one, where they have the same model and type)."""
+        """Choose a replica; None if none can take the request. `chains` are the keys of the
+        prompt's whole blocks, one chain for each root key among the replicas (one, if all have the
+        same model and type)."""
         if not self._replicas:
             return None
         held = self._held(chains, num_tokens, now)
@@ -279,12 +281,12 @@ class Router:
     def predict(
         self, chains: Sequence[Sequence[bytes]], num_tokens: int, *, now: float
     ) -> dict[str, float]:
-        """The TTFT that each replica is expected to give now; inf where it gets none."""
+        """Predicted TTFT by replica; inf where it gets no requests."""
         score = self._wait + (num_tokens - self._held(chains, num_tokens, now)) * self._per_token
         return {name: float(score[replica.slot]) for name, replica in self._replicas.items()}
 
     def began(self, decision: Decision, now: float) -> None:
-        """The first token came. Its time measures the replica's speed on prompt tokens."""
+        """Record the first token. Its time measures how fast the replica computes prompt tokens."""
         under_way = self._under_way.get(decision.number)
         if under_way is None or under_way.began is not None:
             return
@@ -302,14 +304,14 @@ class Router:
         ):
             old = replica.state.prefill_tokens_per_s
             rate = tokens / max(seconds - replica.state.step_s / 2, seconds / 4)
-            rate = min(max(rate, old / 2), old * 2)  # one odd request does not turn it over
+            rate = min(max(rate, old / 2), old * 2)  # one outlier must not change it much
             replica.state = dataclasses.replace(
                 replica.state, prefill_tokens_per_s=old + _LEARN * (rate - old)
             )
         self._refresh(replica)
 
     def ended(self, decision: Decision, now: float) -> None:
-        """Also of a request that failed or was cancelled. A second time it is ignored."""
+        """Record the end of a request, also of a failed or cancelled one. A second call is ignored."""
         under_way = self._under_way.pop(decision.number, None)
         if under_way is None:
             return
@@ -341,7 +343,7 @@ class Router:
         self._refresh(replica)
 
     def _leave_slot(self, replica: _Replica) -> float:
-        """Its recent work."""
+        """Free the replica's slot. Returns its recent work."""
         slot = replica.slot
         work = float(self._work[slot])
         del self._by_slot[slot]
@@ -353,8 +355,8 @@ class Router:
         return float(self._work.sum()) / max(1, len(self._by_slot))
 
     def _held(self, chains: Sequence[Sequence[bytes]], num_tokens: int, now: float) -> np.ndarray:
-        """By slot: the prompt's tokens that are held, or are expected to be. At least two are computed (`longest_hit` of the
-        core)."""
+        """Prompt tokens that each replica holds or is expected to hold, by slot. At least two
+        tokens are left to compute (`longest_hit` of the core)."""
         blocks = np.zeros(len(self._wait))
         while self._expiring and self._expiring[0][1].until <= now:
             key, expected = self._expiring.popleft()
@@ -380,7 +382,7 @@ class Router:
         self, score: np.ndarray, computing: np.ndarray, session: str | None
     ) -> _Replica | None:
         if self.policy == "prefix":
-            costs = self.balance * self._work  # less the mean's, which is the same for all
+            costs = self.balance * self._work  # without the fleet's mean, which is the same for all
             costs += score
             computing *= self.thrift
             costs += computing
@@ -442,7 +444,7 @@ class Router:
             self._work_at = now
 
     def _refresh(self, replica: _Replica) -> None:
-        """The arrays' numbers of a replica, after something about it changed."""
+        """Recompute the replica's array entries after a change of its state."""
         state, slot = replica.state, replica.slot
         if self._by_slot.get(slot) is not replica:
             return  # it was removed
@@ -451,7 +453,8 @@ class Router:
         if not state.healthy or state.draining or in_flight >= state.max_in_flight:
             self._wait[slot] = np.inf
             return
-        behind = in_flight + 1 - state.max_num_seqs  # so many must end before this one's turn
+        # requests that must end before this one can run
+        behind = in_flight + 1 - state.max_num_seqs
         for_place = behind * state.service_s / state.max_num_seqs if behind > 0 else 0.0
         self._wait[slot] = (
             state.step_s / 2 + for_place + replica.queued / state.prefill_tokens_per_s
@@ -459,7 +462,8 @@ class Router:
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes], known: int) -> int:
-    """How many first keys are the same, given that those up to `known` are. Equal keys have equal keys before them."""
+    """Number of common leading keys, given that keys before `known` are equal. Keys are chained, so
+    equal keys have equal predecessors."""
     low, high = known, min(len(one), len(other)) - 1
     if high < known or one[known] != other[known]:
         return 0

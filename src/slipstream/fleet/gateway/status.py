@@ -1,4 +1,5 @@
-"""The data of the gateway's page /status: in the server's own format, with an entry for each replica."""
+"""The data of the gateway's page /status, in the server's own format, with an entry for each
+replica."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "ou
 def fleet_status(
     members: Members, state: ServerState, metrics: Metrics, autoscale: dict[str, dict[str, Any]]
 ) -> ServerStatus:
-    """Responses and latency are those at the gateway. The time between tokens is in the replicas' reports, every few seconds:
-    the gateway forwards tokens without reading them."""
+    """The fleet's status. Responses and latencies are the gateway's. The time between tokens comes
+    from the replicas' reports, every few seconds, because the gateway forwards tokens without
+    reading them."""
     replicas, told = [], Metrics("")
     for versions in members.models.values():
         for version in versions:
@@ -31,12 +33,13 @@ def fleet_status(
                 if load is None:
                     one = ReplicaStatus(name=replica.id, state=doing)
                 else:
-                    assert load.stats is not None  # `Replica.load` is the last that has them
+                    assert load.stats is not None  # `Replica.load` is the last report that has them
                     one = replica_status(replica.id, doing, load.stats, canary_ok=load.canary_ok)
+                # includes requests on their way there
                 one.num_running, one.num_waiting = (
                     seen.running,
                     seen.waiting,
-                )  # with what is on its way there
+                )
                 replicas.append(one)
                 if replica.counts is not None:
                     told.add(replica.counts)

@@ -1,4 +1,5 @@
-"""Reads a replica's stream: removes the marks (`server.operations.fleet`), and reports how the stream ended."""
+"""Reads a replica's stream: removes the marks (`server.operations.fleet`), and reports how the
+stream ended."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from starlette.types import Scope
 
 from slipstream.server.http.errors import ApiError, error_body
 
-_MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # where a line begins
+_MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # at the beginning of a line
 
 ELSEWHERE = frozenset(
     {
@@ -20,21 +21,20 @@ ELSEWHERE = frozenset(
         "internal",
     }
 )
-"""Codes of errors that another replica does not have."""
+"""Error codes of a replica's own condition: another replica may answer the request."""
 
 
 class MarkedStream:
     """A stream with marks, read part by part."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []  # what they brought was handed out
-        self.ended: tuple[int, int] | None = (
-            None  # the tokens of prompt and answer, once it came to its end
-        )
-        self.rest = b""  # not known yet to be whole
+        self.tokens: list[int] = []  # tokens whose text was handed out
+        # numbers of tokens of prompt and answer, after the end
+        self.ended: tuple[int, int] | None = None
+        self.rest = b""  # data that may not be a whole event yet
 
     def feed(self, data: bytes) -> bytes:
-        """What may be sent on."""
+        """Take a part of the stream; returns the whole events without marks."""
         data = self.rest + data if self.rest else data
         parts, begin, end = [], 0, len(data)
         at = 0 if data.startswith(b":") else data.find(b"\n:") + 1 or end
@@ -54,18 +54,18 @@ class MarkedStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def broken(self) -> None:
-        """The rest will come again, from elsewhere."""
+        """Drop the incomplete rest: the next replica sends it again."""
         self.rest = b""
 
     @property
     def error_code(self) -> str | None:
-        """Of the error event that a replica ended the stream with, if it did."""
+        """Code of the error event that ended the stream; None without one."""
         found = re.search(rb'"code":"(\w+)"', self.rest) if b'"error"' in self.rest else None
         return None if found is None else found[1].decode()
 
 
 def error_event(scope: Scope, error: ApiError) -> bytes:
-    """What ends a stream that can't go on, in the shape of its route's protocol."""
+    """An event that ends a broken stream, in the format of its route's protocol."""
     path, body = scope["path"], error_body(scope, error)
     if path.startswith("/api/"):
         return body + b"\n"

@@ -1,8 +1,8 @@
-"""The gateway's connections to one replica: HTTP/1.1, kept open, read as it comes.
+"""The gateway's connections to one replica: HTTP/1.1, kept open, read as data arrives.
 
-A request has its connection to itself. Data is passed on as it comes, without being joined. If the receiver does not take it,
-the socket is not read any more. So a slow client slows its replica's answer down, and no memory fills up.
-"""
+A request has a connection to itself. Parts are passed on without being joined. While the receiver
+takes no more, the socket is not read. A slow client therefore slows its replica's answer down, and
+no buffer grows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from urllib.parse import urlsplit
 
 import httptools
 
-_MAX_WAITING = 64 * 1024  # bytes of an answer that were not taken yet
+_MAX_WAITING = 64 * 1024  # bytes of an answer that wait for the receiver
 _MAX_IDLE = 256
 
 
 OnInterim: TypeAlias = Callable[[list[tuple[bytes, bytes]]], None]
 Sink: TypeAlias = Callable[[bytes], bool]
-"""Takes a part of an answer as it comes, without a task in between; False: it takes no more."""
+"""Takes a part of an answer as it arrives, without a task in between. False: it takes no more."""
 
 
 class UpstreamError(Exception):
-    """The replica could not be reached, or its answer broke off. `sent`: it may have had the request."""
+    """The replica could not be reached, or its answer broke off. `sent`: the replica may have
+    received the request."""
 
     def __init__(self, why: str, *, sent: bool = True) -> None:
         super().__init__(why)
@@ -49,14 +50,15 @@ class UpstreamConnection(asyncio.Protocol):
         self._ended = True  # no request is under way
         self._news: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
-        self._heard = 0.0  # by the loop's clock, when something came last
+        self._heard = 0.0  # loop time of the last data received
         self.on_interim: OnInterim | None = None
-        self.is_fresh = True  # no request was sent before this one
+        self.is_fresh = True  # no request was sent on it before
 
     # --- From the socket ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        # uvloop's transport is not a subclass of it
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._ended:  # no request is open
@@ -84,7 +86,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200:  # an interim answer is none
+        if status >= 200:  # below are interim answers, which do not count
             self.status = status
         else:
             if self.on_interim is not None:
@@ -100,9 +102,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._ended = self.status != 0
-        self._keeps_alive = (
-            self._parser.should_keep_alive()
-        )  # behind a message the parser has forgotten how it ended
+        # after a message the parser no longer knows how it ended
+        self._keeps_alive = self._parser.should_keep_alive()
 
     # --- To the gateway --------------------------------------------------------------------------------------------------
 
@@ -114,24 +115,25 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.write(b"".join(request))
 
     async def head(self) -> None:
-        """Until the status and headers are there. UpstreamError if they do not come."""
+        """Wait for the status and headers. UpstreamError if they do not come."""
         while not self.status:
             if self._closed:
                 raise UpstreamError("the connection was lost before an answer")
             await self._wait()
 
     async def read(self) -> bytes | None:
-        """What has come since; None at the end. UpstreamError if the answer broke off."""
+        """Data received since the last call; None at the end. UpstreamError if the answer broke
+        off."""
         while not self._chunks:
             if self._ended:
                 return None
             if self._closed:
-                raise UpstreamError("the connection was lost in the midst of an answer")
+                raise UpstreamError("the connection broke during the answer")
             await self._wait()
         return self._taken()
 
     def _taken(self) -> bytes:
-        """What waits, which waits no longer."""
+        """Take the buffered data."""
         data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._num_waiting = 0
@@ -141,8 +143,8 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     async def pour(self, sink: Sink, silence_s: float) -> None:
-        """Pass data to `sink`, until it takes no more or the answer is complete; `read` returns which of both. TimeoutError if
-        nothing comes for `silence_s`."""
+        """Pass data to `sink` until it takes no more or the answer is complete; the next `read`
+        tells which. TimeoutError if nothing arrives for `silence_s`."""
         if self._chunks:
             return
         self._sink, self._heard = sink, self._loop.time()
@@ -151,7 +153,7 @@ class UpstreamConnection(asyncio.Protocol):
                 try:
                     async with asyncio.timeout_at(self._heard + silence_s):
                         await self._wait()
-                except TimeoutError:  # its bound was made before the last part came
+                except TimeoutError:  # its limit was set before the last part arrived
                     if self._heard + silence_s <= self._loop.time():
                         raise
         finally:
@@ -164,8 +166,8 @@ class UpstreamConnection(asyncio.Protocol):
         return b"".join(parts)
 
     def done(self) -> None:
-        """End the exchange. The connection is kept if the answer was read to its end; otherwise it is closed, which cancels the
-        request."""
+        """End the exchange. The connection is kept if the answer was read to its end. Otherwise it
+        is closed, which cancels the request."""
         if self._ended and not self._closed and not self._chunks and self._keeps_alive:
             self.is_fresh = False
             self._pool.keep(self)
@@ -190,7 +192,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Of connections to `url`."""
+    """Open connections to `url`."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None, *, connect_s: float = 2.0) -> None:
         parts = urlsplit(url)
@@ -216,8 +218,9 @@ class ConnectionPool:
         fresh: bool = False,
         on_interim: OnInterim | None = None,
     ) -> UpstreamConnection:
-        """The answer, once its head is there. `headers` are whole lines. UpstreamError. The caller calls `done`. Of interim
-        answers (1xx) `on_interim` is given the headers."""
+        """Send a request and return the connection once the answer's head arrived. `headers` are
+        whole lines. `on_interim` gets the headers of interim answers (1xx). The caller calls
+        `done`. Raises UpstreamError."""
         length = b"content-length: %d\r\n" % len(body) if body or method != b"GET" else b""
         request = [
             b"%b %b HTTP/1.1\r\n" % (method, path),
@@ -233,7 +236,7 @@ class ConnectionPool:
                 answer = await self._connection(fresh=fresh)
             except UpstreamError as error:
                 error.sent = (
-                    was_lost  # a replica that was there a moment ago may have died of the request
+                    was_lost  # a replica that answered a moment ago may have died of the request
                 )
                 raise
             try:
@@ -244,7 +247,7 @@ class ConnectionPool:
                 answer.done()
                 if answer.is_fresh:
                     raise
-                fresh = was_lost = True  # it was idle: as a rule the replica closed it as we wrote
+                fresh = was_lost = True  # it was idle: usually the replica closed it while we wrote
             except BaseException:
                 answer.done()
                 raise

@@ -1,10 +1,10 @@
-"""Replicas on Ray Serve: one deployment a pool, whose replicas are actors that each have a server
+"""Replicas on Ray Serve: one deployment per pool; each replica is an actor that owns a server
 process (`fleet.replicas.replica`).
 
-Serve starts, spreads, watches and replaces them. The gateway connects to their servers directly (docs/fleet.md has the reason).
-Ray's handles and proxies are not used; the proxies are off. A named actor, the directory, has the servers' addresses: each
-replica reports to it every second, and one that stops reporting is removed.
-"""
+Serve starts, places, watches and replaces the replicas. The gateway connects to their servers
+directly (docs/fleet.md gives the reason), so Ray's handles are not used and its proxies are off. A
+named actor, the directory, holds the servers' addresses: each replica reports to it every second,
+and a replica that stops reporting is removed."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from slipstream.fleet.replicas.replica import ReplicaFailed, ReplicaServing, Rep
 _HERE_S = 1.0
 _SILENT_S = 5.0
 _GOODBYE_S = 1.0
-"""A replica that ends keeps running for so long after it reported that. By then the gateway sends it no more requests."""
+"""Seconds that an ending replica keeps running after it reported its end, so that the gateway stops
+sending requests first."""
 
 _LOOK_S = 0.2
-_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; we store nothing there
 _NAMESPACE = "slipstream"
 
 
 class Directory:
-    """An actor that knows where the replicas are."""
+    """Actor that holds the addresses of the replicas."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, str, float]] = {}
@@ -62,7 +63,7 @@ class Directory:
         self._failed.clear()
 
     def replicas(self) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str, str | None]]]:
-        """Pool and url of each, and which pools could not start a replica."""
+        """(pool and URL by replica; why a pool could not start a replica)."""
         now = time.monotonic()
         self._places = {
             name: place for name, place in self._places.items() if now - place[2] < _SILENT_S
@@ -71,7 +72,7 @@ class Directory:
 
 
 class ServerReplica:
-    """A Serve replica: the server's process, for as long as the actor lives."""
+    """A Serve replica: owns the server process for the life of the actor."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class ServerReplica:
             self._stopped.wait(_HERE_S)
 
     def check_health(self) -> None:
-        """Serve calls this, and replaces a replica that raises."""
+        """Health check of Serve: it replaces a replica whose check raises."""
         if self._process.poll() is not None:
             raise RuntimeError(f"the server ended with code {self._process.returncode}")
 
@@ -138,7 +139,7 @@ class ServerReplica:
         return self._id
 
     def __del__(self) -> None:
-        """Serve ends this replica: its requests end first."""
+        """End of the replica, called by Serve: let its requests finish first."""
         self._stopped.set()
         self._directory.gone.remote(self._id)
         time.sleep(_GOODBYE_S)
@@ -152,7 +153,7 @@ class ServerReplica:
 
 
 class RayCluster:
-    """`make` starts Ray on this machine, or joins the cluster at `ray_address`."""
+    """Connection to Ray. `make` starts Ray on this machine, or joins the cluster at `ray_address`."""
 
     def __init__(self, fleet: Fleet, key: str, files: CertificateFiles | None) -> None:
         self._fleet, self._key, self._files = fleet, key, files
@@ -204,8 +205,9 @@ class RayCluster:
         ray.get(self._directory.replicas.remote())
 
     async def deploy(self, fleet: Fleet, counts: dict[str, int]) -> None:
-        """So many replicas of each pool. Returns when they serve: of what has changed, Serve replaces one replica after the
-        other. What is not in `counts` is left as it is. Raises why a replica could not start."""
+        """Deploy `counts[pool]` replicas of each pool; pools not in `counts` stay as they are.
+        Returns when they serve. Serve replaces changed replicas one at a time. Raises the reason if
+        a replica could not start."""
         self._fleet = fleet
         await self._directory.forget_failures.remote()
         specs = [spec for spec in pools(fleet) if spec.key in counts]
@@ -223,11 +225,11 @@ class RayCluster:
             await asyncio.sleep(_LOOK_S)
 
     async def scale(self, spec: PoolSpec, replicas: int) -> None:
-        """Have Serve start or end some. It waits for them only where none shall be left."""
+        """Have Serve start or end replicas. Waits only if none shall be left."""
         await asyncio.to_thread(self._run, [(spec, replicas)])
 
     async def remove(self, keys: Iterable[str]) -> None:
-        """End the replicas of these pools. Waits until they have."""
+        """End the replicas of these pools, and wait until they have ended."""
         for key in keys:
             await asyncio.to_thread(self._delete, key)
 
@@ -241,7 +243,7 @@ class RayCluster:
         }
 
     def _run(self, counts: list[tuple[PoolSpec, int]]) -> None:
-        """Serve has no deployment of no replicas: then there is none."""
+        """Serve has no deployment with zero replicas, so at zero the deployment is deleted."""
         from ray import serve
 
         for spec, number in counts:
@@ -281,7 +283,8 @@ class RayCluster:
         deployment = made.options(
             name="replica",
             num_replicas=number,
-            # Without a version Serve makes one up, and would replace all replicas whenever their number changes.
+            # Without a version Serve generates one, and would replace all replicas whenever their
+            # number changes.
             version=spec.fingerprint,
             _internal=True,
             ray_actor_options=actor,
@@ -303,12 +306,12 @@ class RayCluster:
         return f"{self._name}-{key.replace('/', '--')}"
 
     async def replicas(self) -> dict[str, tuple[str, str]]:
-        """Pool and url of each that serves."""
+        """(pool, URL) by replica, for those that serve."""
         found, _ = await self._directory.replicas.remote()
         return dict(found)
 
     async def failure(self) -> SlipstreamError | None:
-        """Why a replica could not start, if one could not."""
+        """The reason if a replica could not start."""
         _, failed = await self._directory.replicas.remote()
         return next(
             (

@@ -1,9 +1,10 @@
-"""Replicas as processes of this machine: started, watched, replaced, and ended with us.
+"""Replicas as processes of this machine: started, watched, replaced, and ended together with this
+process.
 
-One that starts beside others that serve has a small share of the processor at first: their clients notice less of it.
-Each replica is a session, and Linux divides the processor by sessions (`autogroup`), whose share may be lowered and raised
-again by anyone. Where it does not (other systems; most containers), a start competes like any process.
-"""
+A replica that starts while others serve has a small share of the processor at first, so that their
+clients notice less. Each replica is a session, and Linux divides the processor by sessions
+(`autogroup`), whose share anyone may lower and raise again. On other systems, and in most
+containers, a start competes like any process."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ from slipstream.fleet.replicas.replica import ReplicaFailed, ReplicaServing, Rep
 _GRACE_S = 10.0
 
 START_NICE, GENTLE_S = 5, 20.0
-"""A replica that starts beside others has a third of their share where they need all, for so long: the fleet needs it, too."""
+"""Niceness of a replica that starts next to others, and for how many seconds. If all need the
+processor it gets a third of another's share; the time is limited because the fleet needs the
+replica."""
 
 _KERNEL_S = 0.15
-"""The kernel takes a change of a session's share ten times a second."""
+"""Pause before a new try: the kernel accepts a change of a session's share ten times a second."""
 
 
 class StartedReplica(Protocol):
@@ -39,26 +42,27 @@ class StartedReplica(Protocol):
     url: str
 
     async def ended(self) -> str:
-        """Wait until it has; how."""
+        """Wait until the replica has ended. Returns how it ended."""
 
     async def stop(self, drain_s: float) -> None:
-        """End it; requests have so long."""
+        """End the replica, and give its requests `drain_s` seconds to finish."""
 
 
 class Backend(Protocol):
     """Starts replicas."""
 
     async def start(self, spec: PoolSpec, place: int) -> StartedReplica:
-        """A new replica, once it serves. `place` counts those of its pool from 0. SlipstreamErrors of the start are raised."""
+        """Start a replica and return it once it serves. `place` counts the pool's replicas from 0.
+        SlipstreamErrors of the start are raised."""
 
     async def close(self) -> None:
-        """Leave nothing behind."""
+        """End everything that it started."""
 
 
 def server_settings(
     spec: PoolSpec, key: str, files: CertificateFiles | None, **more: Any
 ) -> dict[str, Any]:
-    """The fields of a replica's ServerSettings."""
+    """Fields of a replica's ServerSettings."""
     tls: dict[str, Any] = {}
     if files is not None:
         tls = {
@@ -98,20 +102,21 @@ class ProcessReplica:
 
 
 async def _give_share(pid: int, nice: int) -> bool:
-    """Whether the process's session has the share of this niceness now."""
+    """Give the process's session the share of this niceness. False if the system can't."""
     while True:
         try:
             with open(f"/proc/{pid}/autogroup", "w") as file:
                 file.write(str(nice))
             return True
-        except BlockingIOError:  # the kernel took another change just now
+        except BlockingIOError:  # the kernel has just taken another change
             await asyncio.sleep(_KERNEL_S)
-        except OSError:  # there are no such groups here, or the process has ended
+        except OSError:  # the system has no such groups, or the process has ended
             return False
 
 
 class ReplicaProcesses:
-    """`folder` is the fleet's; replicas on it share what /v1/responses keeps."""
+    """Starts replicas as processes. `folder` is the fleet's; in it the replicas share the answers
+    that /v1/responses stores."""
 
     def __init__(
         self,
@@ -151,7 +156,7 @@ class ReplicaProcesses:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is ours to handle
+                start_new_session=True,  # Ctrl-C is for this process to handle
             )
         replica = ProcessReplica(process)
         self._running = {one for one in self._running if one.process.returncode is None} | {replica}
@@ -185,7 +190,7 @@ class ReplicaProcesses:
             raise
 
     async def close(self) -> None:
-        running = tuple(self._running)  # a start that fails meanwhile takes its own out
+        running = tuple(self._running)  # a start that fails meanwhile removes its own
         for replica in running:
             replica.kill()
         for replica in running:

@@ -1,8 +1,8 @@
-"""Replicas that Ray Serve runs, as members of the fleet: which ones exist, how many are wanted, and what a rollout waits for.
+"""Replicas that Ray Serve runs, as members of the fleet: which ones exist, how many are wanted, and
+what a rollout waits for.
 
-Serve starts and ends them, so the head has no tasks of theirs (`fleet.replicas.on_ray` has the
-orders to Serve). A replica is a member
-from its first report that it serves until its reports stop.
+Serve starts and ends replicas, so the head has no tasks for them (`fleet.replicas.on_ray` has the
+orders to Serve). A replica is a member from its first report that it serves until its reports stop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FOLLOW_S = 0.25
 
 
 class RayReplicas:
-    """`started` is called with a pool, and with the seconds that a replica took to start. `spawn` runs a task until the end."""
+    """Tracks the replicas on Ray. `started` is called with a pool and the seconds that a replica
+    took to start. `spawn` starts a task in the background."""
 
     def __init__(
         self,
@@ -41,18 +42,19 @@ class RayReplicas:
         self.fleet, self._members, self._cluster = fleet, members, cluster
         self._tls, self._key, self._started, self._spawn = tls, key, started, spawn
         self.followed: dict[str, Replica] = {}
-        self._counts: dict[str, int] = {}  # wanted, by pool
-        self._ordered: dict[str, deque[float]] = {}  # when those were that do not serve yet
+        self._counts: dict[str, int] = {}  # wanted number, by pool
+        # by pool: when each replica that does not serve yet was ordered
+        self._ordered: dict[str, deque[float]] = {}
         self._ordering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     # --- Who is there -------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Know the replicas as they come and go. Until cancelled."""
+        """Track replicas as they appear and disappear, until cancelled."""
         while True:
             try:
                 await self._look()
-            except Exception:  # the cluster may be lost for a while; who serves goes on
+            except Exception:  # the cluster may be lost for a while; serving replicas go on
                 logger.exception("Ray does not tell which replicas there are")
             await asyncio.sleep(_FOLLOW_S)
 
@@ -88,7 +90,7 @@ class RayReplicas:
             self._started(replica.spec.key, seconds)
 
     async def _let_end(self, replica: Replica) -> None:
-        """Its requests may end; a replica that died has none."""
+        """Let the replica's requests finish. A replica that died has none."""
         replica.version.drain(replica.id)
         until = time.monotonic() + self.fleet.drain_timeout_s
         while replica.num_in_flight and time.monotonic() < until:
@@ -96,7 +98,7 @@ class RayReplicas:
         await replica.version.remove(replica.id)
 
     def numbers_of(self, spec: PoolSpec) -> tuple[int, int]:
-        """Replicas of a pool that are ready, and that start. Those that Serve is about to end are none of them."""
+        """(ready, starting) replicas of a pool, without those that Serve is about to end."""
         wanted = self._counts.get(spec.key, 0)
         ready = sum(
             r.spec.key == spec.key and r.heard and not r.draining for r in self.followed.values()
@@ -117,18 +119,19 @@ class RayReplicas:
                     replica.version.drain(replica.id)
 
     def scale(self, spec: PoolSpec, number: int) -> Coroutine[Any, Any, None]:
-        """Set the number of replicas. The coroutine passes it to Serve, and does not wait for replicas."""
+        """Set the number of replicas. The returned coroutine passes it to Serve without waiting for
+        replicas."""
         self._want(spec, number)
         return self._order(spec, number)
 
     async def _order(self, spec: PoolSpec, number: int) -> None:
-        async with self._ordering[spec.key]:  # in order
+        async with self._ordering[spec.key]:  # keeps the orders in sequence
             await self._cluster.scale(spec, number)
 
     async def apply(self, fleet: Fleet) -> None:
-        """Have what the file says; a pool keeps its number within `min` and `max`. Returns when the gateway has reports of the
-        new replicas and of no old ones. Pools that the file does not have stay until `end_others`. SlipstreamErrors of a start
-        are raised."""
+        """Deploy a file; a pool keeps its number within `min` and `max`. Returns when the gateway
+        has reports of the new replicas and of no old ones. Pools that are not in the file stay
+        until `end_others`. SlipstreamErrors of a start are raised."""
         self.fleet = fleet
         wanted = {spec.key: spec for spec in pools(fleet)}
         for spec in wanted.values():
@@ -154,7 +157,7 @@ class RayReplicas:
             replica.spec = wanted.get(replica.spec.key, replica.spec)
 
     async def end_others(self) -> None:
-        """End the replicas of pools that the file does not have."""
+        """End the replicas of pools that are not in the file."""
         wanted = {spec.key for spec in pools(self.fleet)}
         others = self._counts.keys() - wanted
         for replica in self.followed.values():

@@ -1,8 +1,9 @@
-"""A replica's process: `python -m slipstream.fleet.replicas.replica`. It is `slipstream serve` for a fleet's gateway.
+"""A replica's process (`python -m slipstream.fleet.replicas.replica`): `slipstream serve` for a
+fleet's gateway.
 
-The first line of its standard input is a Setup as JSON. When it serves it writes a Serving to standard output, or a Failed. It
-ends when its standard input closes, so it never outlives who started it. SIGTERM drains, as of the server.
-"""
+The first line of its standard input is a Setup as JSON. When it serves it writes a Serving to
+standard output; if the start fails, a Failed. It ends when its standard input closes, so it never
+outlives its parent. SIGTERM drains it, as it does the server."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class ReplicaFailed(msgspec.Struct, tag=True):
 def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
-    os._exit(0)  # the engine's process ends with us
+    os._exit(0)  # the engine's process ends with this one
 
 
 def _say(message: ReplicaServing | ReplicaFailed) -> None:
@@ -66,7 +67,8 @@ async def _run(setup: ReplicaSetup, settings: ServerSettings) -> None:
 
 
 def _first_line() -> bytes:
-    """Without a buffer, so that nothing holds a lock on standard input when the process ends."""
+    """The first line, read without a buffer so that nothing holds a lock on standard input when the
+    process ends."""
     line = b""
     while not line.endswith(b"\n"):
         if not (more := os.read(0, 1)):

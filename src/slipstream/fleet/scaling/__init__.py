@@ -1,1 +1,1 @@
-"""How many replicas are wanted."""
+"""Autoscaling: how many replicas are wanted."""

@@ -1,20 +1,23 @@
-"""Decides how many replicas are wanted: observations in, a number out.
+"""Decides how many replicas are wanted, from observations.
 
-Every few seconds (`interval_s`):
+At every decision (each `interval_s`):
 
-1. The load a cold start ahead is forecast (`forecast.py`), as a bound that it stays below in `share` of the cases.
-2. What waits at the gateway or in queues is added, as if it were to be answered within a cold start.
-3. The planner's table (`fleet/scaling/capacity.py`) says how many replicas carry that within the objectives.
-4. More are started at once. Fewer are wanted only when fewer were enough for `hold_s`, since a replica that is stopped and
-   started again costs a cold start twice; and not before `LEARNING` decisions, while little is known of load and requests.
-   Fewer are enough if they carry a higher bound, that of `keep_share`: of two or three replicas the last is a large part, and
-   a dip that is chance must not end it.
-5. The bound follows what users got: it rises while fewer than `attainment` of the requests met the objectives, and sinks
-   slowly while all of them do.
-6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first that waits at the gateway wakes one.
+1. The rate one cold start ahead is forecast (`forecast.py`), as an upper bound that holds with
+   probability `share`.
+2. Requests that wait at the gateway or in queues are added, as if they had to be answered within a
+   cold start.
+3. The planner's table (`fleet/scaling/capacity.py`) gives the number of replicas that serve this
+   rate within the objectives.
+4. More replicas are started at once. Fewer are wanted only after fewer were enough for `hold_s`,
+   because stopping and restarting a replica costs a cold start; and not before `LEARNING`
+   decisions, while little is known. "Enough" is measured against a higher bound, `keep_share`: with
+   two or three replicas the last one is a large part, and a random dip must not end it.
+5. `share` rises while fewer than `attainment` of the requests meet the objectives, and sinks slowly
+   while all of them do.
+6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first request that
+   waits at the gateway starts one.
 
-A policy reads no clock and starts nothing: the same observations give the same numbers.
-"""
+A policy reads no clock and starts nothing: equal observations give equal numbers."""
 
 from __future__ import annotations
 
@@ -29,17 +32,18 @@ from slipstream.fleet.scaling.forecast import Forecast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetObservation:
-    """The fleet over the last `interval_s` seconds. Counts of arrivals and ends are of the interval, the others are now.
+    """The fleet over the last `interval_s` seconds. Arrivals and ends are counts of the interval;
+    the other fields are current values.
 
-    `kv_cache_usage` is the mean of the ready replicas, `cold_start_s` what the last ones took from being wanted to being ready.
-    """
+    `kv_cache_usage` is the mean of the ready replicas. `cold_start_s` is the time of the latest
+    starts, from wanted to ready."""
 
     at: float
     interval_s: float
     num_arrivals: int
     num_finished: int = 0
-    num_met: int = 0  # of them within the objectives
-    num_at_gateway: int = 0  # no replica has them
+    num_met: int = 0  # finished within the objectives
+    num_at_gateway: int = 0  # with no replica yet
     num_running: int = 0
     num_waiting: int = 0  # in the replicas' queues
     num_ready: int = 0
@@ -57,7 +61,7 @@ class FleetObservation:
 
 
 class Policy(Protocol):
-    """`name` is what a table calls it."""
+    """A scaling policy. `name` is its name in tables."""
 
     @property
     def name(self) -> str: ...
@@ -67,7 +71,8 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLimits:
-    """The fewest and the most replicas; `idle_s` without requests until none is left, if `min_replicas` is 0."""
+    """Bounds of the number of replicas. `idle_s`: time without requests before scaling to zero, if
+    `min_replicas` is 0."""
 
     min_replicas: int = 1
     max_replicas: int = 16
@@ -88,14 +93,15 @@ class ScalingLimits:
 
 
 LEARNING = 20
-"""Decisions before which there are not fewer."""
+"""Decisions before the first scaling down."""
 
 MAX_SHARE = 0.98
-"""No bound is higher."""
+"""Highest probability of the upper bound."""
 
 
 class Autoscaler:
-    """Our own. `replicas_for` gives the fewest replicas that carry a rate (requests/s) within the objectives."""
+    """Our policy. `replicas_for` gives the smallest number of replicas that serve a rate
+    (requests/s) within the objectives."""
 
     name = "slipstream"
 
@@ -136,7 +142,8 @@ class Autoscaler:
         return self._cold_start_s
 
     def expect_cold_start(self, seconds: float) -> None:
-        """As measured. Less than a fifth more or less changes nothing: bounds of another horizon are to be learnt anew."""
+        """Set the measured cold start. A difference below a fifth is ignored, because bounds for
+        another horizon must be learned again."""
         if abs(seconds - self._cold_start_s) > 0.2 * self._cold_start_s:
             self._cold_start_s = seconds
             self._forecast.look_ahead(seconds + self._interval_s)
@@ -152,9 +159,8 @@ class Autoscaler:
         ):
             self._wanted.clear()
             return 0
-        behind = max(
-            0, seen.num_at_gateway + seen.num_waiting - usual
-        )  # one that waits a moment on each is no queue
+        # one request per replica that waits for a moment is no queue
+        behind = max(0, seen.num_at_gateway + seen.num_waiting - usual)
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)
         most = self.replicas_for(

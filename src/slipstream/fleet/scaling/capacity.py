@@ -1,9 +1,9 @@
-"""How many replicas carry a rate within the objectives, by the planner's simulator.
+"""The request rate that a number of replicas serves within the objectives, by the planner's
+simulator.
 
-The simulator runs fleets of a few sizes behind the least-loaded router, under requests like those seen lately that come
-independently of each other; between sizes the rate of one replica is interpolated. More replicas carry more each: what is a
-burst for one is shared by many.
-"""
+The simulator runs fleets of a few sizes with the least-loaded router. Its requests have the lengths
+seen lately and arrive independently. Between the sizes the rate per replica is interpolated. It
+grows with the number of replicas: a burst for one replica is shared by many."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16)
 REQUESTS = 600
-"""Of a simulation, for each replica, but `MAX_REQUESTS` in all."""
+"""Requests in a simulation per replica, up to `MAX_REQUESTS` in all."""
 
 MAX_REQUESTS = 4000
 PRECISION = 1.04
@@ -32,12 +32,13 @@ PRECISION = 1.04
 
 @dataclass(frozen=True, slots=True)
 class FleetCapacity:
-    """`rates`: (replicas, requests/s that they carry), the fewest first."""
+    """Simulated capacities. `rates`: (number of replicas, requests/s), ascending."""
 
     rates: tuple[tuple[int, float], ...]
 
     def rate(self, number: int) -> float:
-        """Requests a second of so many replicas; beyond the largest that was simulated, in proportion."""
+        """Requests/s of this many replicas. Beyond the largest simulated number it grows in
+        proportion."""
         if number <= 0:
             return 0.0
         below = max((r for r in self.rates if r[0] <= number), default=self.rates[0])
@@ -49,7 +50,7 @@ class FleetCapacity:
         return each * number
 
     def replicas_for(self, rate: float) -> int:
-        """The fewest that carry `rate`."""
+        """The smallest number of replicas that serves `rate`."""
         number = 0
         while self.rate(number) < rate:
             number += max(1, math.floor((rate - self.rate(number)) / max(self.rate(16), 1e-9) * 8))
@@ -59,9 +60,10 @@ class FleetCapacity:
 
 
 class RecentCapacity:
-    """The capacity for requests like the last `RECENT` that ended. It is simulated again after `FIRST_S`, and then whenever the
-    time since the start has doubled, at least every `EVERY_S`. Before that it is for `prior`. A simulation takes a few seconds,
-    so a server calls `refresh` in a thread."""
+    """Capacity for requests like the last `RECENT` finished ones; `prior` until the first
+    simulation. A simulation runs after `FIRST_S`, then whenever the time since the start has
+    doubled, and at least every `EVERY_S`. It takes a few seconds, so a server calls `refresh` in a
+    thread."""
 
     RECENT, FEWEST, FIRST_S, EVERY_S = 2000, 100, 60.0, 600.0
 
@@ -82,14 +84,15 @@ class RecentCapacity:
         return self.now.replicas_for(rate)
 
     def learn(self, input_tokens: int, output_tokens: int) -> None:
-        """Of a request that ended."""
+        """Record the lengths of a finished request."""
         self._lengths.append(TrafficRequest(0.0, input_tokens, max(1, output_tokens)))
 
     def is_due(self, at: float) -> bool:
         return at >= self._next and len(self._lengths) >= self.FEWEST
 
     def refresh(self, at: float) -> None:
-        """Simulate again if it is time to. Lengths for which the objectives can't be met change nothing."""
+        """Simulate again if it is due. If the objectives can't be met at the recent lengths, the
+        capacity stays."""
         if not self.is_due(at):
             return
         self._next = at + min(max(at, self.FIRST_S), self.EVERY_S)
@@ -108,20 +111,22 @@ def fleet_capacity(
     sizes: Sequence[int] = SIZES,
     seed: int = 0,
 ) -> FleetCapacity:
-    """ConfigError if the objectives do not hold for a request alone."""
-    users = dataclasses.replace(workload, recorded=False)  # the lengths, and not when they came
+    """Simulate the capacity. ConfigError if even a single request misses the objectives."""
+    # use the lengths, not the recorded arrival times
+    users = dataclasses.replace(workload, recorded=False)
     one = find_capacity(engine, users, objectives, seed=seed)
     if one.rate is None:
         reached = ", ".join(f"{k}={v:.3g}" for k, v in objectives.reached(one.alone).items())
         raise ConfigError(
-            f"the objectives do not hold for a request alone, which reaches {reached}", field="slo"
+            f"even a request alone misses the objectives: it reaches {reached}", field="slo"
         )
     rates = [(1, one.rate)]
     for number in sizes:
         if number == 1:
             continue
         count = min(MAX_REQUESTS, REQUESTS * number)
-        low = rates[-1][1] / rates[-1][0] * number  # more replicas carry no less each
+        # the rate per replica does not fall with more replicas
+        low = rates[-1][1] / rates[-1][0] * number
         rate = best = low
         while True:
             rate *= PRECISION

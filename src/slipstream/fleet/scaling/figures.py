@@ -1,8 +1,8 @@
-"""The figures of all engines of a fleet, model by model, for the gateway's /metrics.
+"""Metrics of all engines of a fleet, by model, for the gateway's /metrics.
 
-Totals are since the fleet's start. What a replica that is gone had counted stays in them: a sum that falls would look like a
-new start. Other figures are of the replicas that are there: sums of counts, means of shares and rates.
-"""
+Totals count from the fleet's start and include replicas that are gone, because a total that
+decreases would look like a restart. Other metrics cover the present replicas: sums of counts, means
+of shares and rates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST = frozenset({"last_step_age_s", "uptime_s"})
 
 
 def of_engines(members: Members) -> dict[str, EngineStats | None]:
-    """By model; None if no replica reports."""
+    """Metrics by model; None if no replica reports."""
     found: dict[str, EngineStats | None] = {}
     for name, versions in members.models.items():
         replicas = [r for v in versions for r in v.replicas.values() if r.load is not None]
@@ -46,7 +46,8 @@ def of_engines(members: Members) -> dict[str, EngineStats | None]:
 
 
 def summed(there: Sequence[EngineStats], gone: Sequence[EngineStats] = ()) -> EngineStats:
-    """Of engines that are there, and of the totals of those that are gone. At least one in all."""
+    """Combined metrics of the present engines, plus the totals of those that are gone. At least one
+    engine in all."""
     found: EngineStats = _sum([*there], [*gone])
     return found
 
@@ -83,7 +84,7 @@ def _joined(name: str, now: list[Any], gone: list[Any]) -> Any:
 
 
 class FleetMetrics(Collector):
-    """Replicas by state, and what the gateway did beside passing answers on."""
+    """Replicas by state, and the forwarder's counters."""
 
     def __init__(self, members: Members, forwarder: Forwarder) -> None:
         self._members, self._forwarder = members, forwarder

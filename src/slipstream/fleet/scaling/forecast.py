@@ -1,13 +1,16 @@
-"""Forecasts the request rate from past arrivals: a level with a damped trend, at several speeds at once.
+"""Forecasts the request rate from past arrivals: exponential smoothing with a damped trend, at
+several speeds at once.
 
-Holt's linear method (Holt 1957; damped: Gardner and McKenzie 1985) over intervals of equal length, once for each speed in
-`SPEEDS`; the speed whose forecasts were off the least lately forecasts. What has a day before it is also forecast as yesterday
-at this time, moved to today's level, and that competes with the others. The upper bound is the forecast plus a quantile of how
-far it was too low lately at this very horizon (split conformal prediction, over a sliding window), so it needs no model of the
-noise.
+1. Holt's linear method (Holt 1957; damped: Gardner and McKenzie 1985) runs over intervals of equal
+   length, once for each speed in `SPEEDS`. The method with the smallest recent error makes the
+   forecast.
+2. After a day of data another method competes: yesterday's rate at this time, shifted to today's
+   level.
+3. The upper bound is the forecast plus a quantile of its recent errors at the same horizon (split
+   conformal prediction over a sliding window), so it needs no model of the noise.
 
-Pure: no clock, and the same counts give the same forecasts. State is bounded: `WINDOW` errors and a day of counts.
-"""
+Pure: no clock, and equal counts give equal forecasts. Memory is bounded: `WINDOW` errors and a day
+of counts."""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from collections import deque
 from statistics import NormalDist
 
 SPEEDS = ((0.05, 0.0), (0.12, 0.0), (0.12, 0.02), (0.25, 0.0), (0.25, 0.05), (0.5, 0.0), (1.0, 0.0))
-"""(of the level, of the trend); the last is the naive forecast: as it is now."""
+"""Smoothing factors (of the level, of the trend). The last is the naive forecast: the latest rate.
+"""
 
 DAMPING = 0.95
 FORGET = 0.98
-"""The mean error of a speed forgets at this rate."""
+"""Decay per interval of a method's mean error."""
 
 WINDOW = 240
-"""Errors that bounds come from."""
+"""Errors over which the quantile is taken."""
 
 DAY_S = 86400.0
 _NORMAL = NormalDist()
@@ -50,7 +54,8 @@ class _Holt:
 
 
 class Forecast:
-    """`interval_s` between counts. The forecast is the mean rate over the second half of the next `horizon_s`."""
+    """Forecast of the mean rate over the second half of the next `horizon_s`, from counts every
+    `interval_s`."""
 
     def __init__(self, *, interval_s: float, horizon_s: float) -> None:
         self.interval_s = interval_s
@@ -59,17 +64,16 @@ class Forecast:
         self._day = max(1, round(DAY_S / interval_s))
         self._seen: deque[float] = deque(maxlen=max(self._day, self.steps) + 1)
         self._levels: deque[float] = deque(maxlen=self._seen.maxlen)
-        self._made: deque[list[float]] = deque(
-            maxlen=self.steps
-        )  # forecasts that are not due yet, the oldest first
+        # forecasts that are not due yet, oldest first
+        self._made: deque[list[float]] = deque(maxlen=self.steps)
         self._error = [0.0] * (len(SPEEDS) + 1)
-        self._short: deque[float] = deque(
-            maxlen=WINDOW
-        )  # by how much the chosen forecasts were too low, over √rate
+        # by how much the chosen forecasts were too low, over √rate
+        self._short: deque[float] = deque(maxlen=WINDOW)
         self._chosen: deque[float] = deque(maxlen=self.steps)
 
     def look_ahead(self, horizon_s: float) -> None:
-        """Another horizon from the next count on. Levels and trends stay; how far forecasts are off is learnt anew."""
+        """Set another horizon from the next count on. Levels and trends stay; errors are learned
+        again."""
         steps = min(self._day, max(1, round(horizon_s / self.interval_s)))
         if steps != self.steps:
             self.steps = steps
@@ -78,7 +82,7 @@ class Forecast:
 
     @property
     def best(self) -> int:
-        """The number of the method that forecasts."""
+        """Index of the method with the smallest recent error."""
         last = len(SPEEDS) if self._has_day else len(SPEEDS) - 1
         return min(range(last + 1), key=self._error.__getitem__)
 
@@ -87,7 +91,7 @@ class Forecast:
         return len(self._seen) == self._seen.maxlen
 
     def learn(self, rate: float) -> None:
-        """The rate of the interval that ended."""
+        """Add the rate of the interval that ended."""
         self._seen.append(rate)
         if len(self._made) == self.steps:
             came = self._recent()
@@ -104,7 +108,7 @@ class Forecast:
         self._chosen.append(made[self.best])
 
     def _recent(self) -> float:
-        """What came in the last half of a horizon: a mean, since one interval is mostly chance."""
+        """Mean rate over the last half horizon; a single interval is mostly chance."""
         count = max(1, self.steps // 2)
         last = list(self._seen)[-count:]
         return sum(last) / len(last)
@@ -115,16 +119,16 @@ class Forecast:
         return max(0.0, self._seen[self.steps] + self._levels[-1] - self._levels[0])
 
     def mean(self) -> float:
-        """Requests a second, a horizon ahead."""
+        """Forecast of requests/s, one horizon ahead."""
         return self._chosen[-1] if self._chosen else 0.0
 
     def upper(self, share: float) -> float:
-        """What the rate a horizon ahead stays below in such a share of the cases."""
+        """The `share` quantile of the rate forecast one horizon ahead."""
         mean = self.mean()
         scale = math.sqrt(max(mean, 1 / self.interval_s))
         if (
             len(self._short) < 10
-        ):  # independent users: a Poisson distribution's noise over half a horizon
+        ):  # few errors yet: the noise of a Poisson process over half a horizon
             return max(
                 0.0,
                 mean

@@ -1,4 +1,5 @@
-"""The loop that scales a running fleet: from the members and their tallies to orders for the head."""
+"""The loop that scales a running fleet: reads the members and their tallies, and gives orders to
+the head."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ logger = logging.getLogger("slipstream.fleet")
 
 
 class Scaling:
-    """`numbers_of` gives a pool's (ready, starting) replicas. `scale` makes so many without waiting; False: not now."""
+    """Loop over all scaled pools. `numbers_of` gives a pool's (ready, starting) replicas. `scale`
+    orders a number of replicas without waiting; False: not possible now."""
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class Scaling:
         gateway.autoscale_status = self.status
 
     async def make(self, fleet: Fleet) -> dict[str, Scaler]:
-        """The scalers of a file; those of pools that are as they were stay. Simulates in a thread. ConfigError."""
+        """Make the scalers of a file; unchanged pools keep theirs. Simulates in a thread. Raises
+        ConfigError."""
         found = {}
         for key, (spec, settings, objectives) in autoscaled(fleet).items():
             known = self.scalers.get(key)
@@ -55,7 +58,8 @@ class Scaling:
         return found
 
     def take(self, scalers: dict[str, Scaler]) -> None:
-        """Those of the file that the members have. A version that is not scaled (any more) has a tally that is not read."""
+        """Use these scalers, for versions that are members. The tally of a version without a scaler
+        is not read."""
         self.scalers = {}
         for versions in self.members.models.values():
             for version in versions:
@@ -66,13 +70,13 @@ class Scaling:
                 found.tally.objectives, found.tally.learn = scaler.objectives, scaler.capacity.learn
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 for key, scaler in tuple(self.scalers.items()):
                     try:
                         self.look(scaler, time.monotonic())
-                    except Exception:  # the next look may do better; without the loop the fleet would stay as it is
+                    except Exception:  # the next look may succeed
                         logger.exception("autoscaler: %s could not be looked at", key)
                 await asyncio.sleep(LOOK_S)
         finally:
@@ -81,7 +85,7 @@ class Scaling:
     def look(self, scaler: Scaler, at: float) -> None:
         spec = scaler.spec
         version = self.members.version(spec.model, spec.version)
-        if version is None:  # a rollout is taking it out
+        if version is None:  # a rollout is removing it
             return
         change = scaler.look(at, self.now(spec), version.tally)
         if change is not None and self._scale(spec, change.wanted):

@@ -1,13 +1,15 @@
-"""A fleet that scales, on a virtual clock: the planner's step-level replicas, a gateway that queues, and a policy.
+"""Replay of a fleet that scales, on a virtual clock: the planner's step-level replicas, a gateway
+that queues, and a policy.
 
-Each replica is `simulate.simulator.SimulatedReplica`: the engine's own scheduler, block pool and prefix cache, with
-predicted steps. Nothing is a fluid or a calibrated model. What is added here:
+Each replica is a `simulate.simulator.SimulatedReplica`: the engine's own scheduler, block pool and
+prefix cache with predicted step times, not a fluid or calibrated model. This module adds:
 
-1. A replica takes its cold start to be ready, and is paid for from when it was wanted until its last answer ended.
-2. Requests go to the ready replica with the fewest open ones. Without any they wait at the gateway, and are sent when one is
-   ready; their time to first token counts from when they came.
-3. When fewer are wanted, those that start are given up first, then the ones with the fewest open requests drain.
-"""
+1. A replica is ready one cold start after it is wanted. It is paid for from then until its last
+   answer ended.
+2. Requests go to the ready replica with the fewest open ones. If none is ready, they wait at the
+   gateway. Their time to first token counts from their arrival.
+3. To scale down, starting replicas are cancelled first; then the ones with the fewest open requests
+   drain."""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from slipstream.simulate.traffic import TrafficRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStart:
-    """Seconds from when a replica is wanted until it is ready: `mean_s`, give or take `spread` of it (uniform)."""
+    """Seconds from when a replica is wanted until it is ready, uniform in `mean_s` ± `spread` ·
+    `mean_s`."""
 
     mean_s: float
     spread: float = 0.2
@@ -38,8 +41,8 @@ class ColdStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What came of it. `goodput` is the share of all requests that met the objectives; `replica_hours` count starting and
-    draining, too; `timeline` has (time, ready, starting, wanted) of each decision."""
+    """Result of a replay. `goodput`: share of all requests that met the objectives. `replica_hours`
+    include starting and draining. `timeline`: (time, ready, starting, wanted) at each decision."""
 
     policy: str
     goodput: float
@@ -50,11 +53,12 @@ class Replayed:
     most_at_gateway: int
     timeline: tuple[tuple[float, int, int, int], ...]
     records: tuple[RequestTiming, ...]
-    seconds: float  # the processor's
+    seconds: float  # processor time of the replay
 
     @property
     def reversals(self) -> int:
-        """How often more were wanted within five minutes of fewer, or fewer of more."""
+        """Number of times that more replicas were wanted within five minutes of fewer, or the
+        reverse."""
         found, last, since, before = 0, 0, -math.inf, None
         for at, _, _, wanted in self.timeline:
             if before is not None and wanted != before:
@@ -74,7 +78,7 @@ class _Place:
 
 
 class FleetReplay:
-    """One replay. `run` is called once. `on_end` is called with each request as its answer ends."""
+    """One replay. `run` is called once. `on_end` is called with each request when its answer ends."""
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class FleetReplay:
     def run(self) -> Replayed:
         began = time.process_time()
         was_on = gc.isenabled()
-        gc.disable()  # it would look through all requests again and again, and there are no cycles among them
+        gc.disable()  # it would scan all requests again and again, and they form no cycles
         try:
             self._run()
         finally:
@@ -154,7 +158,7 @@ class FleetReplay:
             self._paid_s += max(0.0, end - place.wanted_at)
 
     def _step_until(self, at: float) -> None:
-        for place in self._places:  # they don't know of each other
+        for place in self._places:  # replicas are independent of each other
             replica = place.replica
             while replica.can_step and replica.now < at:
                 replica.step()
@@ -175,7 +179,7 @@ class FleetReplay:
         self._last_cold_start = place.ready_at - place.wanted_at
         waiting, self._gateway = self._gateway, deque()
         for index in waiting:
-            # It computes from now on, whenever the request came.
+            # The replica computes from now on, even if the request arrived earlier.
             place.replica.add(index, self._requests[index].arrival)
             place.replica.now = max(place.replica.now, place.ready_at)
 
@@ -218,7 +222,7 @@ class FleetReplay:
         self._timeline.append((at, len(ready), len(active) - len(ready), wanted))
         for _ in range(wanted - len(active)):
             draining = [p for p in self._places if p.is_draining]
-            if draining:  # it is there already
+            if draining:  # it arrived before
                 max(draining, key=lambda p: p.replica.num_open).is_draining = False
             else:
                 self._start(at, self._cold_start.draw(self._rng))

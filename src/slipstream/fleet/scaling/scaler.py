@@ -1,11 +1,9 @@
-"""The autoscaler of a running fleet. Its inputs are the gateway's counts and the members; its output is the number of replicas
-wanted.
+"""The autoscaler of a running fleet: takes the gateway's counts and the members' states, and gives
+the number of replicas wanted.
 
-The head calls the `Scaler` of each scaled version every `LOOK_S`. Every `interval_s` the policy decides
-(`fleet/scaling/autoscaler.py`). In between, the first request that waits for a version without
-replicas starts one. The scaler reads no
-clock and starts nothing: the head does.
-"""
+The head calls the `Scaler` of each scaled version every `LOOK_S`. Every `interval_s` the policy
+decides (`fleet/scaling/autoscaler.py`). In between, the first request that waits for a version
+without replicas starts one. The scaler reads no clock and starts nothing; the head does."""
 
 from __future__ import annotations
 
@@ -36,23 +34,24 @@ logger = logging.getLogger("slipstream.fleet")
 LOOK_S = 0.1
 ATTAINMENT = 0.99
 _FIRST_COLD_START_S = 60.0
-"""Until one was measured."""
+"""Assumed cold start until one was measured."""
 
 
 class Tally:
-    """A version's requests at the gateway since they were last taken. `lengths` are of answers that ended well."""
+    """Counts of a version's requests at the gateway since the last `take`. `learn` gets the lengths
+    of finished answers."""
 
     def __init__(self) -> None:
         self.num_arrivals = self.num_finished = self.num_met = 0
-        self.objectives: ScalingObjectives | None = None  # None: it is not counted what was met
+        self.objectives: ScalingObjectives | None = None  # None: attainment is not counted
         self.learn: Callable[[int, int], None] = lambda input_tokens, output_tokens: None
 
     def arrived(self) -> None:
         self.num_arrivals += 1
 
     def ended(self, record: RequestRecord, seconds: float, *, failed: bool) -> None:
-        """`seconds` from when it came. An answer that is not streamed has no TTFT of its own: it met the objectives if it was
-        there when the last token of a stream that meets them would be."""
+        """Count a finished request. `seconds` since its arrival. An answer that is not streamed has
+        no TTFT: it meets the objectives if it took no longer than a stream that meets them."""
         self.num_finished += 1
         if failed or self.objectives is None:
             return
@@ -68,7 +67,7 @@ class Tally:
             self.learn(record.num_prompt_tokens, record.num_output_tokens)
 
     def take(self) -> tuple[int, int, int]:
-        """Arrivals, ends, and of them those within the objectives; counted from zero again."""
+        """(arrivals, ends, ends within the objectives) since the last call."""
         taken = self.num_arrivals, self.num_finished, self.num_met
         self.num_arrivals = self.num_finished = self.num_met = 0
         return taken
@@ -76,7 +75,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """A pool as it is. `cold_start_s`: of the last starts, the median; None before the first."""
+    """Present state of a pool. `cold_start_s`: median of the latest starts; None before the first."""
 
     num_at_gateway: int = 0
     num_running: int = 0
@@ -99,7 +98,7 @@ class Change:
 
 
 class Scaler:
-    """Of one version, which has one pool."""
+    """Autoscaler of one version. The version has exactly one pool."""
 
     def __init__(
         self,
@@ -131,10 +130,11 @@ class Scaler:
         self._next = 0.0
 
     def look(self, at: float, now: PoolState, tally: Tally) -> Change | None:
-        """What is to change at `at` (seconds, of any clock that runs on). The head makes it so, and then says `made`."""
+        """The change to make at `at` (seconds of any monotonic clock), or None. The head makes it
+        and then calls `made`."""
         if self.began is None:
             self.began, self._next = at, at + self.settings.interval_s
-            tally.take()  # what came before is of no known time
+            tally.take()  # earlier arrivals have no known interval
         here = now.num_ready + now.num_starting
         if at < self._next:
             if here == 0 and now.num_at_gateway:
@@ -145,7 +145,7 @@ class Scaler:
                     why="a request waits at the gateway",
                 )
             return None
-        late = at - self._next  # the machine was busy: what came, came in all that time
+        late = at - self._next  # the machine was busy, so the interval was longer
         interval_s = self.settings.interval_s + late
         self._next = at + self.settings.interval_s
         if self.settings.cold_start_s is None and now.cold_start_s is not None:
@@ -181,7 +181,7 @@ class Scaler:
         logger.info("autoscaler: %s %s", self.spec.key, change)
 
     def status(self, now: PoolState, at: float) -> dict[str, Any]:
-        """For `slipstream fleet status`, /fleet/status and the page."""
+        """State for `slipstream fleet status`, /fleet/status and the status page."""
         last = self.last
         return {
             "model": self.spec.model,
@@ -202,7 +202,7 @@ class Scaler:
 
 
 class ScalerMetrics(Collector):
-    """In the gateway's /metrics, of what `told` gives: by pool, as `Scaler.status`."""
+    """Metrics for the gateway. `told` gives `Scaler.status` by pool."""
 
     def __init__(self, told: Callable[[], dict[str, dict[str, Any]]]) -> None:
         self._told = told
@@ -230,7 +230,7 @@ class ScalerMetrics(Collector):
 
 
 def autoscaled(fleet: Fleet) -> dict[str, tuple[PoolSpec, Autoscale, ScalingObjectives]]:
-    """The pools that are scaled, each the only one of its version (`config.check` has seen to it)."""
+    """The scaled pools. Each is the only pool of its version (`config.check` ensures it)."""
     found = {}
     for spec in pools(fleet):
         settings = fleet.models[spec.model].autoscale
@@ -240,8 +240,8 @@ def autoscaled(fleet: Fleet) -> dict[str, tuple[PoolSpec, Autoscale, ScalingObje
 
 
 def make(spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives) -> Scaler:
-    """Simulates for seconds: call it in a thread. ConfigError names the field if the model can't be planned, or does not meet
-    the objectives even for a request alone."""
+    """Make a scaler. This simulates for seconds, so call it in a thread. ConfigError names the
+    field if the model can't be planned, or if even a single request misses the objectives."""
     where = f"models.{spec.model}.autoscale"
     limits = {"ttft_s": objectives.ttft_s, "tpot_s": objectives.itl_s}
     wanted = LatencyObjectives(
@@ -264,7 +264,7 @@ def make(spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives) -> 
 
 
 def _expected(max_model_len: int) -> Workload:
-    """ShareGPT's lengths, cut to the context, until those of users are known."""
+    """Initial workload, until users' lengths are known: ShareGPT's lengths, cut to the context."""
     most = max(1, max_model_len // 2)
     lengths = [
         (min(r.input_tokens, most), min(r.output_tokens, most))
@@ -274,7 +274,7 @@ def _expected(max_model_len: int) -> Workload:
 
 
 class ColdStarts:
-    """What the last starts of each pool took."""
+    """Times of the latest starts of each pool."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = {}

@@ -19,12 +19,14 @@ A buffer can take another value after the last read of its current one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from slipstream.kernels.layouts import MLAParams, NormParams
 from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 
@@ -32,11 +34,6 @@ F32 = 0
 """Copy of `native.FORM_F32`."""
 
 LACKS = {
-    "gated_delta": "recurrent layers: the C++ program has no gated delta rule",
-    "mamba2": "recurrent layers: the C++ program has no Mamba-2",
-    "short_conv": "recurrent layers: the C++ program has no short convolution",
-    "causal_conv": "recurrent layers: the C++ program has no Mamba-1",
-    "columns": "gated attention: the C++ program has no copy of columns",
     "clip": "clip_qkv: the C++ program has no clamp",
     "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight only",
     "scale": "residual_scale: the C++ program has no factor for a branch",
@@ -80,13 +77,27 @@ class Emitter:
         self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
     ) -> None: ...
 
+    def sum(self, x: int, y: int, size: int, factor: Any) -> None: ...
+
+    def layer_inputs(
+        self, x: int, table: Any, norm: NormParams, scale: float, factor: float
+    ) -> None: ...
+
+    def gated_by(
+        self, x: int, inputs: int, out: int, column: int, form: int, activation: Any, size: int
+    ) -> None: ...
+
     def convert(self, x: int, out: int, form: int, size: int) -> None: ...
 
-    def place(self, x: int, out: int, column: int, size: int) -> None: ...
+    def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
+        """Writes a copy of `size` columns of x from `start` on to `column` of `out`."""
 
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None: ...
 
     def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None: ...
+
+    def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
+        """Writes x · sigmoid(z), where z begins at a column of its buffer."""
 
     def activation(
         self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int
@@ -117,6 +128,47 @@ class Emitter:
         scratch: ScratchBuffers,
     ) -> None:
         """Writes latent attention. `size` is the size of all heads' queries."""
+
+    def gated_delta(
+        self,
+        x: int,
+        gates: int,
+        decay: int | None,
+        z: int | None,
+        out: int,
+        form: int,
+        layer: int,
+        params: GatedDeltaParams,
+        scratch: ScratchBuffers,
+    ) -> None: ...
+
+    def mamba2(
+        self,
+        x: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: Mamba2Params,
+        scratch: ScratchBuffers,
+    ) -> None: ...
+
+    def short_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None: ...
+
+    def causal_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None: ...
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        xz: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: MambaParams,
+        scratch: ScratchBuffers,
+    ) -> None: ...
 
     def experts(
         self, x: int, logits: int, counts: int, experts: Any, scratch: ScratchBuffers
@@ -210,7 +262,19 @@ class Weighed:
         return (self.weight,) if self.x is None else (self.x, self.weight)
 
 
-Place: TypeAlias = Stored | Added | Routed | Weighed
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a buffer from `start` on. As a sigmoid's value, their sigmoids, not yet computed."""
+
+    buffer: Buffer
+    start: int = 0
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.buffer,)
+
+
+Place: TypeAlias = Stored | Added | Routed | Weighed | Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +499,7 @@ class Lowering:
             return None
         if reader.name == "add":
             other = reader.inputs[reader.inputs[0] == value]
-        elif reader.name == "norm" and reader.x == value:
+        elif reader.name in ("norm", "added") and reader.x == value:
             other = reader.inputs[1]
         else:
             return None
@@ -493,13 +557,48 @@ class Lowering:
         self.put(op.out, Stored(out))
         self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
 
+    def _added(self, op: Op) -> None:
+        """Writes a sum and its factor in place of the second value."""
+        total, place = self.stored(op.inputs[1]), self.places[op.x.index]
+        if any(self.lives(v) for v in total.values):
+            raise Refused("the C++ program keeps no value that is read again after an addition")
+        x = -1 if place == Added(total) else self.stored(op.x).number
+        self.put(op.out, Stored(total))
+        self.emit.sum(x, total.number, op.out.width, op.arguments["factor"])
+
+    def _layer_inputs(self, op: Op) -> None:
+        rows, given = self.stored(op.x), op.arguments
+        self.put(op.out, Stored(rows))
+        self.emit.layer_inputs(
+            rows.number, given["table"], given["norm"], given["scale"], given["factor"]
+        )
+
+    def _gated_by(self, op: Op) -> None:
+        x, inputs = (self.stored(v).number for v in op.inputs)
+        self._activated(
+            op,
+            lambda out, form, act: self.emit.gated_by(
+                x, inputs, out, op.arguments["column"], form, act, op.out.width
+            ),
+        )
+
     def _place(self, op: Op) -> None:
         x, out = (
             self.stored(op.x),
             self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1]),
         )
         self.put(op.out, Stored(out))
-        self.emit.place(x.number, out.number, op.arguments["column"], op.x.width)
+        self.emit.place(x.number, 0, out.number, op.arguments["column"], op.x.width)
+
+    def _columns(self, op: Op) -> None:
+        """Copies columns, except those that are only gates."""
+        x, start = self.stored(op.x), op.arguments["start"]
+        if all(self.ops[i].name == "sigmoid" for i in self.uses.get(op.out.index, ())):
+            self.put(op.out, Columns(x, start))
+            return
+        out = self.new(F32, op.out.width)
+        self.put(op.out, Stored(out))
+        self.emit.place(x.number, start, out.number, 0, op.out.width)
 
     def _linear(self, op: Op) -> None:
         w = op.arguments["w"]
@@ -561,6 +660,49 @@ class Lowering:
         )
         scratch.free()
 
+    def _gated_delta(self, op: Op) -> None:
+        gates, *more = (self.stored(y).number for y in op.inputs[1:])
+        decay, z = more or (None, None)
+        rows = self._overwritten(op.x), gates, decay, z
+        with self._recurrence(op) as (out, scratch):
+            self.emit.gated_delta(*rows, *out, op.arguments["params"], scratch)
+
+    def _mamba2(self, op: Op) -> None:
+        rows = self._overwritten(op.x)
+        with self._recurrence(op) as (out, scratch):
+            self.emit.mamba2(rows, *out, op.arguments["params"], scratch)
+
+    def _short_conv(self, op: Op) -> None:
+        rows = self.stored(op.x).number
+        with self._recurrence(op) as (out, _):
+            self.emit.short_conv(rows, *out, op.arguments["params"])
+
+    def _causal_conv(self, op: Op) -> None:
+        rows = self.stored(op.x).number
+        with self._recurrence(op) as (out, _):
+            self.emit.causal_conv(rows, *out, op.arguments["params"])
+
+    def _selective_scan(self, op: Op) -> None:
+        x, dt, b, c, xz = (self.stored(y).number for y in op.inputs)
+        with self._recurrence(op) as (out, scratch):
+            self.emit.selective_scan(x, dt, b, c, xz, *out, op.arguments["params"], scratch)
+
+    def _overwritten(self, value: Value) -> int:
+        """Returns the buffer of a value that an op overwrites."""
+        buffer = self.stored(value)
+        if any(self.lives(v) for v in buffer.values):
+            raise Refused("the C++ program overwrites rows that are read again after a recurrence")
+        return buffer.number
+
+    @contextmanager
+    def _recurrence(self, op: Op) -> Iterator[tuple[tuple[int, int, int], ScratchBuffers]]:
+        """Yields (buffer, form, layer) of a recurrence's result, and its temporary buffers."""
+        form, scratch = self.form_for(op.out), ScratchBuffers(self)
+        out = self.new(form, op.out.width)
+        self.put(op.out, Stored(out))
+        yield (out.number, form, op.arguments["state"].layer), scratch
+        scratch.free()
+
     def _moe(self, op: Op) -> None:
         results, scratch = self._results(op)
         uses = self.uses.get(op.out.index, [])
@@ -613,15 +755,23 @@ class Lowering:
         return any(op.name == "mul" and op.out == value for op in self.ops[self.at :])
 
     def _sigmoid(self, op: Op) -> None:
-        if op.x.width != 1:
-            raise Refused("the C++ program has no sigmoid of more than one value per token")
-        self.put(op.out, Weighed(self.stored(op.x)))
+        place = self.places.get(op.x.index)
+        if not isinstance(place, Columns):
+            place = Columns(self.stored(op.x))
+        one = op.x.width == 1 and place.start == 0
+        self.put(op.out, Weighed(place.buffer) if one else place)
 
     def _mul(self, op: Op) -> None:
-        weight = self.places[op.inputs[1].index]
-        if not isinstance(weight, Weighed):
+        x, gate = self.stored(op.x), self.places[op.inputs[1].index]
+        if isinstance(gate, Weighed):
+            self.put(op.out, Weighed(gate.weight, x))
+            return
+        if not isinstance(gate, Columns) or op.x.width != op.inputs[1].width:
             raise Refused("the C++ program has no product of two results")
-        self.put(op.out, Weighed(weight.weight, self.stored(op.x)))
+        form = self.form_for(op.out)
+        out = self.new(form, op.out.width)
+        self.put(op.out, Stored(out))
+        self.emit.gate(x.number, gate.buffer.number, gate.start, out.number, form, op.out.width)
 
     def _add(self, op: Op) -> None:
         a, b = (self.places[x.index] for x in op.inputs)

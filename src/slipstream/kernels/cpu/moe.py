@@ -258,6 +258,7 @@ def add_choice(
     counts: int,
     spec: MoESpec,
     correction: Array | None,
+    scales: Array | None,
     rows: int,
     form: int,
     size: int,
@@ -273,8 +274,8 @@ def add_choice(
     sizes = (spec.num_experts, spec.num_experts_per_token)
     held = spec.held or (0, spec.num_experts)
     how = (spec.scores == "sigmoid", spec.normalize, spec.weight_scale)
-    correction = None if correction is None else native.float32(correction)
-    p.add("route", logits, *sizes, *how, correction, *groups, *held)
+    numbers = [None if x is None else native.float32(x) for x in (correction, scales)]
+    p.add("route", logits, *sizes, *how, *numbers, *groups, *held)
     p.add("gather", x, rows, form, size, counts)
 
 

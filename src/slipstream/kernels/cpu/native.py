@@ -31,6 +31,7 @@ from slipstream.kernels.cpu.native_interface import GroupInputs as GroupInputs
 from slipstream.kernels.cpu.native_interface import Job as Job
 from slipstream.kernels.cpu.native_interface import StepInputs as StepInputs
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.states import LayerState
 from slipstream.kernels.weights import Linear
 from slipstream.spec.cpu_isas import CPU_ISAS
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
@@ -46,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 26
+ABI = 28
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -633,7 +634,47 @@ def layer_pointers(kv: Sequence[LayerKV]) -> Any:
         assert layer.k.dtype == layer.v.dtype
         pointers.k, pointers.v = address(layer.k), address(layer.v)
         pointers.k_scale, pointers.v_scale = _at(layer.k_scale), _at(layer.v_scale)
+        if layer.state is not None:
+            point_at(pointers, layer.state)
     return array
+
+
+def point_at(pointers: LayerPointers, state: LayerState) -> None:
+    """Sets a layer's states. ConfigError if the kernels lack the type of the convolution's."""
+    kind, recurrent = type_name(state.conv), state.recurrent
+    if kind not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"the C++ kernels have no convolution in {kind}; use bfloat16 or float32", field="dtype"
+        )
+    assert _lies_together(state.conv)
+    assert recurrent is None or (_lies_together(recurrent) and type_name(recurrent) == "float32")
+    pointers.conv, pointers.conv_type = address(state.conv), CACHES[kind]
+    pointers.recurrent = _at(recurrent)
+
+
+def state_inputs(meta: AttentionMetadata, state: LayerState) -> tuple[StepInputs, object]:
+    """Returns a step for operators that read the states of layer 0 alone, and an object that must
+    live while it runs."""
+    layers = (LayerPointers * 1)()
+    point_at(layers[0], state)
+    starts = _ints(meta.query_start_loc)
+    inputs = StepInputs(
+        num_tokens=len(meta.positions),
+        num_seqs=len(starts) - 1,
+        num_decodes=meta.num_decodes,
+        query_start_loc=address(starts),
+        layers=layers,
+    )
+    return inputs, (starts, layers, _read_and_written(inputs, meta))
+
+
+def _read_and_written(inputs: StepInputs, meta: AttentionMetadata) -> object:
+    """Sets the slots of a step's states. Returns an object that must live while it runs."""
+    if meta.states is None:
+        return None
+    read, write = _ints(meta.states.read), _ints(meta.states.write)
+    inputs.state_read, inputs.state_write = address(read), address(write)
+    return read, write
 
 
 def step_inputs(
@@ -678,7 +719,7 @@ def step_inputs(
         groups=groups,
         layers=layers,
     )
-    return inputs, (ids, starts, positions, groups, kept)
+    return inputs, (ids, starts, positions, groups, kept, _read_and_written(inputs, meta))
 
 
 def _ints(x: Array) -> Array:

@@ -9,7 +9,12 @@ from typing import Any
 
 
 class LayerPointers(ctypes.Structure):
-    _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p))
+    """The struct `ss_layer_kv`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale", "conv", "recurrent")),
+        ("conv_type", c_int32),
+    )
 
 
 class GroupInputs(ctypes.Structure):
@@ -32,6 +37,8 @@ class StepInputs(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "query_start_loc", "positions")),
         ("groups", ctypes.POINTER(GroupInputs)),
         ("layers", ctypes.POINTER(LayerPointers)),
+        ("state_read", c_void_p),
+        ("state_write", c_void_p),
     )
 
 
@@ -67,21 +74,29 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "bind": (None, [_P, _I, _P, _L]),
     "form_bytes": (_L, [_I, _L]),
     "add_embed": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _F, _I]),
+    "add_sum": (None, [_P, _I, _I, _L, _F]),
+    "add_layer_inputs": (None, [_P, _I, _I, _L, _L, _P, _F, _L, _P, _F, _F, _F]),
+    "add_gated_by": (None, [_P, _I, _I, _I, _L, _I, _I, _F, _F, _L]),
     "add_norm": (None, [_P, _I, _I, _I, _I, _I, _L, _P, _P, _F, _F]),
     "add_convert": (None, [_P, _I, _I, _I, _L, _L]),
-    "add_place": (None, [_P, _I, _I, _L, _L]),
+    "add_place": (None, [_P, _I, _L, _I, _L, _L]),
     "add_linear": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _P, _I, _P, _L]),
     "add_head_linear": (None, [_P, _I, _I, _L, _L, _L, _I, _L, _L, _P, _L]),
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L, _P, _P, _P, _L]),
     "add_activation": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L]),
-    "add_route": (None, [_P, _I, _L, _L, _I, _I, _F, _P, _L, _L, _I, _L, _L]),
+    "add_route": (None, [_P, _I, _L, _L, _I, _I, _F, _P, _P, _L, _L, _I, _L, _L]),
     "add_choice": (None, [_P, _I, _L, _L]),
     "add_gather": (None, [_P, _I, _I, _I, _L, _I]),
     "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
     "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
-    "add_rope_and_cache": (None, [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
+    "add_rope_and_cache": (None, [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F, _F, _I]),
     "add_latent_queries": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _L, _P, _F, _P, _L, _I]),
     "add_attention": (None, [_P, _I, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
+    "add_conv": (None, [_P, _I, _L, _L, _L, _I, _I, _I, _L, _L, _P, _P, _I]),
+    "add_delta": (None, [_P, _I, _I, _I, _L, _I, _I, _L, _L, _L, _L, _I, _F, _P, _P]),
+    "add_ssd": (None, [_P, _I, _L, _I, _L, _I, _I, _L, _L, _L, _L, _F, _F, _P, _P, _P]),
+    "add_scan": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _P, _P, _P]),
+    "add_gated_norm": (None, [_P, _I, _I, _L, _I, _I, _L, _L, _P, _F, _I, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),

@@ -8,7 +8,7 @@ rounded. `host_ops.py`, which needs no torch, packs the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -36,9 +36,23 @@ from slipstream.kernels.cpu.programs import (
     add_norm,
     add_rope_and_cache,
 )
+from slipstream.kernels.cpu.recurrent import (
+    add_causal_conv,
+    add_gated_delta,
+    add_mamba2,
+    add_selective_scan,
+    add_short_conv,
+)
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.states import (
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+    MambaParams,
+)
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.model import Activation, OwnActivation, OwnNorm
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
@@ -202,7 +216,8 @@ class NativeOps(CpuOps):
             p = Program(self.pool)
             gathered = p.buffer(form, size, k)
             places = p.bound(rows), p.bound(logits), p.bound(counted)
-            add_choice(p, *places, spec, experts.correction, gathered, form, size)
+            numbers = experts.correction, experts.scales
+            add_choice(p, *places, spec, *numbers, gathered, form, size)
             return p, gathered
 
         p, gathered = begun(counts, up.form)
@@ -273,6 +288,61 @@ class NativeOps(CpuOps):
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 
+    def gated_delta(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: GatedDeltaParams,
+        decay: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        p, out = Program(self.pool), torch.empty(len(x), params.spec.v_size)
+        own, own_z = (None if y is None else p.bound(_wide(y)) for y in (decay, z))
+        rows = p.bound(_copied(x)), p.bound(_wide(gates)), own, own_z, p.bound(out)
+        add_gated_delta(p, *rows, native.FORM_F32, 0, params, _temporary(p))
+        return self._run_stateful(p, state, meta, out, x)
+
+    def mamba2(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params
+    ) -> Tensor:
+        p, out = Program(self.pool), torch.empty(len(x), params.spec.v_size)
+        rows = p.bound(_copied(x)), p.bound(out)
+        add_mamba2(p, *rows, native.FORM_F32, 0, params, _temporary(p))
+        return self._run_stateful(p, state, meta, out, x)
+
+    def short_conv(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
+    ) -> Tensor:
+        p, out = Program(self.pool), torch.empty(len(x), params.weight.shape[0])
+        add_short_conv(p, p.bound(_wide(x)), p.bound(out), native.FORM_F32, 0, params)
+        return self._run_stateful(p, state, meta, out, x)
+
+    def causal_conv(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
+    ) -> Tensor:
+        p, out = Program(self.pool), torch.empty(len(x), params.weight.shape[0])
+        add_causal_conv(p, p.bound(_wide(x)), p.bound(out), native.FORM_F32, 0, params)
+        return self._run_stateful(p, state, meta, out, x)
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        xz: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: MambaParams,
+    ) -> Tensor:
+        p, out = Program(self.pool), torch.empty(len(x), params.spec.width)
+        own, own_dt, own_b, own_c, own_xz = (p.bound(_wide(y)) for y in (x, dt, b, c, xz))
+        rows = own, own_dt, own_b, own_c, own_xz, p.bound(out)
+        add_selective_scan(p, *rows, native.FORM_F32, 0, params, _temporary(p))
+        return self._run_stateful(p, state, meta, out, x)
+
     # --- Sampling ---
 
     def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
@@ -283,6 +353,15 @@ class NativeOps(CpuOps):
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         program.run(inputs)
         del kept
+
+    def _run_stateful(
+        self, p: Program, state: LayerState, meta: AttentionMetadata, out: Tensor, x: Tensor
+    ) -> Tensor:
+        """Runs a program with these states as its layer 0's → `out` in the type of `x`."""
+        inputs, kept = native.state_inputs(meta, state)
+        p.run(inputs)
+        del kept
+        return out.to(x.dtype)
 
     def _run(self, program: Program, num_tokens: int) -> None:
         program.run(native.StepInputs(num_tokens=num_tokens))
@@ -297,3 +376,12 @@ def _wide(x: Tensor) -> Tensor:
     """Returns the tensor in float32 with contiguous rows."""
     x = x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Returns a copy in float32 with contiguous rows."""
+    return x.float().clone(memory_format=torch.contiguous_format)
+
+
+def _temporary(p: Program) -> Callable[[str, int, int], int]:
+    return lambda _, form, size: p.buffer(form, size)

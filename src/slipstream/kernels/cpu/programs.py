@@ -144,9 +144,9 @@ def add_rope_and_cache(
     norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
-    program.add(
-        "rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, h.norm_eps, h.norm_offset
-    )
+    values = -1.0 if h.value_eps is None else h.value_eps, h.has_values
+    how = *norms, h.norm_eps, h.norm_offset, *values
+    program.add("rope_and_cache", qkv, layer, group, *sizes, *turned, *how)
 
 
 def add_attention(

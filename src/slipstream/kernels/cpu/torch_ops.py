@@ -168,7 +168,7 @@ class CpuOps(ReferenceOps):
         """Computes a mixture. Rows are sorted by expert, so that each product is one call over all
         of them."""
         up, down, spec = experts.up, experts.down, experts.spec
-        weights, chosen = route(router_logits, spec, experts.correction)
+        weights, chosen = route(router_logits, spec, experts.correction, experts.scales)
         count_experts(chosen, load)
         held = spec.num_local_experts
         if (
@@ -265,7 +265,10 @@ class CpuOps(ReferenceOps):
             )
         h, cos_sin, num_kv_heads, size = heads, heads.cos_sin, heads.num_kv_heads, kv.block_size
         rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
-        qk, v = rows[:, : h.num_heads + num_kv_heads], rows[:, h.num_heads + num_kv_heads :]
+        num_turned = h.num_heads + num_kv_heads
+        qk, v = rows[:, :num_turned], rows[:, num_turned if h.has_values else h.num_heads :]
+        if h.value_eps is not None:
+            v = rms(v, v.new_ones(h.head_dim), h.value_eps, 0.0)
         if h.q_norm is not None and h.k_norm is not None:
             normed = ((qk[:, : h.num_heads], h.q_norm), (qk[:, h.num_heads :], h.k_norm))
             qk = torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
@@ -277,6 +280,8 @@ class CpuOps(ReferenceOps):
             )
             qk = _rotate(qk.float(), cos, sin, h.interleaved)
         qk = qk.to(qkv.dtype)
+        if not num_kv_heads:
+            return qk
         slots = meta.once(
             ("slots", num_kv_heads, size),
             lambda: _head_slots(meta.slot_mapping, num_kv_heads, size),

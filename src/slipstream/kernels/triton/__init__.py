@@ -1,4 +1,5 @@
-"""The op set for NVIDIA GPUs, in Triton. Products of many tokens use torch's libraries where those are faster."""
+"""The op set for NVIDIA GPUs, in Triton. Products of many tokens use torch's libraries where those
+are faster."""
 
 from __future__ import annotations
 
@@ -72,9 +73,9 @@ def attention_kind(kv: LayerKV) -> str:
 class TritonOps(OpSet):
     name = "triton"
     rounded = NATIVE_PRODUCTS["triton"]
-    output_multiple = 16  # of cuBLAS, which multiplies many tokens
+    output_multiple = 16  # alignment of cuBLAS, which multiplies many tokens
 
-    # Ops that are one function of a kernel's file.
+    # Ops that are one function of a kernel file.
     quantize = staticmethod(pointwise.quantize)
     rope_and_cache = staticmethod(pointwise.rope_and_cache)
     activation = staticmethod(pointwise.activation)
@@ -114,7 +115,7 @@ class TritonOps(OpSet):
         return dtype.itemsize == 1
 
     def with_tiles(self, tiles: TileTable) -> TritonOps:
-        """The same ops on the same weights, with other tiles."""
+        """The same ops and weights with other tiles."""
         other = TritonOps(tiles, deterministic=self.deterministic, dense_copies=self.dense_copies)
         other._scratch = self._scratch
         return other
@@ -159,7 +160,8 @@ class TritonOps(OpSet):
         return self.pack_experts(made, num_experts=num_experts)
 
     def _sparse(self, w: Linear) -> Linear:
-        """`w` with a 2:4 copy if that is faster. It sums in another order, so `deterministic` has none."""
+        """`w` with a 2:4 copy if that is faster. `deterministic` gets no copy, because it sums in
+        another order."""
         return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
 
     def _linear(self, x: Activations, w: Linear) -> Tensor:
@@ -180,7 +182,7 @@ class TritonOps(OpSet):
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
         if isinstance(x, Tensor) and w.inputs is not None:
-            x = self.quantize(x, w.inputs)  # once, whichever kernel runs
+            x = self.quantize(x, w.inputs)  # once, for whichever kernel runs
         y = None
         if not self.deterministic and w.sparse is None:
             y = linear.linear_added(x, w, added, self._scratch.get(w.weight.device))
@@ -193,7 +195,7 @@ class TritonOps(OpSet):
         if tokens.tile_tokens == TILES[0] and self._starts_next_behind_inputs(x, w):
             y = self.linear(x, w)
             return lora.expand(y, lora.shrink(inner, x, own, tokens, beside=True), own, tokens)
-        lora.shrink(inner, x, own, tokens)  # while the kernel in front leaves the memory idle
+        lora.shrink(inner, x, own, tokens)  # runs while the preceding kernel leaves the memory idle
         return lora.expand(self.linear(x, w), inner, own, tokens)
 
     def _starts_next_behind_inputs(self, x: Activations, w: Linear) -> bool:

@@ -23,8 +23,11 @@ from slipstream.platform.cuda import CudaPlatform
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
-"""CUlaunchAttributeID. All thread blocks are resident at once; a start beside the kernel before, for which this one waits
-itself (`pdl.py`); the usual start behind it."""
+"""CUlaunchAttributeID by kind of launch:
+
+- `cooperative`: all thread blocks are resident at once.
+- `beside`: starts next to the preceding kernel, and waits for it itself (`pdl.py`).
+- `behind`: starts after the preceding kernel, as usual."""
 OPTIONS = ("--std=c++17", "--use_fast_math")
 
 
@@ -91,7 +94,7 @@ def _checked(code: int) -> None:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute"""
+    """The C struct CUlaunchAttribute."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -102,7 +105,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _Launch(ctypes.Structure):
-    """CUlaunchConfig"""
+    """The C struct CUlaunchConfig."""
 
     _fields_ = (
         *(
@@ -119,7 +122,7 @@ class _Launch(ctypes.Structure):
 
 
 class CudaKernel:
-    """A kernel of its own source. `launch`: one of `LAUNCHES`."""
+    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`."""
 
     def __init__(
         self,

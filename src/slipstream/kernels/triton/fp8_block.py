@@ -1,10 +1,11 @@
-"""Linear layers with FP8 weights that have a scale per FP8 tile of 128 × 128 (`TileScaledLinear`), for any number of
-tokens.
+"""Linear layers with FP8 weights that have a scale per FP8 tile of 128 × 128 (`TileScaledLinear`),
+for any number of tokens.
 
-y = Σ over FP8 tiles of (w_tile · x_tile) · w_scale · x_scale: each tensor-core sum over 128 inputs is scaled and added
-up in float32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). With few tokens this is bound by reading the weight,
-and K is split over thread blocks. With many, torch's scaled GEMM is faster; it has such products on compute capability
-9.0 only, and gave the same bits where that was measured. All sums have a fixed order."""
+y = Σ over FP8 tiles of (w_tile · x_tile) · w_scale · x_scale. Each tensor-core sum over 128 inputs
+is scaled and added in float32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). With few tokens
+this is bound by reading the weight, and K is split over thread blocks. With many tokens torch's
+scaled GEMM is faster. It supports such products on compute capability 9.0 only, and gave the same
+bits where that was measured. All sums have a fixed order."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from slipstream.platform import platform_of
 from slipstream.spec.scheme import FP8_TILE
 
 SPLIT_K_TOKENS = 64
-"""Up to so many tokens one launch tile holds them all, and K may be split."""
+"""Largest number of tokens for which one launch tile holds them all and K may be split."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -30,8 +31,8 @@ def _fp8_tile_kernel(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """yᵀ = W · xᵀ: weight rows fill the tall side of a launch tile. BLOCK_N divides 128, so its rows lie in one row of
-    FP8 tiles."""
+    """yᵀ = W · xᵀ. Weight rows fill the tall side of a launch tile. BLOCK_N divides 128, so its
+    rows lie in one row of FP8 tiles."""
     pid, pid_k = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = pid // (GROUP_M * tiles_n) * GROUP_M
@@ -89,8 +90,9 @@ def fp8_tile_linear(
     *,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
-    """`tile`: (BLOCK_M, BLOCK_N, SPLITS, warps, stages). SPLITS > 1 needs all tokens in one tile, and `scratch`. Without
-    splits a token's result depends on that token only."""
+    """x · Wᵀ + b → [T, N]. `tile`: (BLOCK_M, BLOCK_N, SPLITS, warps, stages). SPLITS > 1 needs all
+    tokens in one tile, and `scratch`. Without splits a token's result depends on that token only.
+    """
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m, block_n, splits, warps, stages = tile or default_tile(num_tokens, outer, inner)
     y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
@@ -112,7 +114,8 @@ def fp8_tile_linear(
 
 
 def default_tile(num_tokens: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
-    """Within some percent of the fastest at the shapes of DeepSeek-V3 and an 8B Qwen on an H200."""
+    """A tile within some percent of the fastest at the shapes of DeepSeek-V3 and an 8B Qwen on an
+    H200."""
     if num_tokens > SPLIT_K_TOKENS:
         few_tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(outer, 64) < 132
         return (64, 64, 1, 4, 5) if few_tiles else (128, 64, 1, 4, 4)
@@ -125,7 +128,7 @@ def default_tile(num_tokens: int, outer: int, inner: int) -> tuple[int, int, int
 
 
 def has_scaled_mm(x: Quantized, w: TileScaledLinear) -> bool:
-    """Whether torch's scaled GEMM is there and faster. Its scales lie in rows of four."""
+    """Whether torch's scaled GEMM is available and faster. Its scales lie in rows of four."""
     return (
         x.values.shape[0] > SPLIT_K_TOKENS
         and platform_of(x.values.device).arch.fp8_tile_library
@@ -135,7 +138,7 @@ def has_scaled_mm(x: Quantized, w: TileScaledLinear) -> bool:
 
 
 def fp8_tile_scaled_mm(x: Quantized, w: TileScaledLinear) -> Tensor:
-    """`torch._scaled_mm`. The number of tokens is padded to a multiple of four."""
+    """The product by `torch._scaled_mm`, with the number of tokens padded to a multiple of four."""
     num_tokens = x.values.shape[0]
     values, scales, pad = x.values, x.scales, -num_tokens % 4
     if pad:
@@ -150,7 +153,7 @@ def fp8_tile_scaled_mm(x: Quantized, w: TileScaledLinear) -> Tensor:
 
 
 def fp8_tile_linear_invariant(x: Quantized, w: TileScaledLinear) -> Tensor:
-    """Without splits: a token's result depends on that token only."""
+    """`fp8_tile_linear` without splits: a token's result depends on that token only."""
     return fp8_tile_linear(
         x,
         w,

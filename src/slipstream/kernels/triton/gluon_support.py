@@ -1,4 +1,5 @@
-"""Where kernels in Gluon run: on Hopper, with the versions of Triton whose names they know."""
+"""Support check for Gluon kernels: they run on Hopper, with the Triton versions that they were
+compiled with."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ import triton
 from slipstream.platform import platform_of
 
 HOPPER_TRITON = ((3, 6), (3, 9))
-"""First and last version of Triton whose Gluon the kernels were compiled with. Gluon's names change."""
+"""First and last Triton version whose Gluon the kernels were compiled with. Gluon's names change
+between versions."""
 
 
 @functools.cache
 def runs_on_hopper(device: torch.device) -> bool:
-    """Whether the chip and Triton's version fit. Other versions may not even import the kernels' modules."""
+    """Whether the chip and Triton's version fit. With other versions even importing the kernels may
+    fail."""
     if not platform_of(device).arch.wgmma:
         return False
     return (

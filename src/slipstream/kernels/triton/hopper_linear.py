@@ -1,13 +1,16 @@
-"""Products of few tokens for Hopper: a ring of weight tiles in shared memory, begun before the kernel in front has ended.
+"""Products of few tokens on Hopper: a ring of weight tiles in shared memory, filled before the
+preceding kernel has ended.
 
-yᵀ = W · xᵀ for fp8 values with scales and for 16-bit ones, bound by reading the weight.
+yᵀ = W · xᵀ for fp8 values with scales and for 16-bit values, bound by reading the weight.
 
-1. A thread block computes 64 or 128 outputs: a producer warp copies tiles of W and x by TMA, and a consumer of four warps for
-   each 64 outputs multiplies them on the tensor cores. K may be split over thread blocks.
-2. Weights are written by no kernel. So the producer fills the ring with them before it waits for the kernel in front
-   (`pdl.py`), and copies x behind the wait. Small kernels between two products leave the memory less idle so.
-3. A thread block takes most of a multiprocessor's shared memory. Somewhat fewer thread blocks than multiprocessors
-   are no loss: those of the next product fill their rings on the others.
+1. A thread block computes 64 or 128 outputs. A producer warp copies tiles of W and x by TMA, and a
+   consumer of four warps for each 64 outputs multiplies them on the tensor cores. K may be split
+   over thread blocks.
+2. No kernel writes weights. The producer therefore fills the ring with them before it waits for the
+   preceding kernel (`pdl.py`), and copies x after the wait. The memory idles less during small
+   kernels between two products.
+3. A thread block takes most of a multiprocessor's shared memory. Somewhat fewer thread blocks than
+   multiprocessors cost nothing: those of the next product fill their rings on the idle ones.
 
 Gluon has no interpreter: a test here reads the machine code, and tests/gpu compares the numbers."""
 
@@ -34,17 +37,18 @@ from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLin
 ROWS = gl.constexpr(64)
 """Outputs of a consumer."""
 TILES = {1: gl.NVMMASharedLayout(128, 8, 2), 2: gl.NVMMASharedLayout(128, 16, 2)}
-"""By bytes of a value."""
+"""Shared-memory layout of a tile, by bytes of a value."""
 SHARED_BYTES, MAX_STAGES = 225_000, 8
 MAX_TOKENS = 64
 MIN_ROWS = 2048
-"""Weights of fewer rows make too few thread blocks (not measured)."""
+"""Fewest rows of a weight: below it there are too few thread blocks (not measured)."""
 MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
-"""Up to so many tokens fp8 weights of so many rows are multiplied here. Beyond, whole steps of 48 tokens took 0.18 ms of 3.0
-longer than with `linear.skinny_gemm`, and those of 64 as long."""
+"""Range of rows in which fp8 weights use this kernel up to MIDDLE_TOKENS tokens. With 48 tokens a
+whole step of 3.0 ms took 0.18 ms longer than with `linear.skinny_gemm`; with 64 it took as long."""
 LONG_ROW = 8192
-"""Bytes. The down product of Llama-3-70B over two GPUs, 8,192 rows of 14,336 bytes, is 10 % faster in 128 thread blocks of 64
-rows, which just fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
+"""Bytes of a row from which 64 outputs per thread block are better. The down product of Llama-3-70B
+over two GPUs (8,192 rows of 14,336 bytes) is 10 % faster in 128 thread blocks of 64 rows, which
+nearly fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
@@ -80,7 +84,8 @@ def _consumer(
     size, C: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Outputs `row` + 64 · C …; `size`: numbers of one split's partial sums. ADDS: what `y` holds is added."""
+    """Compute outputs `row` + 64 · C …. `size`: elements of one split's partial sums. ADDS: add to
+    the contents of `y`."""
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -100,7 +105,7 @@ def _consumer(
     n = row + C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
     is_last = True
-    if SPLITS > 1:  # as `split_k.reduce_splits`
+    if SPLITS > 1:  # like `split_k.reduce_splits`
         at = n[:, None] * BLOCK_M + m[None, :]
         gl.store(partial_ptr + part * size + at, acc)
         barrier()
@@ -173,13 +178,14 @@ def _skinny_gemm_kernel(
 
 
 def is_faster(num_tokens: int, outer: int, *, scaled: bool) -> bool:
-    """Than the other kernels. `scaled`: fp8."""
+    """Whether this kernel is faster than the others. `scaled`: fp8."""
     most = MIDDLE_TOKENS if scaled and outer in MIDDLE_ROWS else MAX_TOKENS
     return 0 < num_tokens <= most and outer >= MIN_ROWS
 
 
 def covers(values: Tensor, w: Linear) -> bool:
-    """Whether `skinny_gemm` has these dtypes and strides, and is the fastest. `values`: the inputs, [T, K]."""
+    """Whether `skinny_gemm` supports these dtypes and strides and is the fastest. `values`: the
+    inputs, [T, K]."""
     scaled, weight, row_bytes = (
         isinstance(w, ScaledLinear),
         w.weight,
@@ -200,7 +206,8 @@ def covers(values: Tensor, w: Linear) -> bool:
 def skinny_gemm(
     x: Activations, w: Linear, scratch: ArrivalCounters, added: Tensor | None = None
 ) -> Tensor:
-    """x [T, K] · Wᵀ + b → [T, N] of what `covers` says; plus `added` [T, N], in its place."""
+    """x [T, K] · Wᵀ + b → [T, N], if `covers` allows it. With `added` [T, N] the sum is written in
+    its place."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
@@ -232,8 +239,8 @@ def skinny_gemm(
 
 
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
-    """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B, and of 70B over two GPUs
-    (GPU_NOTES.md)."""
+    """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B, and of
+    70B over two GPUs (GPU_NOTES.md)."""
     is_small, processors = block_m == 16, 132
     if is_small and row_bytes > LONG_ROW and 0.9 * processors <= outer / ROWS.value <= processors:
         return 64, 1

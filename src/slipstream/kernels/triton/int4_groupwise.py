@@ -1,8 +1,9 @@
-"""Linear layers with 4-bit weights (`GroupedLinear`): y = x · ((codes − zero) · scale)ᵀ, scale and zero per group of K.
+"""Linear layers with 4-bit weights (`GroupedLinear`): y = x · ((codes − zero) · scale)ᵀ, with scale
+and zero per group of K.
 
-For one token, for a few, and the dequantised weight for many; `linear.py` chooses. These kernels are bound by reading
-the codes and, in instructions, by converting them. So codes become numbers by setting bits instead of conversion
-instructions."""
+There is a kernel for one token, one for a few, and dequantisation for many; `linear.py` chooses.
+The kernels are bound by reading the codes and by the instructions that convert them. Codes
+therefore become floating-point numbers by setting bits, without conversion instructions."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ def _int4_linear_kernel(
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `linear._skinny_gemm_kernel`, a chunk of K at a time. A code c in the low bits of 0x4300 is the bfloat16 128 +
-    c (of 0x6400 the float16 1024 + c). What the 128 and the group's zero add is subtracted through the sum of the
-    inputs."""
+    """`linear._skinny_gemm_kernel` for 4-bit codes, a chunk of K at a time. A code c in the low
+    bits of 0x4300 is the bfloat16 128 + c (in 0x6400 the float16 1024 + c). The contribution of the
+    128 and the group's zero is subtracted by means of the sum of the inputs."""
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     kind: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     base: tl.constexpr = 0x6400 if HALF else 0x4300
@@ -50,7 +51,7 @@ def _int4_linear_kernel(
         for i in tl.static_range(4):
             if (
                 i * QUARTER % GROUP_SIZE == 0
-            ):  # a group begins: at the chunk's start, and within it if groups are small
+            ):  # a group begins at the chunk's start, and within it if groups are small
                 acc += (dot - bias_code[:, None] * total[None, :]) * scale[:, None]
                 group = chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE
                 scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -97,7 +98,7 @@ def int4_linear(
     *,
     tile: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
+    """Product for up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     programs = triton.cdiv(outer, 64)
@@ -120,8 +121,8 @@ def int4_linear(
 
 @triton.jit
 def _dot_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scale1, scale2, scale3):
-    """Words [R, 8] of one row times the four inputs of each word: [R]. A code at bit 16 of `base` is the float32 128 +
-    code; `off` is what 128 and the zero add to the sum."""
+    """Words [R, 8] of one row times the four inputs of each word → [R]. A code at bit 16 of `base`
+    is the float32 128 + code. `off` is the contribution of 128 and the zero to the sum."""
     bits = words.to(tl.uint16, bitcast=True).to(tl.uint32)
     y = (
         tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0
@@ -144,12 +145,12 @@ def _int4_gemv_kernel(
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token, without tensor cores, whose operands would go through shared memory. One thread block computes ROWS
-    outputs.
+    """Product for one token, without tensor cores, because their operands would pass through shared
+    memory. One thread block computes ROWS outputs.
 
-    A thread reads 8 words at once. Each of their four codes lies in one group, so it sums products first and multiplies
-    by the scale once. `base` is 0x43000000, passed at run time: an instruction that masks and sets bits takes one
-    constant only."""
+    A thread reads 8 words at once. Each word's four codes are in one group, so the thread sums
+    products first and multiplies by the scale once. `base` is 0x43000000, passed at run time
+    because an instruction that masks and sets bits takes only one constant."""
     QUARTER: tl.constexpr = CHUNK // 4
     runs, eight = tl.arange(0, BLOCK_W // 8), tl.arange(0, 8)[None, :]
     row = tl.program_id(0) * ROWS
@@ -225,11 +226,11 @@ def _int4_gemv_kernel(
 
 
 GEMV_ROWS = 4
-"""Rows of the weight per thread block of `int4_gemv`."""
+"""Weight rows per thread block of `int4_gemv`."""
 
 
 def gemv_block(w: GroupedLinear) -> int:
-    """Words of a row per step of `int4_gemv`; 0 if the shape does not suit it."""
+    """Words of a row per step of `int4_gemv`; 0 if it can't run this shape."""
     rows, words = w.weight.shape
     return next((n for n in (1024, 512, 256) if words % n == 0), 0) if rows % GEMV_ROWS == 0 else 0
 
@@ -237,7 +238,8 @@ def gemv_block(w: GroupedLinear) -> int:
 def int4_gemv(
     x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS, num_warps: int = 4
 ) -> Tensor:
-    """x [1, K]. `block_w`: words per step, a divisor of K / 4. The weight's rows are a multiple of `rows`."""
+    """x [1, K] → [1, N]. `block_w`: words per step, a divisor of K / 4. The number of weight rows
+    must be a multiple of `rows`."""
     outer = w.weight.shape[0]
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
     _int4_gemv_kernel[(outer // rows,)](
@@ -254,7 +256,7 @@ def _dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, N, K,
     HAS_ZEROS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of BLOCK_N rows: codes to numbers."""
+    """Convert one chunk of BLOCK_N rows from codes to numbers."""
     QUARTER: tl.constexpr = CHUNK // 4
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)

@@ -10,8 +10,8 @@
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
 | others, deterministic | `gemm` | `gemm` | `gemm` (int4 dequantised first) |
 
-With few tokens a product is bound by reading the weight. All sums have a fixed order. Tiles come from
-`spec.autotune_table`; shapes that it lacks take the heuristics here."""
+With few tokens a product is bound by reading the weight. All sums have a fixed order. Tiles come
+from `spec.autotune_table`; shapes that it lacks use the heuristics here."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 
 SKINNY_TOKENS = 64
-"""Up to so many tokens a product is bound by the weight's bytes, and our own kernels read them."""
+"""Largest number of tokens at which reading the weight bounds a product, so that our own kernels
+run."""
 
 NARROW = 12_288
 NARROW_TOKENS = 128
-"""On Hopper the limit for fp8 weights with fewer than NARROW rows. There the scaled GEMM gives a thread block 128 rows and all
-of K, so that most of the chip idles."""
+"""The same limit for fp8 weights with fewer than NARROW rows on Hopper. The scaled GEMM gives a
+thread block 128 rows and all of K, so that most of the chip would idle."""
 
 INT4_DENSE_TOKENS = 16
-"""Up to so many tokens a 4-bit weight is faster than its dense copy, if there is one."""
+"""Largest number of tokens at which a 4-bit weight is faster than its dense copy, if it has one."""
 
 
 def linear(
@@ -67,8 +68,8 @@ def linear(
     tiles: TileTable = NO_TILES,
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.linear`. `scratch` is of the weight's device; without it a dense weight has no kernel of Hopper's own.
-    `deterministic`: a row's result depends on that row only."""
+    """`OpSet.linear`. `scratch` is on the weight's device; without it a dense weight can't use
+    Hopper's own kernel. `deterministic`: a row's result depends on that row only."""
     if isinstance(w, TileScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         if deterministic:
@@ -126,8 +127,8 @@ def linear(
 def linear_added(
     x: Activations, w: Linear, added: Tensor, scratch: ArrivalCounters | None
 ) -> Tensor | None:
-    """`OpSet.linear_added` of rows in the weight's format, in one kernel and in the place of `added`; None where `linear` takes
-    another kernel than Hopper's."""
+    """`OpSet.linear_added` for rows in the weight's format, in one kernel and in the place of
+    `added`. None if `linear` takes another kernel than Hopper's."""
     is_gemv = isinstance(x, Tensor) and len(x) == 1
     return None if is_gemv else _on_hopper(x, w, scratch, added)
 
@@ -135,7 +136,8 @@ def linear_added(
 def _on_hopper(
     x: Activations, w: Linear, scratch: ArrivalCounters | None, added: Tensor | None = None
 ) -> Tensor | None:
-    """The product by Hopper's kernel for few tokens, where it runs and covers it."""
+    """The product by Hopper's kernel for few tokens; None if it can't run or does not cover the
+    product."""
     if scratch is None or not runs_on_hopper(w.weight.device):
         return None
     from slipstream.kernels.triton import hopper_linear
@@ -147,7 +149,8 @@ def _on_hopper(
 
 
 def starts_next_behind_inputs(x: Activations, w: Linear) -> bool:
-    """`linear` is one kernel, behind which the next may read x before it has waited (`pdl_wait_first`)."""
+    """Whether `linear` is one kernel after whose start the next kernel may read x before it has
+    waited (`pdl_wait_first`)."""
     return isinstance(w, ScaledLinear) and isinstance(x, Quantized) and _is_skinny(len(x.values), w)
 
 
@@ -160,8 +163,8 @@ def _is_narrow(w: ScaledLinear) -> bool:
 
 
 def _linear_invariant(x: Activations, w: Linear) -> Tensor:
-    """One kernel for any number of tokens. An output is one sum along K, in the tensor core's own steps, so the tile's
-    height and width change no bit of it (tests/gpu checks that)."""
+    """Product by one kernel for any number of tokens. An output is one sum along K, in the tensor
+    core's own steps, so the tile's height and width change no bit of it (tests/gpu checks that)."""
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY_TOKENS else (128, 128, 128, 8, 3)
@@ -198,10 +201,12 @@ def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, N, K,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: a thread block computes BLOCK_N outputs and walks along K with a partial sum per thread.
+    """Product for one token. A thread block computes BLOCK_N outputs and walks along K with a
+    partial sum per thread.
 
-    The next tile of the weight is loaded before the current one is multiplied, the first before the inputs are ready.
-    The tail of K is masked. Rows beyond the last repeat the last and are not stored."""
+    The next tile of the weight is loaded before the current one is multiplied; the first one before
+    the inputs are ready. The tail of K is masked. Rows beyond the last one repeat the last one and
+    are not stored."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     w_rows = w_ptr + tl.minimum(rows, N - 1)[:, None].to(tl.int64) * K + ks[None, :]
@@ -260,8 +265,8 @@ def _skinny_gemm_kernel(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     EVEN: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """yᵀ = W · xᵀ on tensor cores: weight rows fill the tall side of a tile, so few tokens waste little. K is split over
-    SPLITS thread blocks if there are too few rows to fill the chip."""
+    """yᵀ = W · xᵀ on tensor cores. Weight rows fill the tall side of a tile, so few tokens waste
+    little. K is split over SPLITS thread blocks if there are too few rows to fill the chip."""
     pid_n, pid_k = tl.program_id(0), tl.program_id(1)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -318,7 +323,7 @@ def skinny_gemm(
     *,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """Up to NARROW_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
+    """Product for up to NARROW_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     block_n, block_k, splits, stages = tile or _default_skinny_tile(outer, inner, block_m)
@@ -338,7 +343,8 @@ def skinny_gemm(
 
 
 def _default_skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, int]:
-    """Measured on an H200 at an 8B Llama's shapes: 200 thread blocks or more, long reads, 48 to 96 KB in flight."""
+    """Tile measured on an H200 at an 8B Llama's shapes: 200 thread blocks or more, long reads, 48
+    to 96 KB in flight."""
     programs = triton.cdiv(outer, 64)
     if block_m > SKINNY_TOKENS:
         return 64, 256, 2 if programs <= 64 < inner // 128 else 1, 4
@@ -360,7 +366,7 @@ def _gemm_kernel(
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """y = x · Wᵀ, scaled as it is stored."""
+    """y = x · Wᵀ, scaled when it is stored."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = pid // (GROUP_M * tiles_n) * GROUP_M
@@ -391,7 +397,8 @@ def _gemm_kernel(
 def gemm(
     x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None
 ) -> Tensor:
-    """Any number of tokens; dense or 8-bit weights. `tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
+    """Product for any number of tokens, with dense or 8-bit weights. `tile`: (BLOCK_M, BLOCK_N,
+    BLOCK_K, warps, stages)."""
     values, x_scales = (x.values, x.scales) if isinstance(x, Quantized) else (x.contiguous(), x)
     scaled = isinstance(w, ScaledLinear)
     (num_tokens, inner), outer = values.shape, w.weight.shape[0]

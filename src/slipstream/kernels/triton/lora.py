@@ -1,15 +1,18 @@
-"""Adapters of low rank: y += (x · downᵀ) · upᵀ, with each token's own adapter, in two kernels for each product.
+"""Low-rank adapters: y += (x · downᵀ) · upᵀ with each token's own adapter, in two kernels per
+product.
 
-A *shrink* kernel computes x · downᵀ. An *expand* kernel multiplies that by upᵀ and adds it to the product's result. A
-thread block has a tile of tokens of one adapter. An empty tile costs a thread block that reads nothing, so a graph may
-have room for more tiles than a step needs.
+A *shrink* kernel computes x · downᵀ. An *expand* kernel multiplies that by upᵀ and adds it to the
+product's result. A thread block has a tile of tokens of one adapter. A thread block with an empty
+tile reads nothing, so a graph may have more tiles than a step needs.
 
-1. Decodes have few tokens for each adapter, and are bound by reading the adapters once. `_shrink_few_kernel` and
-   `_expand_few_kernel` load a piece of an adapter into registers before they wait for anything, and multiply the tile's
-   tokens one by one. Where the product allows it (`starts_next_behind_inputs`), `shrink` runs beside it.
-2. Prompts have many: `_shrink_kernel` and `_expand_kernel` multiply tiles of 64 tokens on tensor cores.
+1. Decodes have few tokens per adapter, and are bound by reading the adapters once.
+   `_shrink_few_kernel` and `_expand_few_kernel` load a piece of an adapter into registers before
+   they wait for anything, and multiply the tile's tokens one by one. If the product allows it
+   (`starts_next_behind_inputs`), `shrink` runs at the same time as the product.
+2. Prompts have many tokens: `_shrink_kernel` and `_expand_kernel` multiply tiles of 64 tokens on
+   tensor cores.
 
-Sums along the inputs are split, so that all of the chip works, and added in a fixed order."""
+Sums along the inputs are split to use the whole chip, and added in a fixed order."""
 
 from __future__ import annotations
 
@@ -29,17 +32,17 @@ from slipstream.spec.scheme import FP8_TILE
 
 @dataclass(frozen=True, slots=True)
 class FewTiles:
-    """What a thread block of few tokens has in its registers: `shrink` so many ranks and inputs of `down`, `expand` so many
-    numbers of `up`. Chosen on an H200 (study `kernels_cuda_lora`)."""
+    """Work of a thread block for few tokens, held in registers: `ranks` × `inputs` numbers of
+    `down` in `shrink`, `expand_numbers` of `up` in `expand`. Chosen on an H200 (study
+    `kernels_cuda_lora`)."""
 
     ranks: int = 1
     inputs: int = 4096
     shrink_warps: int = 4
     expand_numbers: int = 8192
     expand_warps: int = 4
-    expand_registers: int = (
-        96  # of a thread, at most: then all thread blocks of 64 adapters fit on the chip at once
-    )
+    # limit per thread, so that all thread blocks of 64 adapters are resident at once
+    expand_registers: int = 96
 
 
 FEW_TILES = FewTiles()
@@ -49,7 +52,7 @@ FEW_TILES = FewTiles()
 def _products(
     a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """a [ranks, inputs] · x of the token. Past L1: it may hold what stood there before, as long as nothing was waited for."""
+    """a [ranks, inputs] · x of the token. Bypasses L1: before the wait it may hold stale data."""
     x = tl.load(x_ptr + token * x_stride + ks, mask=ks < K, other=0.0, cache_modifier=".cg").to(
         tl.float32
     )
@@ -74,10 +77,11 @@ def _shrink_few_kernel(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [SPLITS, T, PARTS · R]: position i of `order` in row i. A thread block has BLOCK_R ranks and BLOCK_K inputs of a
-    part, and BLOCKS · SPLITS of them have a part. SCALES: 0 none, 1 one a row, 2 one for each GROUP inputs. BESIDE: the
-    kernel in front is a product of the same inputs, and lets this one start when they are there (`pdl_wait_first`); so only
-    the end waits for it."""
+    """inner [SPLITS, T, PARTS · R]: row i is for position i of `order`. A thread block has BLOCK_R
+    ranks and BLOCK_K inputs of a part; BLOCKS · SPLITS thread blocks make a part. SCALES: 0 none, 1
+    one per row, 2 one per GROUP inputs. BESIDE: the preceding kernel is a product of the same
+    inputs and lets this one start when they are there (`pdl_wait_first`), so only the end waits for
+    it."""
     if PDL:
         gdc_launch_dependents()
     split, block, tile = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS, tl.program_id(1)
@@ -111,14 +115,16 @@ def _shrink_few_kernel(
     tl.store(to + begin * (PARTS * R), inner, mask=rank < tl.where(begin < end, R, 0))
     for at in range(
         begin + 1, end
-    ):  # not the same numbers again: kept over a loop, each would take a register of its own
+    ):  # different numbers in each iteration: kept over a loop, each would take a register
         a = tl.load(down_rows, mask=(rank < R)[:, None] & (ks < K)[None, :], other=0.0)
         token = tl.load(order_ptr + at).to(tl.int64)
         inner = _products(
             a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES, GROUP
         )
         tl.store(to + at * (PARTS * R), inner, mask=rank < R)
-    if PDL and BESIDE and split + block + tile == 0:  # this grid ends behind the kernel in front
+    if (
+        PDL and BESIDE and split + block + tile == 0
+    ):  # this grid then ends after the preceding kernel
         gdc_wait()
 
 
@@ -128,8 +134,8 @@ def _expand_few_kernel(
     START_1, START_2, END, FIRST_1, FIRST_2,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[token] += up · inner, BLOCK_N rows of one part. Parts 1 and 2 begin at rows START_1 and START_2, and with the
-    thread blocks FIRST_1 and FIRST_2."""
+    """y[token] += up · inner, BLOCK_N rows of one part. Parts 1 and 2 begin at rows START_1 and
+    START_2, and at thread blocks FIRST_1 and FIRST_2."""
     if PDL:
         gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -198,7 +204,7 @@ def _add(
     SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Numbers at `to` += b [rows, ranks] · the sum of position `at`'s splits."""
+    """Add b [rows, ranks] · the sum of position `at`'s splits to the numbers at `to`."""
     y = tl.load(to, mask=mask, other=0.0)
     inner = tl.zeros((BLOCK_R,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -210,7 +216,7 @@ def _add(
 
 MAX_SPLITS = 8
 THREAD_BLOCKS = 264
-"""So many thread blocks read an adapter at the full rate of an H200: two a multiprocessor."""
+"""Thread blocks that read an adapter at the full rate of an H200: two per multiprocessor."""
 
 
 @triton.jit
@@ -220,8 +226,9 @@ def _shrink_kernel(
     SCALES: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [SPLITS, T, PARTS · R]: position i of `order` in row i. SCALES: 0 none, 1 one a row, 2 one for each BLOCK_K.
-    The parts that are computed are LIVE_0 and so on, as many as the grid says."""
+    """inner [SPLITS, T, PARTS · R]: row i is for position i of `order`. SCALES: 0 none, 1 one per
+    row, 2 one per BLOCK_K. The grid computes the parts LIVE_0, LIVE_1, …, as many as its size says.
+    """
     if PDL:
         pdl_wait()
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -266,8 +273,8 @@ def _expand_kernel(
     PARTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[token] += up · inner, BLOCK_N rows of one part. Parts 1 and 2 begin at rows START_1 and START_2, and with the
-    thread blocks FIRST_1 and FIRST_2."""
+    """y[token] += up · inner, BLOCK_N rows of one part. Parts 1 and 2 begin at rows START_1 and
+    START_2, and at thread blocks FIRST_1 and FIRST_2."""
     if PDL:
         pdl_wait()
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -305,18 +312,19 @@ def _expand_kernel(
 
 
 def num_splits(num_tiles: int, num_parts: int, inner: int, block_k: int) -> int:
-    """Thread blocks along the inputs, a power of two: each number is a kernel of its own to compile."""
+    """Thread blocks along the inputs. A power of two, because each number is a kernel of its own to
+    compile."""
     wanted = THREAD_BLOCKS // max(1, num_tiles * num_parts)
     return 1 << (max(1, min(MAX_SPLITS, wanted, -(-inner // block_k))).bit_length() - 1)
 
 
 def lora(y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
-    """`OpSet.lora`, into `y`."""
+    """`OpSet.lora`, in place of `y`."""
     return expand(y, shrink(room(x, w, tokens), x, w, tokens), w, tokens)
 
 
 def room(x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
-    """For `shrink`'s result, float32 [splits, T, parts · R]."""
+    """Empty memory for `shrink`'s result, float32 [splits, T, parts · R]."""
     values = x.values if isinstance(x, Quantized) else x
     num_tokens, inner_size = values.shape
     if tokens.tile_tokens == TILES[0]:
@@ -331,9 +339,10 @@ def room(x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
 def shrink(
     inner: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens, *, beside: bool = False
 ) -> Tensor:
-    """down · x of the tokens in `tokens.order`, in splits that are to be added, into `inner` (`room`). A product has three
-    parts at most; those that are not live are not written. `beside`: the kernel in front is a product of x that says
-    `starts_next_behind_inputs`, and `inner` is older than that product's memory."""
+    """Compute down · x for the tokens in `tokens.order` into `inner` (`room`), in splits that
+    `expand` adds. A product has at most three parts; parts that are not live are not written.
+    `beside`: the preceding kernel is a product of x for which `starts_next_behind_inputs` holds,
+    and `inner` was allocated before that product's memory."""
     assert len(w.starts) <= 3
     num_tiles, num_parts, live, rank = len(tokens.tiles), len(w.starts), w.live, w.rank
     if not num_tiles:
@@ -359,17 +368,18 @@ def shrink(
         return inner
     assert not beside
     block_r = max(16, triton.next_power_of_2(rank))
+    # with larger ranks several stages exceed the shared memory
     _shrink_kernel[(num_tiles, len(live), splits)](
         values, scales, w.down, inner, tokens.order, tokens.tiles, inner_size, rank, num_tokens,
         values.stride(0), scales.stride(0), w.down.stride(0),
         **parts, BLOCK_T=tokens.tile_tokens, BLOCK_R=block_r, BLOCK_K=_block_k(x, w),
-        num_stages=3 if block_r <= 128 else 1, **options,  # more than one stage of larger ranks exceeds the shared memory
+        num_stages=3 if block_r <= 128 else 1, **options,
     )  # fmt: skip
     return inner
 
 
 def expand(y: Tensor, inner: Tensor, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
-    """y [T, out] + up · the sum of `inner`'s splits, into `y`."""
+    """y [T, out] + up · the sum of `inner`'s splits, in place of `y`."""
     num_tiles, num_parts, rank, out = len(tokens.tiles), len(w.starts), w.rank, w.up.shape[1]
     if not num_tiles:
         return y

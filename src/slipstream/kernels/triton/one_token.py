@@ -1,11 +1,12 @@
-"""One decode step of one sequence, all layers, in one kernel. `one_token.cu` says how; this file says for which decoders, and
-defines the kernel's constants.
+"""One decode step of one sequence, all layers, in one kernel. `one_token.cu` has the method; this
+file decides which decoders it can run, and defines the kernel's constants.
 
-1. All programs (thread blocks) run at once, one on each multiprocessor. CUDA refuses the launch where they can't.
-2. Weights have 16 bits, are FP8 or INT8 with a scale a row, or INT4 with a scale a group. Experts can't be INT4. Beside
-   bfloat16 they can be MXFP4, in the order in which `mxfp4.py` packs them for its own kernel.
-3. Layers may have windows, each its own, in two cache groups.
-"""
+1. All programs (thread blocks) run at once, one per multiprocessor. CUDA refuses the launch if they
+   can't.
+2. Weights have 16 bits, are FP8 or INT8 with a scale per row, or INT4 with a scale per group.
+   Experts can't be INT4. With bfloat16 weights they can be MXFP4, in the order in which `mxfp4.py`
+   packs them.
+3. Layers may have different windows, in two cache groups."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SOURCES = tuple(
         "one_token",
     )
 )
-"""Compiled as one text, in this order."""
+"""Source files, compiled as one text in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED, MXFP4 = 2, 4
@@ -47,18 +48,19 @@ CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.i
 WARPS = 8
 """Consumer warps."""
 PRODUCER_WARPS = 2
-"""They copy weights."""
+"""Warps that copy weights."""
 RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
-"""Per format of weights: bytes of a row in a stage of the ring (`STEP_BYTES`), and the most stages in flight (`DEPTH`).
-Measured on an H200."""
+"""(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
+in flight. Measured on an H200."""
 MAX_SPLITS = 16
 ONE_HEAD_KEYS = 4096
-"""Up to this length a thread block attends over latents for one head."""
+"""Longest sequence for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
-"""Heads per thread block in longer sequences, if the number of heads is a multiple of it."""
+"""Heads per thread block in sequences longer than ONE_HEAD_KEYS, if it divides their number."""
 MAX_LATENT_SPLITS = 32
 LATENT_DEPTH = 6
-"""Stages in flight during latent attention. They may be more, since most of its rows come from L2."""
+"""Stages in flight during latent attention. There may be more than elsewhere, because most rows
+come from L2."""
 
 POINTERS = (
     *(
@@ -91,15 +93,16 @@ POINTERS = (
     *("latent", "latent_scales", "keys", "values"),
     *("sinks", "window", "table", "up_factor", "down_factor"),
 )
-"""The pointers in a layer's row of the kernel's table, in this order; 0 for a tensor that the layer lacks. With latent
-attention `qkv` makes queries alone, `k_norm` norms the latent, and `v` is a view of `k`. The last four are no pointers: the
-layer's window, which block table it has, and the factors of MXFP4 experts."""
+"""Entries of a layer's row in the kernel's table, in order; 0 for a tensor that the layer lacks.
+With latent attention `qkv` makes queries only, `k_norm` norms the latent, and `v` is a view of `k`.
+The last four are not pointers: window, number of the block table, and factors of MXFP4 experts."""
 
 
 def refusal(
     shape: TokenShape, product: Linear, rotary: int | None, experts: Linear | None = None
 ) -> Reason | None:
-    """Why the kernel can't run such layers, whatever the device; None if it can. `experts`: see `OpSet.one_token`."""
+    """Why the kernel can't run such layers on any device; None if it can. `experts`: see
+    `OpSet.one_token`."""
     s, grouped = shape, isinstance(product, GroupedLinear)
     if isinstance(product, GroupedLinear):
         if product.codes != "int4" or product.zeros is not None:
@@ -129,13 +132,13 @@ def refusal(
 
 
 def down_inputs(s: TokenShape) -> int:
-    """The most inputs that a layer's down products have."""
+    """Largest number of inputs of a layer's down products."""
     dense, expert, shared = widths(s)
     return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
 
 
 def covers_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
-    """Whether the kernel has latent attention of these sizes."""
+    """Whether the kernel supports latent attention of these sizes."""
     queries, row = (
         shape.num_heads * (latent.nope_dim + latent.rotary_dim),
         latent.rank + latent.rotary_dim,
@@ -150,13 +153,14 @@ def covers_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
 
 
 def heads_per_block(shape: TokenShape) -> int:
-    """Heads that a program attends for in a long sequence of latents."""
+    """Heads for which one program attends in a long sequence of latents."""
     return HEADS_PER_BLOCK if shape.num_heads % HEADS_PER_BLOCK == 0 else 1
 
 
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
-    """Stages that the ring has room for in shared memory, beside a product's input or attention, whatever the cache's type.
-    The kernel needs three. `one_token_products.cu` computes the same sizes at its top."""
+    """Stages that the ring has room for in shared memory, next to a product's input or attention,
+    for any cache type. The kernel needs three. `one_token_products.cu` computes the same sizes at
+    its top."""
     s, heads = shape, shape.num_heads // shape.num_kv_heads
     widest = max(s.hidden_size, down_inputs(s), s.num_heads * s.head_dim)
     form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
@@ -193,7 +197,7 @@ def one_token(
 ) -> OneTokenStep | Reason:
     """`OpSet.one_token`, for an op set without `deterministic`."""
     reason = _refusal_here(shape, layers, product, cos_sin, group, experts)
-    if group is not None and not group.least(reason is None)[0]:  # `share` waits for all ranks
+    if group is not None and not group.least(reason is None)[0]:  # `share` would wait for all ranks
         return reason or OTHER_RANK
     if reason is not None:
         return reason
@@ -231,7 +235,7 @@ def _refusal_here(
         return reason
     platform = platform_of(device)
     programs, shared_bytes = platform.multiprocessors, platform.shared_bytes
-    if shape.num_kv_heads > programs:  # a program attends for one kv head at least
+    if shape.num_kv_heads > programs:  # a program attends for at most one kv head
         return Reason(
             f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads"
         )
@@ -247,13 +251,14 @@ def _refusal_here(
 
 
 def shared_size(shape: TokenShape, num_ranks: int) -> int:
-    """Bytes of the memory that a rank shares with the others (`Ranks` in the source): parts of sums, and a counter."""
+    """Bytes of the memory that a rank shares with the others (`Ranks` in the source): partial sums,
+    and a counter."""
     return (2 * num_ranks * shape.hidden_size + 4) * 4
 
 
 def by_tiles(layer: LayerTensors, *, gated: bool) -> LayerTensors:
-    """A layer of grouped weights whose scales [in / group_size, out] are copied into the kernel's order of reading:
-    [tile, group, 16]. A gated tile has 8 gates and their 8 ups."""
+    """A layer of grouped weights with its scales [in / group_size, out] copied into the kernel's
+    reading order [tile, group, 16]. A gated tile has 8 gates and their 8 ups."""
     found = dict(layer)
     for name in ("qkv", "latent", "out", "up", "down"):
         scales = layer.get(f"{name}_scales")
@@ -266,15 +271,16 @@ def by_tiles(layer: LayerTensors, *, gated: bool) -> LayerTensors:
 
 
 def by_rows(layer: LayerTensors) -> LayerTensors:
-    """A layer whose `values` [H, rank, V], which project latents to values, are copied to [H, V, rank]: rows are contiguous."""
+    """A layer with its `values` [H, rank, V], which project latents to values, copied to [H, V,
+    rank], so that rows are contiguous."""
     values = layer["values"]
     assert isinstance(values, Tensor)
     return {**layer, "values": values.transpose(1, 2).contiguous()}
 
 
 class OneTokenStep:
-    """`OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of shared memory each. The tensors of `layers`
-    must stay where they are. One stream only."""
+    """`OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of shared memory each.
+    The tensors of `layers` must not move. One stream only."""
 
     def __init__(
         self,
@@ -289,7 +295,8 @@ class OneTokenStep:
         shared: Sequence[Tensor] = (),
         experts: Linear | None = None,
     ) -> None:
-        """`shared`: the memory of `shared_size` bytes, zeros, of each rank of `group`, as this rank sees it."""
+        """`shared`: for each rank of `group` its zeroed memory of `shared_size` bytes, as mapped by
+        this rank."""
         self.shape = s = shape
         self.layers, self.product, self.cos_sin, self.experts = layers, product, cos_sin, experts
         self.num_tables = 1 + max(int(layer.get("table") or 0) for layer in layers)
@@ -309,9 +316,8 @@ class OneTokenStep:
         q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         if (own := s.latent) is not None:
             made = s.num_heads * (own.nope_dim + own.rotary_dim) + own.rank + own.rotary_dim
-        self._qkv = torch.zeros(
-            made + q, dtype=self.dtype, device=device
-        )  # and what attention writes
+        # and the output of attention
+        self._qkv = torch.zeros(made + q, dtype=self.dtype, device=device)
         self._mid = torch.zeros(down_inputs(s), dtype=self.dtype, device=device)
         self._partials = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
         self._softmax = torch.zeros(
@@ -321,7 +327,7 @@ class OneTokenStep:
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
         self._counters = torch.zeros(4 + s.num_kv_heads, dtype=torch.int32, device=device)
         self.rank, self.num_ranks = (0, 1) if group is None else (group.rank, group.size)
-        self._peers = shared  # mapped as long as they are held
+        self._peers = shared  # they stay mapped as long as they are referenced
         self._shared = torch.tensor([x.data_ptr() for x in shared] or [0], dtype=torch.int64).to(
             device
         )
@@ -329,11 +335,13 @@ class OneTokenStep:
         self._kernels: dict[
             tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]
         ] = {}
-        self._tables: list[Tensor] = []  # a captured graph reads the one that it was captured with
+        # a captured graph reads the table that it was captured with
+        self._tables: list[Tensor] = []
         self._held: list[Tensor] = []
 
     def __call__(self, x: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """x [1, E], what the first layer reads → the residual after the last [1, E], in place."""
+        """x [1, E], the input of the first layer → the residual after the last layer [1, E], in
+        place."""
         if self._kv is not kv:
             self._kv = kv
             self._tables.append(self._table(kv))
@@ -368,7 +376,7 @@ class OneTokenStep:
         )
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
-        """The names in capitals in the kernel's source."""
+        """Values for the names in capitals in the kernel's source."""
         s, layer, w = self.shape, self.layers[0], self.product
         dense, expert, _ = widths(s)
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
@@ -379,9 +387,8 @@ class OneTokenStep:
                 field="kv_cache_dtype",
             )
         grouped = isinstance(w, GroupedLinear)
-        size = (
-            w.group_size if isinstance(w, GroupedLinear) else 128
-        )  # the other formats do not read it
+        # the other formats do not read it
+        size = w.group_size if isinstance(w, GroupedLinear) else 128
         form = GROUPED if grouped else FORMS[w.weight.dtype]
         activate: Any = activation_arguments(s.activation)
         return {
@@ -481,7 +488,7 @@ class OneTokenStep:
             return int.from_bytes(struct.pack("<f", tensor), "little")
         if (
             tensor.data_ptr() % 16
-        ):  # a view into a larger tensor; products are aligned, so a copy is small
+        ):  # a view into a larger tensor; products must be aligned, and the copy is small
             tensor = tensor.clone()
             self._held.append(tensor)
         return tensor.data_ptr()

@@ -1,11 +1,13 @@
-"""Kernels that start before their predecessor ends (programmatic dependent launch; CUDA 12.3, Hopper and later).
+"""Kernels that start before their predecessor ends (programmatic dependent launch; CUDA 12.3,
+Hopper and later).
 
-A decode step of one sequence is about three hundred kernels of a few microseconds; without overlap the chip idles for
-about one between two of them. A kernel launched with `**pdl_options(x)` may start on free multiprocessors while its
-predecessor runs. It loads what no kernel writes (weights), calls `pdl_wait()`, and then touches the rest.
+A decode step of one sequence has about three hundred kernels of a few microseconds. Without overlap
+the chip idles for about one microsecond between two of them. A kernel launched with
+`**pdl_options(x)` may start on free multiprocessors while its predecessor runs. It loads what no
+kernel writes (weights), calls `pdl_wait()`, and then touches the rest.
 
-The rule: every such kernel calls `pdl_wait()` before its first access to memory that any kernel writes, its own output
-included. Then, behind `pdl_wait()`, all earlier kernels are done."""
+The rule: every such kernel calls `pdl_wait()` before its first access to memory that any kernel
+writes, its own output included. After `pdl_wait()` all earlier kernels are done."""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def pdl_wait():
 
 @triton.jit
 def pdl_wait_first():
-    """`pdl_wait`, but the next kernel starts behind the wait: what this one reads is complete when that begins."""
+    """`pdl_wait`, but the next kernel starts after the wait, so this kernel's inputs are complete
+    when that one begins."""
     gdc_wait()
     gdc_launch_dependents()
 

@@ -1,7 +1,9 @@
-"""Norms with residual, rotary embedding with cache write, activations, block copies. All are bound by bandwidth.
+"""Norms with residual, rotary embedding with cache write, activations, block copies. All are bound
+by bandwidth.
 
-Each kernel reads its inputs once and writes its outputs once; arithmetic is float32. Norms and activations can write the
-8-bit rows that the next product reads, so quantising takes no pass of its own."""
+Each kernel reads its inputs once and writes its outputs once; arithmetic is float32. Norms and
+activations can write the 8-bit rows that the next product reads, so quantisation needs no pass of
+its own."""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, Ow
 from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-block": 3}
-"""The format of output rows, as kernels get it."""
+"""Output row format → number passed to kernels."""
 
 
 @triton.jit
 def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr):
-    """Store a row of float32 y: as it is; in 8 bits with one scale (`kernels.quantize.quantize_rows`); or with one per
-    128."""
+    """Store a row of float32 y: unchanged; in 8 bits with one scale
+    (`kernels.quantize.quantize_rows`); or in 8 bits with a scale per 128."""
     if FORMAT == 0:
         tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
     elif FORMAT == 3:
@@ -57,7 +59,7 @@ def _round(x, like_ptr, top):
 def empty_rows(
     num_rows: int, size: int, like: Tensor, inputs: InputFormat | None
 ) -> tuple[Tensor, Tensor]:
-    """Empty rows in the format `inputs`, and their scales (any tensor if there are none)."""
+    """Empty rows in the format `inputs`, and their scales (any tensor for a format without scales)."""
     dtype = like.dtype if inputs is None else DTYPES[inputs]
     out = torch.empty(num_rows, size, dtype=dtype, device=like.device)
     num_scales = size // FP8_TILE if inputs == "fp8-block" else 1
@@ -67,13 +69,13 @@ def empty_rows(
 
 
 MANY_ROWS, SHORT_ROW = 4096, 2048
-"""From MANY_ROWS rows of at most SHORT_ROW numbers on, a thread block takes several. An H200 starts about 0.8 thread
-blocks a nanosecond, which otherwise bounds a small model's step (16,384 rows of 384 numbers: 20 µs, 8 for their
-bytes)."""
+"""Number of rows, of at most SHORT_ROW numbers each, from which a thread block takes several. An
+H200 starts about 0.8 thread blocks per nanosecond, which otherwise bounds a small model's step
+(16,384 rows of 384 numbers take 20 µs, 8 of them for the bytes)."""
 
 
 def rows_per_program(num_rows: int, size: int) -> int:
-    """Rows per thread block, a divisor of their number."""
+    """Rows per thread block; divides the number of rows."""
     return 4 if num_rows >= MANY_ROWS and num_rows % 4 == 0 and size <= SHORT_ROW else 1
 
 
@@ -87,8 +89,8 @@ def _norm_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_MORE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, one after another. The sum of x and `more` is rounded; that with the residual is rounded and stored there, and
-    then normed."""
+    """Norm ROWS rows, one after another. The sum of x and `more` is rounded. Its sum with the
+    residual is rounded, stored as the residual, and normed."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -121,7 +123,8 @@ def norm(
     inputs: InputFormat | None = None,
     more: Tensor | None = None,
 ) -> tuple[Activations, Tensor]:
-    """`OpSet.norm`, and with `more` (and a residual) `norm_pair`, but for functions from outside."""
+    """`OpSet.norm`, and with `more` (which needs a residual) `norm_pair`. Norms that are functions
+    of the user are excluded."""
     out, scales = empty_rows(len(x), x.shape[1], x, inputs)
     norm_into(out, scales, x, norm, residual, inputs, more)
     return as_activations(out, scales, inputs), x if residual is None else residual
@@ -136,7 +139,7 @@ def norm_into(
     inputs: InputFormat | None,
     more: Tensor | None = None,
 ) -> None:
-    """`norm`, to rows as `empty_rows` gives them."""
+    """`norm` into rows from `empty_rows`."""
     (num_rows, size), weight, bias = x.shape, norm.weight, norm.bias
     if num_rows:
         rows, block = rows_per_program(num_rows, size), triton.next_power_of_2(size)
@@ -176,36 +179,40 @@ def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
 @triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
-    eps, offset, T,
+    eps, offset, value_eps, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
-    PDL: tl.constexpr,
+    OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Three kinds of thread blocks. Those of q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R
-    numbers; the others pass through. Then ⌈T / BLOCK_T⌉ · V cache the values of BLOCK_T tokens (V = K, or 0: none)."""
+    """Rotate queries and keys, and cache keys and values, in three kinds of thread blocks. Those of
+    q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R numbers; the
+    others are copied. The last ⌈T / BLOCK_T⌉ · V thread blocks cache the values of BLOCK_T tokens
+    each (V = K, or 0: none). Without OWN_VALUES values are the row's keys."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)
     q_tiles: tl.constexpr = (H + HEADS * STEPS - 1) // (HEADS * STEPS)
     tiles: tl.constexpr = q_tiles + (K + HEADS * STEPS - 1) // (HEADS * STEPS)
     turning = (T + TOKENS - 1) // TOKENS * tiles
+    heads: tl.constexpr = H + K + (V if OWN_VALUES else 0)  # of a row
+    each: tl.constexpr = K if K > 0 else 1
     if pid >= turning:
         pid -= turning
         _store_values(
-            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, V, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED,
-            BY_DIM,
+            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, value_eps, pid // each, pid % each, T, heads, H + K if OWN_VALUES else H, K,
+            D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM, NORM_VALUES,
         )  # fmt: skip
     elif pid % tiles < q_tiles:
         _turn_heads(
             qkv_ptr, q_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, eps, offset, pid // tiles,
-            pid % tiles, T, H + K + V, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
+            pid % tiles, T, heads, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
             SCALED, False,
         )  # fmt: skip
     else:
         _turn_heads(
             qkv_ptr, k_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, k_norm_ptr, eps, offset, pid // tiles,
-            pid % tiles - q_tiles, T, H + K + V, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
+            pid % tiles - q_tiles, T, heads, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
             HAS_NORM, SCALED, True,
         )  # fmt: skip
 
@@ -217,8 +224,8 @@ def _turn_heads(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate heads of TOKENS tokens, HEADS at a time. A token's row has ALL heads; these are N behind BEFORE. CACHED:
-    they are keys."""
+    """Norm and rotate heads of TOKENS tokens, HEADS at a time. A token's row has ALL heads; these
+    are the N heads after the first BEFORE. CACHED: they are keys."""
     row = tl.arange(0, TOKENS * HEADS)[:, None]
     token = (token_tile * TOKENS + row // HEADS).to(tl.int64)
     inside = token < T
@@ -232,7 +239,7 @@ def _turn_heads(
             BLOCK_SIZE * D,
         )
     ds = tl.arange(0, BLOCK_D)[None, :]
-    kept = (ds < D) if INTERLEAVED else (ds >= R) & (ds < D)  # what is read whole
+    kept = (ds < D) if INTERLEAVED else (ds >= R) & (ds < D)  # numbers that are copied whole
     if R > 0:
         i = tl.arange(0, BLOCK_R)[None, :]
         angles = table_ptr + tl.load(positions_ptr + token, mask=inside, other=0) * R + i
@@ -304,7 +311,8 @@ def _store_head(x, at, mask, scale, out_ptr, SCALED: tl.constexpr, CACHED: tl.co
 
 @triton.jit
 def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
-    """x as cached. Always finite: attention reads whole tiles and gives foreign keys weight 0, and 0 · inf is NaN."""
+    """x in the cache's dtype. Always finite: attention reads whole tiles and gives other sequences'
+    keys weight 0, and 0 · inf is NaN."""
     kind: tl.constexpr = cache_ptr.dtype.element_ty
     if SCALED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
@@ -317,23 +325,27 @@ def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
 
 @triton.jit
 def _store_values(
-    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, token_tile, head, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
+    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, eps, token_tile, head, T,
+    ALL: tl.constexpr, BEFORE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """The values of one head of BLOCK_T tokens. BY_DIM: the tile is transposed, so that tokens of a KV block lie beside one
-    another."""
+    """Cache the values of one head of BLOCK_T tokens, which come after BEFORE of a row's ALL heads.
+    BY_DIM: the tile is transposed, so that tokens of a KV block are neighbours."""
     tokens, ds = token_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
-    source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
+    source = qkv_ptr + (tokens.to(tl.int64) * ALL + BEFORE + head)[:, None] * D + ds[None, :]
     scale = 1.0
     if SCALED:
         scale = tl.load(v_scale_ptr + head)
-    x = _to_cache(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
+    x = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    if NORMED:
+        x *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    x = _to_cache(x, scale, v_ptr, SCALED)
     if BY_DIM:
-        # Decodes have a block each, so a warp had better write to many ds of a token: two of them share 32 bytes. Tokens of a
-        # prompt are neighbours. Then the tile is flat, and a warp writes two times 16 bytes. The last tile, if it is not full,
-        # is never taken for such: its −15 is no multiple of a block's size.
+        # Tokens of decodes are in different blocks, so a warp should write many dimensions of one
+        # token; two of them share 32 bytes. Tokens of a prompt are neighbours: then the tile is
+        # flat, and a warp writes two times 16 bytes. A last tile that is not full never counts as
+        # flat: its −15 is no multiple of a block's size.
         tl.static_assert(BLOCK_SIZE % 2 == 0)
         start = token_tile * BLOCK_T
         first = tl.load(slots_ptr + start, mask=start + BLOCK_T <= T, other=0)
@@ -360,11 +372,12 @@ def _store_values(
 
 
 TOKENS_PER_PROGRAM = 16
-"""Tokens whose values a thread block caches."""
+"""Tokens whose values one thread block caches."""
 MANY_TOKENS, EIGHT_HEADS = 256, 4096
-"""From MANY_TOKENS on, a thread block turns heads of 16 tokens, four heads one after another, and eight from EIGHT_HEADS tokens
-on; below, 16 heads of one token. That it does at any number where a part of a head is turned as two halves: the heads of a
-token are read in one stretch then."""
+"""Numbers of tokens from which a thread block rotates 16 tokens: four heads one after another, then
+eight. Below MANY_TOKENS it rotates 16 heads of one token. It also does so at any number of tokens
+if part of a head is rotated as two halves, because the heads of a token are then read in one
+stretch."""
 
 
 def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
@@ -392,11 +405,12 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
             qkv.contiguous(), q, kv.k, kv.v, qkv if kv.k_scale is None else kv.k_scale,
             qkv if kv.v_scale is None else kv.v_scale, meta.positions, meta.slot_mapping,
             qkv if h.cos_sin is None else h.cos_sin, qkv if h.q_norm is None else h.q_norm,
-            qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, num_tokens,
+            qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, h.value_eps or 0.0, num_tokens,
             H=num_heads, K=num_kv_heads, V=num_values, D=head_dim, R=h.rotary_dim, BLOCK_SIZE=kv.block_size,
             TOKENS=tokens, HEADS=at_once, STEPS=steps, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=width,
             BLOCK_R=width // 2 if h.interleaved else triton.next_power_of_2(max(1, h.rotary_dim // 2)),
             INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1,
+            OWN_VALUES=h.has_values, NORM_VALUES=h.value_eps is not None,
             num_warps=warps if tokens * at_once * head_dim >= 1024 else 1, **pdl_options(qkv),
         )  # fmt: skip
     return q
@@ -414,8 +428,9 @@ CLAMPED_SWIGLU, CUSTOM = 5, 6
 
 @triton.jit
 def _logistic(x):
-    """1 / (1 + e^−x), in instructions without special cases for denormals: about half the cost of `tl.sigmoid`, which
-    counts in an activation's kernel. A reciprocal square root has such an instruction, a division has not."""
+    """1 / (1 + e^−x), without special cases for denormals. That is about half the cost of
+    `tl.sigmoid`, which matters in an activation kernel. A reciprocal square root has such an
+    instruction; a division has not."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
@@ -435,7 +450,8 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr):
-    """float32 y → its activation; GATED: y is the gate and `up` is gated. Further arguments: `activation_arguments`."""
+    """Activation of float32 y. GATED: y is the gate, and `up` is gated. Other arguments:
+    `activation_arguments`."""
     if GATED:
         if KIND == 5:  # CLAMPED_SWIGLU
             y = tl.minimum(y, limit)
@@ -457,7 +473,8 @@ def _activation_kernel(
     ROWS: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of ROWS rows; whole rows if they are quantised, since a row has one scale."""
+    """Activate BLOCK columns of ROWS rows. Quantised rows are taken whole, because a row has one
+    scale."""
     if PDL:
         pdl_wait()
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -510,7 +527,7 @@ def activation(
 
 @triton.jit
 def _row_at(places_ptr, indices_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where row `indices[program_id(0)]` of part program_id(1) begins."""
+    """Start of row `indices[program_id(0)]` in part program_id(1)."""
     place = places_ptr + tl.program_id(1) * 3
     begin, stride = tl.load(place), tl.load(place + 1)
     row = (begin + tl.load(indices_ptr + tl.program_id(0)) * stride).to(tl.pointer_type(KIND))
@@ -535,7 +552,7 @@ def _copy_kernel(
 def copy_blocks(
     source: BlockTensors, target: BlockTensors, sources: Tensor, targets: Tensor
 ) -> None:
-    """One launch for all parts."""
+    """Copy blocks of all parts in one launch."""
     aligned = source.is_aligned and target.is_aligned
     pieces = min(8, triton.cdiv(max(source.row_bytes), 4096))
     _copy_kernel[(len(sources), len(source.rows), pieces)](

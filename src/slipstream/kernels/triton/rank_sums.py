@@ -1,5 +1,6 @@
-"""Sums over ranks in one kernel, through memory that all of them read and write, with the norm that follows. The kernel is
-`rank_sums.cu`. This file decides for which tensors it runs, and tests it at the start."""
+"""Sums over ranks, with the norm that follows, in one kernel, through memory that all ranks read
+and write. The kernel is `rank_sums.cu`. This file decides for which tensors it runs, and tests it
+at the start."""
 
 from __future__ import annotations
 
@@ -28,29 +29,30 @@ NORMS = {"rms": 1, "layer": 2}
 
 EMPTY = -2147450880  # 0x80008000
 MAX_BYTES = 16 * 2**20
-"""The largest sum. Each rank has twice this memory for each other rank. It is the largest size that was measured between two
-H100s: 61 µs, and 82 by NCCL."""
+"""Largest sum. Each rank has twice this memory for each other rank. It is the largest size that was
+measured between two H100s: 61 µs, against 82 with NCCL."""
 MAX_THREADS = 512
-"""Of a thread block, for rows of up to 32 bytes a thread; for longer ones twice as many. With 256, 8 to 512 KB take a fifth
-longer."""
+"""Threads per thread block, for rows of up to 32 bytes per thread; twice as many for longer rows.
+With 256, sums of 8 to 512 KB take a fifth longer."""
 THREADS_OF_SM = 1024
-"""Threads of a multiprocessor's thread blocks together: half of what it has, so that all of them fit with 64 registers a
-thread. Twice as many gain nothing up to 2 MB, and 3 to 9 % of 8 and 16 MB."""
+"""Threads per multiprocessor: half of what it has, so that all thread blocks fit with 64 registers
+per thread. Twice as many gain nothing up to 2 MB, and 3 to 9 % for 8 and 16 MB."""
 VECTOR = 16
 SCRATCH_BYTES = 256
 TEST_CALLS = 12
 TEST_PATIENCE = 8192
-"""Of 2^20 cycles, some 5 s: how long a test waits for another rank."""
+"""How long a test waits for another rank, in units of 2^20 cycles: about 5 s."""
 
 _logger = logging.getLogger("slipstream.engine")
 
 
 class RankSums:
-    """`platform.PeerSums`, and norms of such sums. `map_memory` comes before the first sum. One stream only; every rank makes
-    the same calls in the same order."""
+    """`platform.PeerSums`, and norms of such sums. `map_memory` must be called before the first
+    sum. One stream only; every rank makes the same calls in the same order."""
 
     def __init__(self, group: RankGroup, row_bytes: int, *, most_bytes: int = MAX_BYTES) -> None:
-        """`row_bytes`: of the rows that are normed, a multiple of 16. Other tensors are cut into rows of this size."""
+        """`row_bytes`: bytes of the rows that are normed, a multiple of 16. Other tensors are cut
+        into rows of this size."""
         if row_bytes % VECTOR:
             raise ValueError(f"rows of {row_bytes} bytes are no multiple of {VECTOR}")
         self.group, self.device = group, group.device
@@ -67,15 +69,15 @@ class RankSums:
         self._peers: tuple[Tensor, ...] = ()
 
     def map_memory(self) -> None:
-        """Have each rank's memory, with empty places. All ranks call it."""
+        """Map each rank's memory, and mark all places empty. All ranks must call it."""
         num_bytes = 2 * (self.group.size - 1) * self.rows * self.vectors * VECTOR
-        self._peers = self.group.share(num_bytes)  # mapped as long as they are held
+        self._peers = self.group.share(num_bytes)  # they stay mapped as long as they are referenced
         self._peers[self.group.rank].view(torch.int32).fill_(EMPTY)
         self._memory = torch.tensor([x.data_ptr() for x in self._peers], dtype=torch.int64).to(
             self.device
         )
         self._counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
-        self.group.least(0)  # all places are empty
+        self.group.least(0)  # wait until all places are empty on all ranks
 
     def covers(self, x: Tensor) -> bool:
         size = x.numel() * x.element_size()
@@ -83,7 +85,7 @@ class RankSums:
         return fits and x.dtype in KINDS and x.is_contiguous() and x.data_ptr() % VECTOR == 0
 
     def covers_norm(self, x: Tensor, norm: NormParams, inputs: InputFormat | None) -> bool:
-        """Whether `normed` takes them."""
+        """Whether `normed` supports these arguments."""
         size = x.shape[1]
         alike = all(
             w.dtype == x.dtype and w.data_ptr() % VECTOR == 0
@@ -96,7 +98,7 @@ class RankSums:
         return alike and whole and not isinstance(norm.kind, OwnNorm) and self.covers(x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum, in memory of its own."""
+        """The sum, in new memory."""
         total = torch.empty_like(x)
         self._run(x, total, self._kernel(x.dtype))
         return total
@@ -104,7 +106,7 @@ class RankSums:
     def normed(
         self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """`OpSet.norm` of the sum of x, which it rounds to x's type first."""
+        """`OpSet.norm` of the sum of x. The sum is rounded to x's type first."""
         num_rows, size = x.shape
         out, scales = empty_rows(num_rows, size, x, inputs)
         total = torch.empty_like(x) if residual is None else residual.contiguous()
@@ -150,7 +152,7 @@ class RankSums:
     def definitions(
         self, dtype: torch.dtype, norm: NormParams | None, adds: bool, inputs: InputFormat | None
     ) -> dict[str, int | float]:
-        """The names in capitals in the kernel's source."""
+        """Values for the names in capitals in the kernel's source."""
         return {
             "VECTORS": self.vectors,
             "WARPS": self.warps,
@@ -172,7 +174,7 @@ class RankSums:
         }
 
     def compile_first(self) -> None:
-        """Compile the kernel of sums without a norm."""
+        """Compile the kernel for sums without a norm."""
         self._kernel(torch.bfloat16)
 
     def compiled(
@@ -193,14 +195,13 @@ class RankSums:
 
 
 def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
-    """Have `group` sum through peers' memory from now on, if every rank can and gets what the library gets."""
+    """Have `group` sum through peers' memory from now on, if that works on every rank and gives the
+    library's results."""
     sums, why = None, ""
     try:
         sums = RankSums(group, row_bytes)
         sums.compile_first()
-    except (
-        Exception
-    ) as error:  # of the driver, of torch or of a compiler: which, and why, is for the log
+    except Exception as error:  # from the driver, torch or a compiler; the log says which and why
         why = first_line(error)
     if group.least(sums is not None and not why)[0]:
         try:
@@ -224,7 +225,8 @@ def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
 
 @torch.inference_mode()
 def agrees(sums: RankSums) -> bool:
-    """Whether sums of one row to the most, in graphs of many that are replayed, are the library's in every bit."""
+    """Whether sums of one row up to the largest size, replayed in graphs of many, equal the
+    library's in every bit."""
     group, found = sums.group, True
     row = sums.vectors * VECTOR // 2
     recorder = platform_of(sums.device).graphs()

@@ -1,5 +1,5 @@
-"""A step's reads from and writes to its sequences' token rows, and rows of embeddings: one kernel each, where torch needs up to
-two dozen."""
+"""One kernel each for a step's reads from and writes to its sequences' token rows, and for rows of
+embeddings. torch needs up to two dozen kernels for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Sampling without a sort: one thread block per row of logits [S, V].
 
-A kept set is every token at or above a threshold, so top-k and top-p search for a threshold. Probabilities relative to
-the best lie in [0, 1], where float32 bit patterns are ordered; thirty halvings find it exactly. Then one pass in token
-order finds where the running sum exceeds u · total. Sums have a fixed order."""
+A kept set is every token at or above a threshold, so top-k and top-p search for a threshold.
+Probabilities relative to the best one are in [0, 1], where float32 bit patterns are ordered; thirty
+halvings find the threshold exactly. Then one pass in token order finds where the running sum
+exceeds u · total. Sums have a fixed order."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def _argmax_kernel(
     logits_ptr, token_ids_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span,
     SPLITS: tl.constexpr, WHOLE: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of `span` tokens of a row, with its logit; WHOLE: the row's best alone. MAPPED: column i is the token
-    token_ids[i]."""
+    """Find the best of `span` tokens of a row, with its logit. WHOLE: only the row's best token.
+    MAPPED: column i is the token token_ids[i]."""
     if PDL:
         pdl_wait()
     row, split = tl.program_id(0), tl.program_id(1)
@@ -72,7 +73,8 @@ def _argmax_splits_kernel(
 
 @triton.jit
 def _block_argmax(row_ptr, start, end, BLOCK: tl.constexpr):
-    """Tokens `start` … `end` in BLOCK interleaved sets: each set's largest logit and the first token with it."""
+    """Scan tokens `start` … `end` in BLOCK interleaved sets: each set's largest logit and the first
+    token with it."""
     maxima = tl.full((BLOCK,), float("-inf"), tl.float32)
     ids = start + tl.arange(0, BLOCK)
     for first in range(start, end, BLOCK):
@@ -84,7 +86,7 @@ def _block_argmax(row_ptr, start, end, BLOCK: tl.constexpr):
 
 
 SPLIT_ROWS = 64
-"""Up to so many rows, a row's tokens are split over several thread blocks, to fill the chip."""
+"""Largest number of rows whose tokens are split over several thread blocks, to fill the chip."""
 
 
 def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096) -> Tensor:
@@ -115,7 +117,7 @@ def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096
 
 
 def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int, int]:
-    """(tokens that a thread block looks at together, thread blocks of a row, tokens of each)"""
+    """(tokens that a thread block scans at a time, thread blocks per row, tokens of each)"""
     block = min(block, triton.next_power_of_2(vocab))
     span = vocab if num_rows > SPLIT_ROWS else 2 * block
     return block, triton.cdiv(vocab, span), span
@@ -131,16 +133,17 @@ def _of_splits(logits: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 
 
 EXACT = 2**24
-"""Columns up to this are whole numbers in float32."""
+"""Largest range of columns that float32 represents exactly."""
 
 
 def best_of_rank(logits: Tensor, rank: int, size: int, width: int, *, block: int = 4096) -> Tensor:
-    """Logits [N, W] that are the columns of one of `size` ranks → float32 [N, P], the numbers 2 · rank and 2 · rank + 1 of
-    a row its largest logit and the column of all ranks' it is in, zeros elsewhere. So the sum over ranks has each rank's.
-    Columns from `width` (at most EXACT) on do not count. P is a multiple of 4."""
+    """Logits [N, W], the columns of one of `size` ranks → float32 [N, P]. Numbers 2 · rank and 2 ·
+    rank + 1 of a row are its largest logit and that logit's column among all ranks' columns; the
+    others are 0, so that the sum over ranks has every rank's pair. Columns from `width` (at most
+    EXACT) on do not count. P is a multiple of 4."""
     num_rows, own = logits.shape
     first = rank * own
-    vocab = min(own, width - first)  # 0 or less: there is none
+    vocab = min(own, width - first)  # 0 or less: this rank has no column that counts
     pairs = torch.empty(num_rows, -(-2 * size // 4) * 4, dtype=torch.float32, device=logits.device)
     if not num_rows:
         return pairs
@@ -160,7 +163,8 @@ def best_of_rank(logits: Tensor, rank: int, size: int, width: int, *, block: int
 
 
 def best_of_all(pairs: Tensor, size: int) -> Tensor:
-    """The sum over `size` ranks of `best_of_rank` → int64 [N], the columns of the largest logits, of equals the first"""
+    """Pairs summed over `size` ranks (`best_of_rank`) → int64 [N]: the columns of the largest
+    logits, the first one of equals."""
     out = torch.empty(len(pairs), dtype=torch.int64, device=pairs.device)
     if len(pairs):
         grid = (triton.cdiv(len(pairs), 128),)
@@ -182,7 +186,7 @@ def _pair_kernel(
     max_ptr, id_ptr, pairs_ptr, place, first,
     SPLITS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`best_of_rank` of the best of each split."""
+    """`best_of_rank` from the best of each split."""
     if PDL:
         pdl_wait()
     row, at, column = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
@@ -238,7 +242,8 @@ def _sample_kernel(
         if ANY_TOP_K:
             k = tl.load(top_k_ptr + row)
             if (k > 0) & (k < vocab):
-                low, high = 0, ONE  # invariant: count(≥ low) ≥ k; the result is the largest such
+                # invariant: count(≥ low) ≥ k; the result is the largest such low
+                low, high = 0, ONE
                 while low < high:
                     middle = (low + high + 1) // 2
                     count = tl.zeros((BLOCK,), tl.int32)
@@ -301,7 +306,7 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tensor:
-    """Biased and penalised logits [S, V] → int64 [S]; u float32 [S] in (0, 1)."""
+    """Logits [S, V], after bias and penalties → int64 [S]; u float32 [S] in (0, 1)."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
@@ -314,14 +319,14 @@ def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4
 
 
 TOP_BLOCK = 4096
-"""Tokens of a row that a thread block of `_best_kernel` holds in its registers."""
+"""Tokens of a row that a thread block of `_best_kernel` holds in registers."""
 MIN_KEY = tl.constexpr(-(2**63))
-"""Below every key of `_ordered`."""
+"""A key below every key of `_ordered`."""
 
 
 @triton.jit
 def _ordered(x, at):
-    """int64 keys that are ordered as the float32 x, and where those are equal, the lower `at` first. No two are equal."""
+    """int64 keys ordered like float32 x; of equal x the lower `at` first. No two keys are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 + 0 is 0
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - at).to(
         tl.int64
@@ -341,8 +346,8 @@ def _best_kernel(
     num_top,
     BLOCK: tl.constexpr,
 ):
-    """Of BLOCK tokens of a row: the largest logit, the sum of exponents relative to it, how many logits are above the chosen
-    token's, and the keys of the `num_top` best."""
+    """Reduce BLOCK tokens of a row: the largest logit, the sum of exponents relative to it, the
+    number of logits above the chosen token's, and the keys of the `num_top` best."""
     row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     at = split * BLOCK + tl.arange(0, BLOCK)
@@ -366,7 +371,8 @@ def _merge_best_kernel(
     logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, chosen_ptr, rank_ptr, ids_ptr, values_ptr, row_stride,
     num_splits, num_top, BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, from its parts: log-probability and rank of the chosen token, and the best with theirs."""
+    """Merge one row's parts: log-probability and rank of the chosen token, and the best tokens with
+    theirs."""
     row = tl.program_id(0)
     parts, at = tl.arange(0, BLOCK), tl.arange(0, BLOCK_KEYS)
     there = parts < num_splits
@@ -397,7 +403,8 @@ def _merge_best_kernel(
 def best_logprobs(
     logits: Tensor, tokens: Tensor, num_top: int, *, block: int = TOP_BLOCK
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`OpSet.best_logprobs`. They are read once: the `num_top` best of each part of a row are candidates for the row's."""
+    """`OpSet.best_logprobs`. Logits are read once: the `num_top` best of each part of a row are the
+    candidates."""
     num_rows, vocab = logits.shape
     block = min(block, triton.next_power_of_2(vocab))
     num_splits = triton.cdiv(vocab, block)
@@ -437,7 +444,7 @@ def best_logprobs(
 
 @triton.jit
 def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK: tl.constexpr):
-    """One span of one row's tokens: only what is not allowed is written."""
+    """Mask one span of one row's tokens. Only forbidden tokens are written."""
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + i).to(tl.int64)
     word = tl.load(bits_ptr + i.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)

@@ -1,9 +1,11 @@
-"""2:4 sparse weights through cuSPARSELt: if two of every four neighbours in a row are zeros, tensor cores skip them.
+"""2:4 sparse weights through cuSPARSELt: if two of every four neighbours in a row are zeros, tensor
+cores skip them.
 
-The compressed copy (9/16 of the bytes in 16 bits, 10/16 in 8) is kept beside the dense weight and used from some number
-of tokens on; below that the dense kernels are faster. The number comes from the tile table (op "sparse24", measured by
-`slipstream tune`) or from `FROM_TOKENS`, never from a measurement at load: a configuration gives the same sums in every
-run. Other weights, shapes that the library lacks, and machines without it keep the dense weight alone.
+The compressed copy (9/16 of the bytes in 16 bits, 10/16 in 8) is kept next to the dense weight and
+used from a certain number of tokens on; below it the dense kernels are faster. The number comes
+from the tile table (op "sparse24", measured by `slipstream tune`) or from `FROM_TOKENS`, never from
+a measurement at load, so that a configuration gives the same sums in every run. Other weights,
+shapes that the library lacks, and machines without it use the dense weight alone.
 
 An 8-bit product is rounded to the model's type before the tokens' scales are applied."""
 
@@ -22,15 +24,17 @@ from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.autotune_table import NEVER, TileTable
 
 FROM_TOKENS = {torch.int8: 256}
-"""Default, measured on an H200 with cuSPARSELt 0.8 (benchmarks/COMPRESSION_NOTES.md). There the dense product is always
-faster in bfloat16, and in FP8 from 65 tokens on."""
+"""Default number of tokens, measured on an H200 with cuSPARSELt 0.8
+(benchmarks/COMPRESSION_NOTES.md). There the dense product is always faster in bfloat16, and in FP8
+from 65 tokens on."""
 
 MULTIPLE = 64
-"""The library needs rows and columns in multiples of this, for every dtype."""
+"""Multiple that the library requires of rows and columns, for every dtype."""
 
 
 def is_sparse24(weight: Tensor) -> bool:
-    """Whether every four neighbours in a row of [out, in] hold two zeros or more. Most weights fail in the first rows."""
+    """Whether every four neighbours in a row of [out, in] contain two zeros or more. Most weights
+    fail in the first rows."""
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return False
     parts = (weight[:MULTIPLE], weight[MULTIPLE:])
@@ -47,7 +51,8 @@ def _zeros(rows: Tensor) -> Tensor:
 
 
 def with_sparse_copy(w: Linear, tiles: TileTable) -> Linear:
-    """`w` (dense or 8-bit) with a sparse copy, if it is 2:4 and the copy is faster for some step size."""
+    """`w` (dense or 8-bit) with a sparse copy, if it is 2:4 and the copy is faster for some step
+    size."""
     dtype = w.weight.dtype
     found = tiles.find("sparse24", w.inputs or str(dtype).removeprefix("torch."), *w.weight.shape)
     from_tokens = FROM_TOKENS.get(dtype, NEVER) if found is None else found[0]
@@ -57,7 +62,7 @@ def with_sparse_copy(w: Linear, tiles: TileTable) -> Linear:
 
 
 def available(weight: Tensor) -> bool:
-    """Whether the library is there and has the weight's dtype."""
+    """Whether the library is installed and supports the weight's dtype."""
     platform = platform_of(weight.device)
     return (
         isinstance(platform, CudaPlatform)

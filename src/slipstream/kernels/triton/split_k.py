@@ -1,7 +1,8 @@
-"""Split-K: the K dimension of a product is split over thread blocks; the last one to arrive adds their partial sums.
+"""Split-K: the K dimension of a product is split over thread blocks; the last one to arrive adds
+their partial sums.
 
-The partial sums are added in a fixed order, whichever thread block comes last. All products of a device share the
-counters, so such kernels must not run at the same time: one stream only."""
+The partial sums are added in a fixed order, whichever thread block arrives last. All products of a
+device share the counters, so such kernels must not run at the same time: one stream only."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""`slipstream tune`: measure tiles for a model's shapes on the present GPU.
+"""`slipstream tune`: measures tiles for a model's shapes on the present GPU.
 
-1. For each op and shape, coordinate descent from a tile that is good in general: about fifteen measurements instead of a
-   hundred.
-2. A tile is kept if it beats the engine's present choice by 2 % in two measurements, and if its result agrees.
+1. Each op and shape is searched by coordinate descent from a generally good tile: about fifteen
+   measurements instead of a hundred.
+2. A tile is kept if it beats the engine's present choice by 2 % in two measurements, and if its
+   result agrees.
 3. Times are medians of CUDA graph replays over enough copies of the weight that none stays in L2.
 
-`search` and `tune` know the GPU only through the timer they are given."""
+`search` and `tune` know the GPU only through the timer that they are given."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ from slipstream.spec.scheme import RowFormat, Scheme
 
 Call: TypeAlias = Callable[[], Tensor]
 Calls: TypeAlias = Callable[[Tile | None], Sequence[Call]]
-"""The same work on different copies of its data, with a tile (None: the engine's present choice)."""
+"""The same work on different copies of its data, with a tile (None: the engine's present choice).
+"""
 
 SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
     "gemv": ((2, 1024, 4), ((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))),
@@ -59,17 +61,20 @@ SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
 """Starting tile, and the values of each of its numbers."""
 
 PRIORITY = {"gemm": 1, "prefill": 1, "sparse24": 2}
-"""Decode's ops are measured first (0), then prefill's, then what 2:4 weights add."""
+"""Order of measuring: decode's ops first (0), then prefill's, then those for 2:4 weights."""
 SPARSE24_STEPS = ((64, 8), (256, 8), (1024, 4), (4096, 1))
-"""Step sizes timed together for a 2:4 weight, and how often each, so that all weigh about alike."""
+"""(tokens, repetitions) of the steps timed together for a 2:4 weight, so that all take about as
+long."""
 MIN_GAIN = 0.98
-"""A tile replaces another only below this share of its time, so that noise changes nothing."""
+"""Share of the time below which another tile replaces the present one, so that noise changes
+nothing."""
 TOLERANCE = 0.02
-"""Largest difference of results relative to the largest number: another order of sums, in 16 bits."""
+"""Largest difference of results relative to the largest number. Another order of sums in 16 bits
+causes some."""
 SPLIT_INPUTS = 128
-"""A split of K has at least so many inputs."""
+"""Fewest inputs of a split of K."""
 L2_BYTES = 3e8
-"""Copies of a weight take at least this together: several L2 caches."""
+"""Least total bytes of the copies of a weight: several L2 caches."""
 PREFILL_TOKENS = 4096
 """Tokens of a measured prefill step, in prompts of one length."""
 CONTEXT = 1024
@@ -95,7 +100,8 @@ class Trial:
 
 
 def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | None:
-    """A tile that beats the present choice, or None. `time_of` gives microseconds, infinite for a tile that can't run."""
+    """A tile that beats the present choice, or None. `time_of` gives microseconds, infinite for a
+    tile that can't run."""
     times: dict[Tile, float] = {}
 
     def timed(tile: Tile) -> float:
@@ -115,10 +121,11 @@ def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | 
             )
     if not timed(best) < MIN_GAIN * before:
         return None
+    # a second measurement, so that a lucky one decides nothing
     again, before_again = (
         time_of(best),
         time_of(None),
-    )  # measured again, so that one lucky measurement decides nothing
+    )
     if not again < MIN_GAIN * before_again:
         return None
     return Measured(best, round(max(times[best], again), 3), round(min(before, before_again), 3))
@@ -126,7 +133,8 @@ def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The measured keys, the winners among them, and how many keys time or memory did not suffice for."""
+    """The measured keys, their winning tiles, and the number of keys skipped for lack of time or
+    memory."""
 
     measured: tuple[Key, ...]
     found: dict[Key, Measured]
@@ -172,7 +180,8 @@ def _measure(
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Per call: the median of five replays of a graph of all calls; infinite if the GPU lacks a resource for it."""
+    """Time per call: the median of five replays of a graph of all calls; infinite if the GPU lacks
+    a resource for it."""
     try:
         for call in calls[:2]:
             call()
@@ -282,7 +291,7 @@ class _Bench:
         )
 
     def _on_hopper(self, num_tokens: int, outer: int) -> bool:
-        """Whether an fp8 product has Hopper's own kernel, which takes no tile from the table."""
+        """Whether an fp8 product uses Hopper's own kernel, which takes no tile from the table."""
         if not runs_on_hopper(self.device):
             return False
         from slipstream.kernels.triton.hopper_linear import is_faster
@@ -290,7 +299,8 @@ class _Bench:
         return is_faster(num_tokens, outer, scaled=True)
 
     def _sparse24(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
-        """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is available."""
+        """Trials that find the number of tokens from which cuSPARSELt is faster for a 2:4 weight of
+        this shape. Empty without cuSPARSELt."""
         like = torch.empty(0, device=self.device, dtype=self.dtype)
         if not sparse24.available(like) or any(n % sparse24.MULTIPLE for n in shape):
             return []
@@ -341,8 +351,8 @@ class _Bench:
     def _attention(
         self, a: AttentionSpec, cache: RowFormat | None, most: int, max_model_len: int, key: Key
     ) -> Calls:
-        """The key's last number, at most `most`, is a decode's number of sequences, or the tokens of each prompt of a
-        large prefill step."""
+        """Calls of attention for `key`. Its last number, at most `most`, is the number of sequences
+        of a decode step, or the tokens of each prompt of a large prefill step."""
         op, _, (*_, block_size, size) = key
         size = min(size, most)
         if op == "decode":

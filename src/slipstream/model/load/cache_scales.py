@@ -61,6 +61,7 @@ class CacheScales:
         self._own = [
             _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0] for a in attentions
         ]
+        self._owners = spec.owners
         self._found: dict[tuple[int, str], Floats] = {}
 
     @staticmethod
@@ -112,7 +113,7 @@ class CacheScales:
         """Returns for each layer the float32 [K] scales of keys and of values. CheckpointError
         names a missing scale."""
         missing = [
-            (i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found
+            (i, x) for i in sorted({*self._owners}) for x in "kv" if (i, x) not in self._found
         ]
         if missing:
             layer, x = missing[0]
@@ -122,7 +123,7 @@ class CacheScales:
                 + "; save it again, or set kv_cache_dtype to the model's type",
                 field=f"{x}_scale",
             )
-        return [(self._found[i, "k"], self._found[i, "v"]) for i in range(len(self._heads))]
+        return [(self._found[i, "k"], self._found[i, "v"]) for i in self._owners]
 
 
 def _part_of(name: str) -> str | None:

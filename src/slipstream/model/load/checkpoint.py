@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -43,6 +43,7 @@ from slipstream.spec.parameters import (
     SwapGateUp,
     Transform,
     Transpose,
+    Turnable,
     Ungroup,
     Unpermute,
     keeps_float32,
@@ -149,6 +150,7 @@ def parameter_fills(
         if placement.target not in shapes:
             continue
         into = placed_shape(shapes[placement.target], placement)
+        placement = turned(placement, shape, into)
         expected = stored_shape(into, placement.transform)
         if (
             tuple(shape) != expected and (1, *shape) != expected
@@ -379,6 +381,13 @@ def placed_shape(shape: Shape, placement: Placement) -> Shape:
     return (*copies, rows, *shape[1:])
 
 
+def turned(placement: Placement, shape: Shape, into: Shape) -> Placement:
+    """Returns the placement of a tensor of `shape`, which may be stored either way round."""
+    if not isinstance(placement.transform, Turnable):
+        return placement
+    return replace(placement, transform=None if tuple(shape) == into else Transpose())
+
+
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
@@ -392,7 +401,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
 def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
     """Returns `value` in the decoder's order. `xp` is the module of its array, NumPy or torch."""
     match how:
-        case None:
+        case None | Turnable():
             return value
         case Transpose():
             return value.swapaxes(-1, -2)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.load.checkpoint import placed_shape, stored_shape
+from slipstream.model.load.checkpoint import placed_shape, stored_shape, turned
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.load.weights import transform
 from slipstream.model.stored.compressed import PARTS
@@ -127,6 +127,7 @@ class Sharded:
     ) -> Stored:
         """Cuts a tensor in the model's type, in the order of its parameter."""
         full = placed_shape(self._whole[place.target], place)
+        place = turned(place, shape, full)
         expected = stored_shape(full, place.transform)
         if tuple(shape) != expected and (1, *shape) != expected:
             raise CheckpointError(

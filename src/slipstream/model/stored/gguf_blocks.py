@@ -41,7 +41,8 @@ class BlockWeights:
         empty: Callable[[Shape], Any],
         scheme: Scheme | None = None,
     ) -> None:
-        held = {target for target in shapes if is_product(target) or target == "embed.weight"}
+        tables = ("embed.weight", "layer_inputs.table.weight")
+        held = {target for target in shapes if is_product(target) or target in tables}
         if scheme is not None:
             held = {target for target in held if not rounds(scheme, target)}
             if scheme.head and "head.weight" not in shapes:

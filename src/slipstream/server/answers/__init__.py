@@ -1,1 +1,1 @@
-"""From the engine's outputs to the answers of every protocol."""
+"""Answers of every protocol, built from the engine's outputs."""

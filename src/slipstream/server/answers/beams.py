@@ -1,4 +1,5 @@
-"""`use_beam_search` of completions and chat (vLLM's name): which other fields go with it, and the search's parameters."""
+"""`use_beam_search` of completions and chat (vLLM's name): its parameters, and the fields it
+excludes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.server.openai.protocol import GenerationRequest
 
 OWN = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
-"""Fields that say how to search."""
+"""Fields that configure the search; they are refused without `use_beam_search`."""
 
 TAKEN = frozenset(
     (
@@ -59,11 +60,12 @@ TAKEN = frozenset(
         *("compress_prompt", "skip_special_tokens"),
     )
 )
-"""Fields that a search has, of its body. The others draw tokens, or look at them one by one."""
+"""Fields that a search accepts. All others concern the sampling of tokens or single tokens of the
+answer."""
 
 
 def check(body: GenerationRequest) -> None:
-    """400: a field that does not go with the others."""
+    """Raise a 400 if a field contradicts `use_beam_search`, or needs it."""
     if not body.use_beam_search:
         if wrong := [name for name in OWN if _is_given(getattr(body, name))]:
             raise bad_request(f"{wrong[0]} goes with use_beam_search=true; leave it out", wrong[0])
@@ -71,16 +73,18 @@ def check(body: GenerationRequest) -> None:
     others = [name for name in body.__struct_fields__ if name not in TAKEN]
     if wrong := [name for name in others if _is_given(getattr(body, name))]:
         reason = (
-            "whole answers are searched for"
+            "the search returns whole answers"
             if "stream" in wrong[0]
-            else "it keeps the likeliest answers"
+            else "the search returns the likeliest answers"
         )
-        raise bad_request(f"use_beam_search has no {wrong[0]}: {reason}; leave it out", wrong[0])
+        raise bad_request(
+            f"use_beam_search does not take {wrong[0]}: {reason}; leave it out", wrong[0]
+        )
     if body.temperature not in (None, 0, 1):
-        raise bad_request("use_beam_search draws nothing; leave temperature out", "temperature")
+        raise bad_request("use_beam_search does not sample; leave temperature out", "temperature")
     if body.skip_special_tokens is False:
         raise bad_request(
-            "use_beam_search shows no special tokens; leave skip_special_tokens out",
+            "use_beam_search always skips special tokens; leave skip_special_tokens out",
             "skip_special_tokens",
         )
     if (
@@ -89,7 +93,7 @@ def check(body: GenerationRequest) -> None:
         and hasattr(body, "messages")
     ):
         raise bad_request(
-            "use_beam_search needs max_tokens: a beam of the whole context is never wanted",
+            "use_beam_search needs max_tokens: it would search to the end of the context without it",
             "max_tokens",
         )
 
@@ -102,7 +106,7 @@ def _is_given(value: Any) -> bool:
 
 @contextmanager
 def named_as_in_body() -> Iterator[None]:
-    """Errors about a search name the body's fields: `beam_width` is its `n`."""
+    """Rename the engine's `beam_width` to the body's `n` in errors."""
     try:
         yield
     except RequestError as error:
@@ -113,7 +117,7 @@ def named_as_in_body() -> Iterator[None]:
 
 
 def search(body: GenerationRequest, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
-    """The search, with its answers in the form that the response writers take."""
+    """Parameters of the search, and the sampling parameters that the response writers expect."""
     own: dict[str, Any] = {
         name: getattr(body, name) for name in OWN if getattr(body, name) is not None
     }

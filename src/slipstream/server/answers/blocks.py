@@ -1,8 +1,8 @@
-"""Answers made of blocks: reasoning, text and calls of functions, one behind the other.
+"""Answers made of consecutive blocks: reasoning, text and function calls.
 
-The common part of /v1/responses and /v1/messages. A block has a beginning, pieces, and an end. A subclass writes the events of
-a stream; the collected answer is made of the same blocks. There is one choice. Its text is read as it comes, whether it is
-streamed or not.
+The common part of /v1/responses and /v1/messages. A block has a beginning, pieces and an end. A
+subclass writes the events of a stream; the collected answer is made of the same blocks. There is
+one choice. Its text is parsed as it arrives, streamed or not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Event, Reasoning
-from slipstream.engine.text.tools import Reading
+from slipstream.engine.text.tools import Reading, is_cut
 from slipstream.outputs import CompletionOutput, PositionLogprobs
 from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.openai.chat import read_events
@@ -23,14 +23,14 @@ from slipstream.server.openai.chat import read_events
 class ContentBlock:
     kind: Literal["reasoning", "text", "call"]
     index: int
-    name: str = ""  # of the function that is called
+    name: str = ""  # the called function's
     id: str = ""
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)  # of text
+    logprobs: list[PositionLogprobs] = field(default_factory=list)  # of a text block
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments, as JSON."""
+        """The block's text; for a call, its arguments as JSON."""
         return "".join(self.pieces)
 
 
@@ -42,17 +42,17 @@ class BlockAnswer(Answer):
         super().__init__(*args)
         self.parser = None if reading is None else reading.parser()
         self.blocks: list[ContentBlock] = []
-        self.stop_reason: str | int | None = None  # the stop string or token that ended it
-        self.num_reasoning_tokens = 0  # from the first piece of reasoning to what follows it
+        self.stop_reason: str | int | None = None  # the stop string or token that ended the answer
+        self.num_reasoning_tokens = 0  # all tokens from the first reasoning to the block after it
         self._events: list[bytes] = []
         self._untold_logprobs: list[PositionLogprobs] = []
-        self.ended = False  # all was read; what is closed now is the last block
+        self.ended = False  # everything was read: the next close is the last block's
         self._opened = self._closed = False
 
-    # --- What a subclass writes -----------------------------------------------------------------------------------------
+    # --- Written by subclasses -----------------------------------------------------------
 
     def opening(self) -> bytes:
-        """A stream's first events."""
+        """The first events of a stream."""
         raise NotImplementedError
 
     def begin(self, block: ContentBlock) -> bytes:
@@ -64,7 +64,7 @@ class BlockAnswer(Answer):
     def close(self, block: ContentBlock) -> bytes:
         raise NotImplementedError
 
-    # --- Reading --------------------------------------------------------------------------------------------------------
+    # --- Reading -------------------------------------------------------------------------
 
     @property
     def called(self) -> bool:
@@ -81,7 +81,9 @@ class BlockAnswer(Answer):
             self._events.append(self.opening())
         events: list[Event] = []
         if self.parser is not None:
-            events = read_events(self.parser, delta.text, last=delta.finish_reason is not None)
+            reason = delta.finish_reason
+            is_last = reason is not None
+            events = read_events(self.parser, delta.text, last=is_last, cut=is_cut(reason))
         elif delta.text:
             events = [Content(delta.text)]
         self._untold_logprobs += delta.logprobs or ()
@@ -96,7 +98,7 @@ class BlockAnswer(Answer):
             and self._untold_logprobs
             and delta.finish_reason is not None
         ):
-            self._add(last, "")  # of tokens without a text, such as the one that ends the answer
+            self._add(last, "")  # log-probabilities of tokens without text, such as the end token
         if delta.finish_reason is not None:
             self.stop_reason, self.ended = delta.stop_reason, True
             self._close()
@@ -113,7 +115,7 @@ class BlockAnswer(Answer):
             last = ContentBlock(
                 kind, len(self.blocks), event.name if isinstance(event, BeginCall) else ""
             )
-            # The same if the answer goes on elsewhere.
+            # Derived from the request's id: the same if another replica resumes the answer.
             last.id = blake2b(f"{self.record.id} {last.index}".encode(), digest_size=12).hexdigest()
             self.blocks.append(last)
             self._closed = False
@@ -140,14 +142,14 @@ class BlockAnswer(Answer):
         if self.stream:
             self._events.append(write(*args))
 
-    # --- Sending --------------------------------------------------------------------------------------------------------
+    # --- Sending -------------------------------------------------------------------------
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        """All that was read and not sent yet."""
+        """The events written since the last call."""
         events, self._events = b"".join(self._events), []
         return events
 
 
 def sse(kind: str, data: dict[str, Any]) -> bytes:
-    """A server-sent event with a name, which its data bear as `type`, too."""
+    """A named server-sent event. Its data repeat the name as `type`."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **data}) + b"\n\n"

@@ -1,7 +1,7 @@
 """Shortening a conversation before it is answered (`compress_prompt` of a chat request).
 
-System messages stay as they are, and so does the last paragraph of the last message, which is the question; the rest is free to
-go. A small model (`--context-model`) finds the text that could have been guessed.
+System messages stay as they are. So does the last paragraph of the last message, which is the
+question. A small model (`--context-model`) removes text elsewhere that it could have guessed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.server.state import ServerState
 async def shorten(
     state: ServerState, messages: list[dict[str, Any]], wanted: PromptCompression
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The shortened messages, and the entry of `usage` about it."""
+    """The shortened messages, and their entry in `usage`."""
     if state.shortener is None:
         raise bad_request(
             "compress_prompt needs a small model: start the server with --context-model MODEL",
@@ -53,6 +53,6 @@ async def shorten(
 
 
 def _question(text: str) -> int:
-    """Where the last paragraph begins."""
+    """Index at which the last paragraph begins."""
     found = [m.end() for m in re.finditer(r"\n\s*\n", text.rstrip())]
     return found[-1] if found else 0

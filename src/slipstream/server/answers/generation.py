@@ -1,13 +1,19 @@
-"""One path for every answer: deltas from the engine, streamed as server-sent events, or the same deltas collected.
+"""One path for every answer: deltas from the engine, streamed as server-sent events or collected.
 
-An `Answer` says what to generate and how to write it; completions.py and chat.py each make one of a body.
-`GenerationRoute` is the ASGI endpoint that runs it. A 200 is sent with the first delta, so whatever fails before it
-has its own status; what fails after it is an error event, after which the stream ends without [DONE].
+An `Answer` says what to generate and how to write it. completions.py and chat.py each make one of a
+body. `GenerationRoute` is the ASGI endpoint that runs it. The status 200 is sent with the first
+delta, so an earlier failure has a status of its own. A later failure is an error event, after which
+the stream ends without [DONE].
 
-As a step's message is read, each prompt of an answer (`_Part`) gets its new output. If the connection takes more, that is
-written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it is put together
-until the answer's task has sent what came before. So the task is woken for the first delta, for the end and for a client that
-reads slowly, not for each token.
+Each prompt of an answer (`_Part`) receives its new output as the engine's message is read:
+
+1. If the connection takes more, the events are written at once (`write_chunk` of the ASGI scope,
+   see connection.py).
+2. Otherwise, or on a server without `write_chunk`, they are kept until the answer's task has sent
+   what came before.
+
+So the task wakes for the first delta, for the end and for a client that reads slowly, not for each
+token.
 """
 
 from __future__ import annotations
@@ -49,27 +55,28 @@ logger = logging.getLogger("slipstream.server")
 encode = msgspec.json.Encoder().encode
 
 BATCH_PRIORITY = 2**31 - 1
-"""The last: what a body may say is below it."""
+"""Priority of a batch's requests: the last. A body's own priority is always smaller."""
 
 _PROGRESS_S = 1.0
-"""How often a fleet's gateway gets the progress of an answer that is not streamed."""
+"""Interval of the progress reports to a fleet's gateway, for an answer that is not streamed."""
 
 
 class Body(Protocol):
-    """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
+    """A decoded request body: OpenAI's, or another protocol's that `prepare` translates."""
 
     model: str | None
 
     def check(self) -> None:
-        """Refuse what the schema cannot express."""
+        """Raise a 400 for what the schema cannot express."""
 
     def param(self, field: str | None) -> str | None:
-        """This body's own name for a field that an error names."""
+        """This body's own name of a field that an error names."""
 
 
 @contextmanager
 def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
-    """For a body that was made of another one: errors name the field of the original, which `param` returns."""
+    """Rename the field that an error names by `param`, for a body translated from another
+    protocol."""
     try:
         yield
     except ApiError as error:
@@ -81,12 +88,14 @@ def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
 
 
 Write: TypeAlias = Callable[[bytes], bool]
-"""Writes a part of an answer's body at once. Returns False, and writes nothing, if that is not possible now."""
+"""Writes a part of an answer's body at once. Returns False, and writes nothing, if the connection
+is not ready."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One of the answers so far. Text and log-probabilities are kept only if they are to be collected."""
+    """One choice of the answer so far. Text and log-probabilities are kept only if they are
+    collected."""
 
     num_tokens: int = 0
     num_drafted: int = 0
@@ -97,14 +106,14 @@ class Choice:
     text: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
-    begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
+    begun: bool = False  # a chunk was written. This and the next two belong to Answer.chunk
     num_chars: int = 0
-    strips_space: bool = False  # whether the next token's space does not show
+    strips_space: bool = False  # the next token's leading space is dropped
 
 
 @dataclass(slots=True)
 class PromptInfo:
-    """What the engine says about one prompt."""
+    """Facts from the engine about one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -112,15 +121,16 @@ class PromptInfo:
 
 
 class Answer:
-    """The answer to one body: its parameters, progress and format. Choices are numbered prompt by prompt, n for each."""
+    """The answer to one body: its parameters, progress and format. Choices are numbered prompt by
+    prompt, `num_drawn` for each."""
 
     kind: ClassVar[str]  # OpenAI's `object`
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
-    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # a stream's
     whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
-    ends_with_context = False  # max_tokens was cut to the room that the context has
-    is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
+    ends_with_context = False  # max_tokens was cut to what is left of the context
+    is_plain: ClassVar[bool] = True  # events of more text differ only in the text
 
     def __init__(
         self,
@@ -131,11 +141,11 @@ class Answer:
         record: RequestRecord,
         beams: BeamSearchParams | None = None,
     ) -> None:
-        """With `beams` the answers are searched for, and not drawn."""
+        """Check the number of choices. `beams`: the answers come from a beam search, not from
+        sampling."""
         self.beams = beams
-        self.num_drawn = (
-            sampling.num_drawn
-        )  # choices of each prompt, of which `sampling.n` are given
+        # Choices sampled for each prompt; the answer has the best `sampling.n` of them.
+        self.num_drawn = sampling.num_drawn
         num_choices = len(prompts) * self.num_drawn
         if num_choices > (limit := state.settings.max_choices_per_request):
             raise bad_request(
@@ -155,18 +165,16 @@ class Answer:
             "model": body.model,
         }
         self._num_running = len(prompts)
-        self._news = (
-            asyncio.Event()
-        )  # for the task: something waits to be sent, or all is there, or it failed
-        self._unsent: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
-        self._unwritten = b""  # the events before that
+        # Wakes the task: something waits to be sent, or the answer is complete, or it failed.
+        self._news = asyncio.Event()
+        self._unsent: dict[int, CompletionOutput] = {}  # by choice: deltas that the task is to send
+        self._unwritten = b""  # events that precede those deltas
         self._error: Exception | None = None
-        self._write: Write | None = None  # if nothing waits
-        self.begun: Sequence[
-            int
-        ] = ()  # the tokens of an answer that began elsewhere, whose events are not sent again
-        self._replays = False  # those are being replayed
-        self.marks = False  # the events are for a fleet's gateway (`server.operations.fleet`)
+        self._write: Write | None = None  # None while anything waits
+        # Tokens of an answer that began on another replica. Their events are not sent again.
+        self.begun: Sequence[int] = ()
+        self._replays = False  # the tokens of `begun` are being replayed
+        self.marks = False  # write marks for a fleet's gateway (`server.operations.fleet`)
         self.unmarked: list[int] = []  # tokens since the last mark
         # The parts of a chunk that never change are encoded once.
         self.head = (
@@ -177,15 +185,15 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of a stream."""
+        """The headers of a stream."""
         return [(b"content-type", self.media_type), (b"cache-control", b"no-cache")]
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        """The events for a delta; none if it has nothing to say."""
+        """The events of a delta; empty if the delta has nothing to show."""
         raise NotImplementedError
 
     def text_event(self, index: int, text: bytes) -> bytes:
-        """The event of more text, encoded, in a choice that has begun."""
+        """The event for more text (JSON-encoded) in a choice that has begun."""
         raise NotImplementedError
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -199,7 +207,7 @@ class Answer:
         return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:
-        """What closes the stream, behind what was not sent yet."""
+        """The last events of a stream: unsent ones, usage, [DONE]."""
         events = self._take_events()
         usage = (
             self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n"
@@ -209,7 +217,7 @@ class Answer:
         return events + usage + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends a stream in place of `end`."""
+        """The event that ends a stream after a failure, in place of `end`."""
         return b"data: " + error.body() + b"\n\n"
 
     def collected(self) -> bytes:
@@ -226,7 +234,8 @@ class Answer:
         )
 
     def choices_given(self) -> list[int]:
-        """The numbers of the choices that the collected answer has, prompt by prompt: with `best_of` the best, in order."""
+        """Numbers of the choices that the collected answer has, prompt by prompt. With `best_of`:
+        each prompt's best ones, best first."""
         if self.sampling.best_of is None:
             return list(range(len(self.choices)))
         drawn = [
@@ -239,7 +248,7 @@ class Answer:
         return [i for some in ranked for i in some[: self.sampling.n]]
 
     def extra_fields(self) -> dict[str, Any]:
-        """What else the collected answer holds."""
+        """Additional fields of the collected answer."""
         return {}
 
     def usage(self) -> dict[str, Any]:
@@ -263,12 +272,14 @@ class Answer:
         return usage
 
     async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, but for those that `write` took and the last, which `end` has. Of an answer that is collected
-        there are none, and this ends when it is complete. Closing it cancels what runs."""
+        """Submit the prompts, and yield the events of a stream that `write` did not take.
+
+        The last events come from `end`. A collected answer yields nothing; the generator ends when
+        it is complete. Closing the generator cancels what runs.
+        """
         cancels = []
-        served_model(
-            self.state, self.body.model
-        )  # 404 if it was an adapter that has been unloaded since the body was read
+        # 404 if it was an adapter that has been unloaded since the body was read.
+        served_model(self.state, self.body.model)
         key, grant = self.record.key, self.record.grant
         options = RequestOptions(
             priority=effective_priority(self.record, self.body.priority),
@@ -294,7 +305,7 @@ class Answer:
                     yield self._take_events(mark=True)
                 if self._error is not None:
                     raise self._error
-                self._write = write  # nothing waits, so what comes next can be written as it comes
+                self._write = write  # nothing waits, so the next delta can be written at once
         finally:
             self._write = None
             for cancel in cancels:
@@ -305,7 +316,8 @@ class Answer:
         metrics.answer_length.observe(self.record.num_output_tokens)
 
     async def _search(self, beams: BeamSearchParams, options: RequestOptions) -> None:
-        """Search for the answers of all prompts, and take them in. An error of one ends the others."""
+        """Run the beam searches of all prompts and take in their answers. An error of one cancels
+        the others."""
         begin, cut = self.state.engine.beam_search, self.sampling.truncate_prompt_tokens
         searches = [
             asyncio.ensure_future(begin(part.prompt, beams, options, truncate_prompt_tokens=cut))
@@ -332,7 +344,7 @@ class Answer:
             )
 
     def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
-        """Pass on what is new; `finished`: it is the last of a prompt."""
+        """Pass on new output. `finished`: it is a prompt's last."""
         self._num_running -= finished
         if self._replays:
             for new in outputs:
@@ -357,7 +369,7 @@ class Answer:
         return self._write is not None
 
     def send(self, events: bytes) -> None:
-        """Write at once, or leave it to the task if the client reads too slowly."""
+        """Write events at once, or leave them to the task if the client reads too slowly."""
         if events and (self._write is None or not self._write(events)):
             self._unwritten, self._write = events, None
             self._news.set()
@@ -372,7 +384,7 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """The mark for a gateway: the number of tokens up to the events before it."""
+        """A stream's mark for a gateway: the tokens whose events follow the last mark."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
@@ -417,7 +429,7 @@ class Answer:
 
 
 class _Part:
-    """One prompt of an answer, as the `Sink` of its new output."""
+    """One prompt of an answer: the `Sink` that the engine gives its new output."""
 
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
         self.answer, self.prompt = answer, prompt
@@ -443,11 +455,11 @@ class _Part:
                 new.index += self.first
                 answer.note(new, now)
             answer.push(delta.outputs, finished=delta.finished)
-        except Exception as error:  # of ours: the request fails, and no other
+        except Exception as error:  # our fault: this request fails, no other
             answer.fail(error)
 
     def _on_token(self, token: int, text: str, now: float) -> None:
-        """What `put` does with a delta of one token and nothing else."""
+        """The fast path of `put` for a delta that is one token and nothing else."""
         answer, choice = self.answer, self.choice
         answer.state.metrics.itl.observe(now - choice.last_token)
         choice.last_token = now
@@ -470,7 +482,7 @@ class _Part:
 
 
 def effective_priority(record: RequestRecord, asked: int | None) -> int:
-    """Apply the limits of the key to its request. Requests of a batch get a priority below all others."""
+    """The priority of a request, within its key's limit. A batch's requests come last."""
     if record.background:
         return BATCH_PRIORITY
     if record.key is None or record.key.priority is None:
@@ -479,7 +491,7 @@ def effective_priority(record: RequestRecord, asked: int | None) -> int:
 
 
 class GenerationRoute:
-    """The ASGI endpoint for bodies of `kind`, of which `prepare` makes an Answer."""
+    """The ASGI endpoint for bodies of type `kind`; `prepare` makes an Answer of a body."""
 
     def __init__(
         self,
@@ -545,7 +557,7 @@ class GenerationRoute:
                 raise
             await _break_off(exc, answer, send)
             return
-        # Sent after `in_flight` is left: from here on a disconnect changes nothing.
+        # Sent after `in_flight` is left: a disconnect no longer matters.
         if not answer.stream:
             await send_whole(send, last, answer.whole_headers)
             return
@@ -557,8 +569,11 @@ class GenerationRoute:
 
 @asynccontextmanager
 async def _reporting_progress(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
-    """While the code inside runs, a fleet's gateway gets the progress of an answer that is not streamed. A beam search has no
-    progress before its end; the gateway gets only the sign that it runs."""
+    """Report the progress of an answer that is not streamed to a fleet's gateway, while the code
+    inside runs.
+
+    A beam search has no progress before its end: its reports only show that it runs.
+    """
     write = (
         scope.get("write_interim")
         if scope.get("from_gateway", False) and not answer.stream
@@ -584,7 +599,7 @@ async def _reporting_progress(answer: Answer, scope: Scope) -> AsyncGenerator[No
 
 
 async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
-    """Ends a stream that has begun: with an error event, if the client is still connected."""
+    """End a stream that has begun, with an error event if the client is still connected."""
     record = answer.record
     if isinstance(exc, ClientDisconnected):
         record.status, record.error = CLIENT_CLOSED_REQUEST, "client_disconnected"

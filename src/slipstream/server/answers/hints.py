@@ -1,11 +1,11 @@
-"""Hints: fields of a body that advise, label or edit, which are taken without effect.
+"""Hints: fields of a body that advise, label or edit, and are accepted without effect.
 
-Clients send them unasked, and can't always leave them out. A field that would change the answer is not a hint: it is done,
-or refused by its name. docs/agents.md has all of them with the reason. `slipstream:request_hints_total` counts
-those that were sent.
+Clients send them unasked and can't always leave them out. A field that would change the answer is
+no hint: it is carried out, or refused by name. docs/agents.md lists all hints with the reason for
+each. `slipstream:request_hints_total` counts those that were sent.
 
-A struct names its hints in `hints`. Where a field is a hint only for some models (an effort that the chat template does not
-know), the code that finds out adds it to the request's record.
+A struct names its hints in `hints`. Some fields are hints only for some models, such as an effort
+that the chat template does not know: the code that finds out adds them to the request's record.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 HINT = msgspec.field(default_factory=Raw)
-"""Default of a hint that is not looked at: any JSON is taken."""
+"""Default of a hint that is not parsed: any JSON is accepted."""
 
 
 def given_hints(body: Any, path: str = "") -> Iterator[str]:
-    """Yields the names of the hints that the body has, with those of its parts, such as "tools.cache_control"."""
+    """Yield the names of the hints in a body and its parts, such as "tools.cache_control"."""
     hints: tuple[str, ...] = getattr(body, "hints", ())
     if (more := getattr(body, "more_hints", None)) is not None:
         yield from more()
@@ -29,7 +29,7 @@ def given_hints(body: Any, path: str = "") -> Iterator[str]:
         value = getattr(body, field)
         name = path + field
         if field == "messages":
-            continue  # they may be thousands; hints of theirs are taken, and not counted
+            continue  # may be thousands: their hints are accepted but not counted
         if field in hints:
             if _is_given(value):
                 yield name

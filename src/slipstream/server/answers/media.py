@@ -1,8 +1,9 @@
-"""Pictures of a request: from data URIs, or fetched from hosts that the server's settings name. Nothing else is fetched.
+"""Pictures of a request: from data URIs, or fetched from hosts that the server's settings allow.
 
-A fetch follows no redirect and uses no proxy. It is bounded by a picture's bytes, by FETCH_S seconds, and by a least rate. Its
-errors reveal nothing about the host that answered. Fetches have threads of their own, of which a client has a part: slow hosts
-hold up the pictures of that client alone.
+A fetch follows no redirect and uses no proxy. It is bounded by a picture's bytes, by FETCH_S
+seconds and by a minimum rate. Its errors reveal nothing about the host that answered. Fetches run
+on threads of their own, and each client may use a few of them: slow hosts delay only that client's
+pictures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 FETCH_S = 10.0
 SILENCE_S = 3.0
-"""The longest pause of a host, and the time for which no rate is asked of it."""
+"""Longest pause of a host. The minimum rate applies only after this time."""
 
 MIN_BYTES_PER_S = 16_384
 _SHOWN = 80
@@ -40,8 +41,11 @@ _fetches = FairThreads("fetches", 64, per_client=8)
 
 
 async def read_pictures(state: ServerState, parts: Sequence[PicturePart]) -> list[PreparedPicture]:
-    """The pictures, ready for a prompt. A 400 names the part that can't be one. Nothing is decoded before all are known to be
-    within the pixels of a request."""
+    """The pictures of a request, ready for its prompt.
+
+    A 400 names the part that is no valid picture. Nothing is decoded before all pictures are known
+    to fit into a request's pixels together.
+    """
     if not parts:
         return []
     try:
@@ -62,7 +66,7 @@ async def read_pictures(state: ServerState, parts: Sequence[PicturePart]) -> lis
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all give. If one fails the others are cancelled."""
+    """Results of all coroutines. If one fails the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -90,7 +94,7 @@ async def _prepared(state: ServerState, part: PicturePart, file: PictureFile) ->
 
 @contextmanager
 def _naming(part: PicturePart) -> Iterator[None]:
-    """Errors name the part."""
+    """Make engine errors name the part of the request."""
     try:
         yield
     except RequestError as error:
@@ -99,7 +103,8 @@ def _naming(part: PicturePart) -> Iterator[None]:
 
 
 def check_host(url: str, allowed: Sequence[str], path: str) -> None:
-    """A 400 if the URL's host is not an allowed one. A host without a port stands for its scheme's own."""
+    """Raise a 400 if the URL's host is not allowed. A host without a port means its scheme's
+    default port."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, (parts.hostname or "").lower()
@@ -131,7 +136,7 @@ def check_host(url: str, allowed: Sequence[str], path: str) -> None:
 
 
 def fetched(url: str, path: str) -> bytes:
-    """What a URL answers with 200. Blocking."""
+    """The body of a URL's answer with status 200; an ApiError (400) otherwise. Blocks."""
     parts, end = urlsplit(url), time.monotonic() + FETCH_S
     assert parts.hostname is not None
     connection: http.client.HTTPConnection
@@ -144,7 +149,8 @@ def fetched(url: str, path: str) -> bytes:
     timer: threading.Timer | None = None
     try:
         connection.connect()
-        # What answers byte by byte, in its head or later, keeps within every bound of one read: time is over for all of it.
+        # A host that sends byte by byte keeps within every bound on one read, so a timer ends the
+        # whole fetch.
         timer = threading.Timer(max(0.0, end - time.monotonic()), _cut, (connection.sock,))
         timer.daemon = True
         timer.start()

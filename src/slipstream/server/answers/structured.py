@@ -1,5 +1,8 @@
-"""The fields of a body that constrain the answer's format: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
-`guided_*` of its older versions. A body may have at most one of them."""
+"""Fields that constrain an answer's format, of which a body may have one.
+
+They are OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*` of its older
+versions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Choices = Annotated[list[Text], Meta(min_length=1)]
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's. A schema is enforced as it stands, `strict` or not."""
+    """OpenAI's `json_schema`. The schema is enforced exactly, `strict` or not."""
 
     name: Text
     description: str | None = None
@@ -30,7 +33,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's: exactly one of the first five."""
+    """vLLM's `structured_outputs`: exactly one of the first five fields."""
 
     json: Schema | None = None
     regex: Text | None = None
@@ -42,7 +45,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Structured(Struct, kw_only=True):
-    """The fields that a body has for it."""
+    """Base of bodies with fields that constrain the format."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -57,7 +60,7 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def structured(body: Structured) -> StructuredOutputsParams | None:
-    """The constraint of a body. A 400 if it has more than one."""
+    """The constraint of a body, or None. Raises a 400 if there are several."""
     name = _name(body)
     if name is None:
         if body.guided_whitespace_pattern is not None:
@@ -85,7 +88,7 @@ def structured(body: Structured) -> StructuredOutputsParams | None:
 
 
 def structured_param(body: Structured, field: str) -> str:
-    """The body's own name for `structured_outputs…`, which an error of the engine names."""
+    """The body's own name of `structured_outputs…`, which an error of the engine names."""
     name = _name(body)
     if name is None or name == "structured_outputs":
         return field

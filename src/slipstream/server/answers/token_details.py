@@ -1,4 +1,5 @@
-"""The details of single tokens in an answer, in vLLM's format: ids, the prompt's log-probabilities, and names by id."""
+"""Details of single tokens in an answer, in vLLM's format: ids, the prompt's log-probabilities,
+names by id."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from slipstream.server.openai.protocol import GenerationRequest
 
 
 def prompt_details(body: GenerationRequest, info: PromptInfo) -> dict[str, Any]:
-    """The requested details of the prompt: its tokens, and the log-probabilities of each by token id."""
+    """The requested details of the prompt: its tokens, and each one's log-probabilities by token
+    id."""
     found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
     if (num_best := body.prompt_logprobs) is not None:
         found["prompt_logprobs"] = [
@@ -31,10 +33,10 @@ def _by_id(token: Logprob) -> tuple[str, dict[str, Any]]:
 
 
 def choice_details(body: GenerationRequest, choice: Choice) -> dict[str, Any]:
-    """The tokens of a collected choice."""
+    """The token ids of a collected choice, if asked for."""
     return {"token_ids": choice.token_ids} if body.return_token_ids else {}
 
 
 def id_name(token: Logprob) -> str:
-    """A token's name where names are asked for as ids."""
+    """A token's name for `return_tokens_as_token_ids`."""
     return f"token_id:{token.token_id}"

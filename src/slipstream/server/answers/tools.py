@@ -1,4 +1,5 @@
-"""Tools and reasoning of a chat request: what the body says of them. What that means is `engine/text/tools.py`'s."""
+"""Tools and reasoning of a chat request, as its body names them; `engine/text/tools.py` interprets
+them."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ ToolSpecs = Annotated[list[ToolSpec], Meta(max_length=128)]
 
 
 class WithTools(Protocol):
-    """The fields that a chat request has for it."""
+    """The tool fields of a chat request."""
 
     tools: ToolSpecs | None
     tool_choice: ToolChoice | None
@@ -72,7 +73,7 @@ class WithTools(Protocol):
 
 
 def offer_of(body: WithTools) -> OfferedTools:
-    """RequestError names what the schema cannot express."""
+    """The tools that a request offers. RequestError names what the schema cannot express."""
     choice, specs = body.tool_choice, body.tools or ()
     named = choice.function.name if isinstance(choice, NamedChoice) else None
     return OfferedTools(
@@ -85,7 +86,8 @@ def offer_of(body: WithTools) -> OfferedTools:
 
 
 def call_dict(call: SentToolCall) -> dict[str, Any]:
-    """As chat templates take it: with the arguments as an object. A model's broken JSON is taken back as it was written."""
+    """A call as chat templates take it, with its arguments as an object. Broken JSON from a model
+    is passed on as it was written."""
     arguments = written_arguments(call.function.arguments)
     return {
         "id": call.id,
@@ -95,7 +97,8 @@ def call_dict(call: SentToolCall) -> dict[str, Any]:
 
 
 def written_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as a model wrote them. What is no JSON object, such as half of one, stands under `invalid_json`."""
+    """A call's arguments as an object. Text that is no JSON object, such as half of one, becomes
+    `invalid_json`."""
     try:
         found = None if is_too_deep(text.encode()) else msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -104,13 +107,14 @@ def written_arguments(text: str) -> dict[str, Any]:
 
 
 def chat_template(state: ServerState) -> str:
-    """The model's own; empty if it has none."""
+    """The model's chat template; empty if it has none."""
     tokenizer = state.engine.tokenizer
     return (tokenizer.chat_template if tokenizer is not None else None) or ""
 
 
 def thinking_variables(state: ServerState, field: str, *, asked: bool) -> dict[str, Any] | None:
-    """Whether to think, in the words of the chat template. A 400 that names `field` if the model does not."""
+    """The chat template's variables for thinking or not; None if it has no such switch. A 400 names
+    `field` if thinking is asked of a model that can't."""
     template = chat_template(state)
     if asked and not reasons(state, template):
         raise bad_request(f"this model does not think; leave {field} out", field)
@@ -118,13 +122,14 @@ def thinking_variables(state: ServerState, field: str, *, asked: bool) -> dict[s
 
 
 def reasons(state: ServerState, template: str | None) -> bool:
-    """Whether answers of the model may begin with reasoning, as its chat template or the server's settings say."""
+    """Whether the model's answers may begin with reasoning, by its chat template or the server's
+    settings."""
     form, think = state.settings.formats.of(template)
     return think is not None or (form is not None and form.reasons)
 
 
 def calls_tools(state: ServerState) -> bool:
-    """Tells whether the model can call tools: its template knows them, and their format is known."""
+    """Whether the model can call tools: its template and the server know their format."""
     tokenizer = state.engine.tokenizer
     template = None if tokenizer is None else tokenizer.tool_template
     form, _ = state.settings.formats.of(template)
@@ -134,7 +139,8 @@ def calls_tools(state: ServerState) -> bool:
 def reading_of(
     state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None
 ) -> Reading | None:
-    """None: the answer is its text. A 400 if the model can't call tools."""
+    """The parser for answers; None if an answer is plain text. A 400 if the model can't call the
+    offered tools."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
         return None

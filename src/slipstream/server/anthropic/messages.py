@@ -1,12 +1,12 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a chat, and works as one. The differences:
+A body is translated into a chat and answered like one. The differences:
 
-1. An answer is a list of blocks: thinking, text, tool_use. A stream sends each block from its beginning to its end before the
-   next.
-2. Results of tools are blocks of a user's message. Each becomes a message of the role `tool`.
+1. An answer is a list of blocks: thinking, text, tool_use. A stream sends each block from beginning
+   to end before the next.
+2. Tool results are blocks of a user's message. Each becomes a message of the role `tool`.
 3. If the last message is the assistant's, the answer continues it.
-4. Errors have Anthropic's shape, and `anthropic-version` must be one that is known.
+4. Errors have Anthropic's shape, and `anthropic-version` must be a known one.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from slipstream.types import FinishReason
 VERSIONS = ("2023-06-01", "2026-10-21")
 
 
-# --- The body ---------------------------------------------------------------------------------------------------------
+# --- The body ------------------------------------------------------------------------
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Without effect: prefixes are shared without being marked."""
+    """A mark of a prefix to cache; no effect, because all prefixes are cached."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -110,18 +110,18 @@ class ImageBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
 class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""  # ours are empty
+    signature: str = ""  # always empty in our answers
 
 
 class RedactedThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
-    """Thoughts that another provider has encrypted. The model can't read them, so they are left out."""
+    """Thoughts that another provider encrypted. The model can't read them, so they are left out."""
 
     type: Literal["redacted_thinking"]
     data: str = ""
 
 
 class DocumentPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
-    """A document of text, or of parts. The model gets its title, its context and its text."""
+    """A document of text or parts. The model gets its title, context and text."""
 
     type: Literal["document"]
     source: dict[str, Raw]
@@ -142,16 +142,16 @@ class DocumentPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
             said, _ = _texts_and_pictures(given, "a document", f"{path}.source.content")
         else:
             raise bad_request(
-                "a document is text or content here; send its text, or its pages as pictures",
+                "a document must be of type text or content; send its text, or its pages as pictures",
                 f"{path}.source.type",
             )
         if not isinstance(said, str):
-            raise bad_request("a document's data are a text", f"{path}.source.data")
+            raise bad_request("a document's data must be a text", f"{path}.source.data")
         return "\n".join(part for part in (self.title, self.context, said) if part)
 
 
 class SearchResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
-    """A passage that the client found. The model gets its title, its source and its text."""
+    """A passage that the client found. The model gets its title, source and text."""
 
     type: Literal["search_result"]
     source: str
@@ -227,7 +227,7 @@ class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: Raw = HINT  # arguments are always streamed as they come
+    eager_input_streaming: Raw = HINT  # arguments are always streamed
     defer_loading: Raw = HINT  # the model is told of all tools at once
     input_examples: Raw = HINT
     allowed_callers: Raw = OFF
@@ -249,13 +249,14 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
-    """`budget_tokens` is checked and has no effect: what bounds thinking is max_tokens."""
+    """Settings of thinking. `budget_tokens` is checked but has no effect: max_tokens limits
+    thinking."""
 
     hints: ClassVar[tuple[str, ...]] = ("display", "budget_tokens")
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None  # reasoning is sent as it is
+    display: Literal["summarized", "omitted"] | None = None  # reasoning is always sent in full
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -281,10 +282,10 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the former name of output_config.format
+    output_format: OutputFormat | None = None  # former name of output_config.format
     cache_control: CacheControl | None = None
     betas: Raw = HINT
-    anthropic_beta: Raw = HINT  # by Amazon Bedrock's clients, as the next
+    anthropic_beta: Raw = HINT  # from Amazon Bedrock's clients, like the next
     anthropic_version: Raw = HINT
     context_management: Raw = HINT  # nothing is edited; the answer says so
     speed: Raw = HINT
@@ -303,24 +304,25 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     }
 
     def check(self) -> None:
-        """Refuse what the schema cannot express."""
+        """Raise a 400 for what the schema cannot express."""
         refuse_unless_off(self, self.off)
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
             raise bad_request(
-                "tool_choice has a name if its type is 'tool', and else none", "tool_choice.name"
+                "tool_choice needs a name if its type is 'tool', and takes none otherwise",
+                "tool_choice.name",
             )
         thinking = self.thinking
         if thinking is not None and (thinking.type == "enabled") != (
             thinking.budget_tokens is not None
         ):
             raise bad_request(
-                "thinking has budget_tokens if its type is 'enabled', and else none",
+                "thinking needs budget_tokens if its type is 'enabled', and takes none otherwise",
                 "thinking.budget_tokens",
             )
 
     def param(self, field: str | None) -> str | None:
-        """This body's own name for a field of a chat."""
+        """This body's own name of a chat's field."""
         if field is None:
             return None
         if field.startswith("structured_outputs"):
@@ -334,7 +336,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return _NAMES.get(field, field)
 
     def _place(self, index: int, part: int) -> str:
-        """Where this body has a picture's message `index` and `part` of the chat."""
+        """Path in this body of a picture: of `part` in the chat's message `index`."""
         index -= bool(_system(self.system))
         for i, message in enumerate(self.messages):
             made, places = _messages(message, f"messages[{i}]")
@@ -345,7 +347,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     @cached_property
     def functions(self) -> tuple[list[AnthropicTool], list[str]]:
-        """Returns the tools that the model can call, and the hints in the list: fields of tools, and types of hosted ones."""
+        """(tools that the model can call; hints: fields of tools and types of hosted ones)."""
         found, hints = list[AnthropicTool](), list[str]()
         for i, tool in enumerate(self.tools or ()):
             kind = decode_raw(tool.get("type", Raw(b"null")), f"tools[{i}].type")
@@ -366,7 +368,8 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return found, list(dict.fromkeys(hints))
 
     def ignores_thinking(self, state: ServerState) -> bool:
-        """Tells whether thinking is asked of a model that does not think: a hint, since the answer is one without thoughts."""
+        """Whether thinking is asked of a model that can't. That is a hint: the answer has no
+        thoughts."""
         return (
             self.thinking is not None
             and self.thinking.type != "disabled"
@@ -377,7 +380,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return self.functions[1]
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
-        """The same as a chat."""
+        """This body as a chat."""
         messages = [Message(role="system", content=text)] if (text := _system(self.system)) else []
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")[0]
@@ -422,7 +425,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     top_k: Int | None = None
     metadata: Raw = HINT
     service_tier: Raw = HINT
-    # Ours and vLLM's
+    # Our extensions, and vLLM's.
     seed: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -503,7 +506,7 @@ def _parts(
     for i, part in enumerate(content):
         kind = known.get(bytes(part.get("type", b"")).decode(errors="replace").strip('"'))
         if kind is None:
-            message = f"a block of {what or role} is one of {', '.join(known)} here"
+            message = f"a block of {what or role} must be one of {', '.join(known)}"
             raise bad_request(message, f"{path}[{i}].type")
         made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
         if isinstance(made, TextBlock | ToolUsePart | DocumentPart | SearchResultPart):
@@ -513,12 +516,12 @@ def _parts(
 
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a block that Claude Code puts before the system prompt. It differs by session, so with it no
-session would share a prefix with another."""
+"""First characters of a block that Claude Code puts before the system prompt. Its text differs by
+session, so no two sessions could share a prefix."""
 
 
 def _system(content: str | list[dict[str, Raw]] | None) -> str:
-    """The system prompt's text, without blocks for the provider's billing."""
+    """The system prompt's text, without the billing blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = _parts(content, "system", "system")
@@ -529,7 +532,8 @@ def _system(content: str | list[dict[str, Raw]] | None) -> str:
 def _texts_and_pictures(
     content: str | list[dict[str, Raw]], what: str, path: str
 ) -> tuple[str, list[tuple[dict[str, Raw], str]]]:
-    """The text of a tool's or a search's result, and its pictures, each with its place in the body."""
+    """The text of a tool result, document or search result, and its pictures with their paths in
+    the body."""
     if isinstance(content, str):
         return content, []
     texts, pictures = list[str](), list[tuple[dict[str, Raw], str]]()
@@ -547,16 +551,18 @@ def _texts_and_pictures(
 
 
 def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list[str]]:
-    """The messages of a chat that stand for one of Anthropic's, and where the body has each part of the last one.
+    """A chat's messages for one of Anthropic's, and the path in the body of each part of the last
+    one.
 
-    Chat templates take pictures in a user's message alone. Those of a tool's result follow it there.
+    Pictures of a tool result follow it in a user's message, because chat templates take pictures
+    nowhere else.
     """
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)], [f"{path}.content"]
     found: list[Message] = []
     places = list[str]()
     texts, thoughts, calls = list[str](), list[str](), list[SentToolCall]()
-    parts = list[dict[str, Raw]]()  # of texts and pictures, in their order
+    parts = list[dict[str, Raw]]()  # texts and pictures in order
     for i, part in enumerate(_parts(message.content, message.role, f"{path}.content")):
         match part:
             case TextBlock():
@@ -579,7 +585,7 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
             case ToolResultPart():
                 if texts:
                     raise bad_request(
-                        "results of tools come before a message's text", f"{path}.content[{i}]"
+                        "tool results must come before a message's text", f"{path}.content[{i}]"
                     )
                 result, pictures = _texts_and_pictures(
                     part.content, "a tool's result", f"{path}.content[{i}].content"
@@ -598,7 +604,7 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
     return found, places
 
 
-# --- The answer -------------------------------------------------------------------------------------------------------
+# --- The answer ----------------------------------------------------------------------
 
 
 class MessageAnswer(BlockAnswer):
@@ -653,7 +659,7 @@ class MessageAnswer(BlockAnswer):
 
     @property
     def asks_for_edits(self) -> bool:
-        """Tells whether the body asks that its conversation be edited, which it never is."""
+        """Whether the body asks for edits of its conversation. None are ever made."""
         return "context_management" in self.record.hints
 
     def _usage(self, output: int) -> dict[str, Any]:
@@ -698,7 +704,8 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
 
 
 def error_body(error: ApiError, request_id: str) -> bytes:
-    """Anthropic's shape. A prompt that is too long is told in Anthropic's words, by which clients know when to shorten it."""
+    """An error in Anthropic's shape. A prompt that is too long gets Anthropic's wording, by which
+    clients know to shorten it."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.named_message
     if error.lengths is not None:
@@ -729,7 +736,7 @@ _KINDS = {
 SHAPES["/v1/messages"] = error_body
 
 
-# --- Routes -----------------------------------------------------------------------------------------------------------
+# --- Routes --------------------------------------------------------------------------
 
 
 def check_version(scope: Scope) -> None:

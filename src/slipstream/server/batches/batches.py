@@ -1,7 +1,7 @@
-"""OpenAI's /v1/batches: the routes, and the stored state of each batch. `batch_runner` runs them.
+"""OpenAI's /v1/batches: the routes, and the stored state of each batch. `runner` runs them.
 
-A batch is a row: an encoded `Batch`. Every change of it is one transaction that reads the row again, since the front end of a
-client's request and the one that runs batches may be two processes.
+A batch is a row: an encoded `Batch`. Every change is one transaction that reads the row again,
+because the front end of a client's request and the one that runs batches may be two processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.server.state import ServerState
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_PAGE = 100
 MAX_OPEN = 100
-"""Batches of one key that have not ended."""
+"""Most unfinished batches of one key."""
 
 MAX_WINDOW_S = 7 * 86_400
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -69,7 +69,7 @@ class BatchError(Struct):
 
 
 class Batch(Struct, kw_only=True):
-    """`times`: when it came to a status, by OpenAI's names."""
+    """A batch. `times`: when it reached each status, by OpenAI's names."""
 
     id: str
     owner: str
@@ -79,7 +79,7 @@ class Batch(Struct, kw_only=True):
     metadata: dict[str, str] | None
     expires: int
     status: Status = "validating"
-    then: Status = "completed"  # what it becomes when its files are written
+    then: Status = "completed"  # next status after its files are written
     times: dict[str, int] = msgspec.field(default_factory=dict)
     errors: list[BatchError] = msgspec.field(default_factory=list)
     total: int = 0
@@ -93,7 +93,7 @@ class Batch(Struct, kw_only=True):
         self.times.setdefault(f"{status}_at", int(time.time()))
 
     def public(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """OpenAI's batch object."""
         names = (
             "in_progress",
             "finalizing",
@@ -131,20 +131,20 @@ _decoder = msgspec.json.Decoder(Batch)
 
 
 class BatchStore:
-    """The rows, in the database of the files."""
+    """The batches, rows in the database of the files."""
 
     def __init__(self, files: FileStore) -> None:
         self.files, self._database = files, files.database
 
     async def add(self, batch: Batch) -> None:
-        """ApiError (429) if its owner has too many."""
+        """Store a new batch. ApiError (429) if its owner has too many."""
 
         def work(db: sqlite3.Connection) -> None:
             (count,) = db.execute(
                 "select count(*) from batches where owner = ? and open", (batch.owner,)
             ).fetchone()
             if count >= MAX_OPEN:
-                message = f"{count} batches have not ended, as many as this server takes; wait for one, or cancel it"
+                message = f"{count} batches are unfinished, the most that this server takes; wait for one, or cancel it"
                 raise ApiError(
                     429,
                     message,
@@ -160,7 +160,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def change(self, id_: str, how: Callable[[Batch], None]) -> Batch:
-        """The batch after the change `how`, a function of the batch before."""
+        """Apply `how` to the stored batch, and return the changed one."""
 
         def work(db: sqlite3.Connection) -> Batch:
             batch = _decoder.decode(
@@ -191,13 +191,13 @@ class BatchStore:
         return [_decoder.decode(row[0]) for row in await self._database.run(read, writes=False)]
 
     async def open(self) -> list[Batch]:
-        """Those that have not ended, oldest first."""
+        """Unfinished batches, oldest first."""
         query = "select about from batches where open order by seq"
         rows = await self._database.run(lambda db: db.execute(query).fetchall(), writes=False)
         return [_decoder.decode(row[0]) for row in rows]
 
     async def forget_old(self, before: float) -> None:
-        """Delete those that ended before."""
+        """Delete batches that ended before this time (seconds since 1970)."""
 
         def work(db: sqlite3.Connection) -> None:
             rows = db.execute("select id, about from batches where not open").fetchall()
@@ -226,7 +226,7 @@ class Batches:
             raise bad_request(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
         window = _window(body.completion_window)
         if await store.files.get(owner, body.input_file_id) is None:
-            raise bad_request(f"file {body.input_file_id[:100]!r} is not there", "input_file_id")
+            raise bad_request(f"file {body.input_file_id[:100]!r} does not exist", "input_file_id")
         now = int(time.time())
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",
@@ -266,7 +266,7 @@ class Batches:
         batch = await self._store.get(request.scope["record"].owner, id_)
         if batch is None:
             raise ApiError(
-                404, f"batch {id_[:100]!r} is not there", param="batch_id", code="batch_not_found"
+                404, f"batch {id_[:100]!r} does not exist", param="batch_id", code="batch_not_found"
             )
         return batch
 

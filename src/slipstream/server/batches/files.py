@@ -1,11 +1,12 @@
 """OpenAI's /v1/files: the inputs and outputs of batches, in the folder of `--files-dir`.
 
-1. A file's content is `content/ID`. Its metadata is a row of `files.sqlite`, which all front ends share. The row is written
-   last and deleted first, so a file with a row is complete. Content that a crash left without a row is removed.
-2. A file belongs to the key that made it. For another key it is not there.
-3. All files together have at most `max_files_bytes`, and those of one key half of it. No file is evicted: the upload is
-   refused.
-4. A file ends after `expires_after`, or 30 days, as OpenAI's files of batches do.
+1. A file's content is `content/ID`. Its metadata is a row of `files.sqlite`, which all front ends
+   share. The row is written last and deleted first, so a file with a row is complete. Content that
+   a crash left without a row is removed.
+2. A file belongs to the key that made it. Other keys can't see it.
+3. All files together have at most `max_files_bytes`, and one key's at most half of it. No file is
+   evicted: the upload is refused.
+4. A file expires after `expires_after`, or after 30 days, like OpenAI's files of batches.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MAX_NAME = 255
 MAX_PAGE = 10_000
 _CHUNK = 2**20
 _copies = FairThreads("files", 16, per_client=4)
-_AROUND = 2**16  # bytes of a multipart body beside its file, at most
+_AROUND = 2**16  # most bytes of a multipart body besides its file
 
 _SCHEMA = """
 create table if not exists files (
@@ -79,7 +80,7 @@ class StoredFile(Struct, frozen=True):
     name: str
 
     def public(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -101,7 +102,7 @@ class FileStore:
         self.folder, self.content, self.max_bytes = folder, folder / "content", max_bytes
         self.database = Database(folder / "files.sqlite", _SCHEMA, field="files_dir")
         self.content.mkdir(mode=0o700, exist_ok=True)
-        self._arriving: Counter[str] = Counter()  # bytes of uploads under way, by owner
+        self._arriving: Counter[str] = Counter()  # bytes of running uploads, by owner
 
     def path(self, id_: str) -> Path:
         return self.content / id_
@@ -109,7 +110,7 @@ class FileStore:
     async def add(
         self, owner: str, name: str, purpose: str, upload: UploadFile, life_s: int
     ) -> StoredFile:
-        """ApiError (413) if there is no room for it."""
+        """Store an upload. ApiError (413) if there is no space for it."""
         id_, part = f"file-{uuid.uuid4().hex}", self.content / f"{uuid.uuid4().hex}.part"
         size = upload.size or 0
 
@@ -138,8 +139,11 @@ class FileStore:
 
     @contextmanager
     def arrival(self, owner: str, used: tuple[int, int]) -> Iterator[Callable[[int], None]]:
-        """The function inside is called with the number of bytes that have arrived. ApiError (413) if there is no room for all
-        that are under way, beside what was `used` when it began: together they would fill the disk before any is refused."""
+        """Count a running upload. The yielded function takes the number of bytes received so far.
+
+        It raises ApiError (413) when all running uploads and the `used` bytes of the upload's start
+        exceed the limits: otherwise uploads could fill the disk together before any is refused.
+        """
         counted = 0
 
         def count(num_bytes: int) -> None:
@@ -153,16 +157,16 @@ class FileStore:
             yield count
         finally:
             self._arriving[owner] -= counted
-            self._arriving += Counter()  # forgets who has none
+            self._arriving += Counter()  # drops owners with no uploads
 
     async def used(self, owner: str) -> tuple[int, int]:
-        """Bytes of all files, and of those of `owner`."""
+        """(bytes of all files, bytes of the owner's)."""
         return await self.database.run(lambda db: _used(db, owner), writes=False)
 
     def _require_room(self, owner: str, used: tuple[int, int], more: tuple[int, int]) -> None:
         most_own = self.max_bytes // 2 if owner else self.max_bytes
         if used[0] + more[0] > self.max_bytes or used[1] + more[1] > most_own:
-            message = f"there is no room for the file (this server keeps {self.max_bytes} bytes, {most_own} of one key, "
+            message = f"there is no space for the file (this server keeps {self.max_bytes} bytes, {most_own} of one key, "
             raise ApiError(
                 413,
                 message + f"and {used[1]} are yours); delete files",
@@ -171,7 +175,8 @@ class FileStore:
             )
 
     async def register(self, file: StoredFile, *, checks_room: bool = False) -> None:
-        """Its content is in its place. Done twice, it is done once. ApiError (413) if there must be room, and is none."""
+        """Add the row of a file whose content is in place. A second call has no effect. ApiError
+        (413) with `checks_room` if there is no space."""
         row = msgspec.structs.astuple(file)
 
         def work(db: sqlite3.Connection) -> None:
@@ -191,7 +196,7 @@ class FileStore:
     async def listed(
         self, owner: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool
     ) -> list[StoredFile]:
-        """Up to `limit` + 1 of them. ApiError (400) if `after` is not there."""
+        """Up to `limit` + 1 files. ApiError (400) if `after` does not exist."""
         query, given = (
             f"select {_COLUMNS} from files where owner = ? and expires > ?",
             [owner, time.time()],
@@ -207,7 +212,8 @@ class FileStore:
         return [StoredFile(*row) for row in await self.database.run(read, writes=False)]
 
     async def delete(self, owner: str, id_: str) -> bool:
-        """Whether it was there. ApiError (400) if a batch that has not ended reads it."""
+        """Delete a file; False if it does not exist. ApiError (400) if an unfinished batch reads
+        it."""
 
         def work(db: sqlite3.Connection) -> bool:
             used = db.execute(
@@ -228,7 +234,7 @@ class FileStore:
         return found
 
     async def sweep(self) -> None:
-        """Delete what has expired, and is not read by a batch."""
+        """Delete expired files, except those that unfinished batches read."""
 
         def work(db: sqlite3.Connection) -> list[str]:
             query = "select id from files where expires <= ? and id not in (select input from batches where open)"
@@ -240,7 +246,8 @@ class FileStore:
             self.path(id_).unlink(missing_ok=True)
 
     async def remove_strays(self) -> None:
-        """Content without a row, of uploads that a crash broke off. What is younger may be an upload under way."""
+        """Delete content without a row, left by uploads that a crash broke off. Content younger
+        than an hour may belong to a running upload."""
         rows = await self.database.run(
             lambda db: db.execute("select id from files").fetchall(), writes=False
         )
@@ -273,7 +280,7 @@ def page(
     *,
     newest_first: bool,
 ) -> tuple[str, list[Any]]:
-    """A query for the rows behind `after`, one more than `limit`."""
+    """A query for up to `limit` + 1 rows after `after`."""
     if after is not None:
         row = db.execute(
             f"select seq from {table} where id = ? and owner = ?", (after, owner)
@@ -360,7 +367,8 @@ class FileRoutes:
     async def _chunks(
         self, request: Request, limit: int, count: Callable[[int], None]
     ) -> AsyncGenerator[bytes, None]:
-        """The body. A slow one ends with 408: each MiB has the time that a whole body has elsewhere."""
+        """Yield the body. A slow one ends with a 408: each MiB may take as long as a whole body of
+        other routes."""
         patience, received = self.state.settings.body_timeout_s, 0
         begun = asyncio.get_running_loop().time()
         while True:
@@ -437,7 +445,9 @@ def _too_long(limit: int) -> ApiError:
 
 
 def _unknown(id_: str) -> ApiError:
-    return ApiError(404, f"file {id_[:100]!r} is not there", param="file_id", code="file_not_found")
+    return ApiError(
+        404, f"file {id_[:100]!r} does not exist", param="file_id", code="file_not_found"
+    )
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -1,19 +1,22 @@
-"""Runs batches: each line becomes a request inside this process, with a priority below all other requests. A server has one
-runner, and so has a fleet's gateway.
+"""Runs batches: each line is a request inside this process, with a priority below all others.
 
-1. One front end runs batches: the one that holds a lock in `--files-dir`. When it dies the kernel frees the lock, and another
-   goes on.
-2. Lines run while an engine has nothing else to do, up to `batch_max_concurrent` at once. Beside requests of clients there are
-   at most `batch_beside`: others are cancelled within 50 ms, and run again later. One that was cancelled three times is left to
-   end, one at a time, so that work is done on a busy server, too. All have the last priority. `LineRunner` says where there is
-   room.
-3. An answer is one line, appended to a file of its batch. That file is the only record of finished lines. After a crash a torn
-   last line is cut off, and lines with an answer are not run again.
-4. An error of a line (400, 500) is its answer. One of the server (429, 503) is none: the line waits.
-5. A batch that expires or is cancelled keeps the answers it has. A full disk fails it, with its reason.
-6. That a line begins is written to a file before it does. If a process (this one, the engine, a replica) dies meanwhile, all
-   lines that were under way are suspects: they run before all others, one at a time and alone. A line that was under way at
-   `MAX_DEATHS` deaths gets an error as its answer. The file is written without fsync, since it has to outlive no power cut.
+A server has one runner, and so has a fleet's gateway.
+
+1. One front end runs batches: the one that holds a lock in `--files-dir`. If it dies the kernel
+   frees the lock, and another front end takes over.
+2. Lines run while an engine has nothing else to do, up to `batch_max_concurrent` at once. While
+   clients' requests run, at most `batch_beside` lines do: the others are cancelled within 50 ms and
+   run again later. A line that was cancelled three times may end, one at a time, so that batches
+   progress on a busy server, too. `LineRunner` decides how many lines may run.
+3. An answer is one line, appended to a file of its batch. That file is the only record of finished
+   lines. After a crash a torn last line is cut off, and lines with an answer are not run again.
+4. An error of a line (400, 500) is its answer. An error of the server (429, 503) is not: the line
+   waits.
+5. A batch that expires or is cancelled keeps its answers. A full disk fails it, with its reason.
+6. The start of a line is written to a file before it runs. If a process (this one, the engine, a
+   replica) dies meanwhile, all running lines are suspects: they run before all others, alone and
+   one at a time. A line that was running at `MAX_DEATHS` deaths gets an error as its answer. The
+   file is written without fsync: it need not survive a power cut.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ SWEEP_S = 600.0
 MAX_CANCELS = 3
 MAX_DEATHS = 2
 DEATHS = frozenset({"engine_dead", "replica_died"})
-"""Codes of requests whose engine or replica died while they were there."""
+"""Error codes of requests whose engine or replica died."""
 
 MAX_PAUSE_S = 60.0
 COUNT_EVERY_S = 1.0
@@ -72,7 +75,7 @@ class Line(Struct, forbid_unknown_fields=True):
 
 
 class _Done(Struct):
-    """What is read again of an answer."""
+    """The part of an answer that is read again."""
 
     custom_id: str
 
@@ -84,7 +87,7 @@ _text = msgspec.json.Decoder(str)
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered from 1; empty ones are left out."""
+    """The non-empty lines of a file, numbered from 1."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -92,7 +95,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[BatchError]]:
-    """The number of lines, and what is wrong with them."""
+    """(number of lines, errors in them)."""
     seen: set[str] = set()
     errors: list[BatchError] = []
     number = 0
@@ -106,7 +109,7 @@ def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[Bat
             if not line.custom_id or len(line.custom_id) > 512:
                 raise ValueError("custom_id must have from 1 to 512 characters")
             if line.custom_id in seen:
-                raise ValueError(f"the custom_id {line.custom_id[:100]!r} is there twice")
+                raise ValueError(f"the custom_id {line.custom_id[:100]!r} appears twice")
             if line.url != endpoint:
                 raise ValueError(f"url is {line.url[:100]!r}, and the batch is for {endpoint}")
             if bytes(_body.decode(line.body).get("stream", b"false")) not in (b"false", b"null"):
@@ -127,7 +130,7 @@ def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[Bat
 
 
 def repaired(path: Path) -> set[str]:
-    """The custom ids of the answers in a file. What is behind the last whole answer is cut off."""
+    """The custom ids of the answers in a file. Cuts off the text after the last whole answer."""
     found: set[str] = set()
     if not path.exists():
         return found
@@ -147,14 +150,15 @@ def repaired(path: Path) -> set[str]:
 
 
 class LineRunner(Protocol):
-    """Where lines run."""
+    """Decides how many lines of batches run. An engine and a fleet have one each."""
 
     def look(self, running: Sequence[Scope]) -> tuple[int, Sequence[Scope]]:
-        """How many more may begin; and of those that run, oldest first, the ones that are to end, the first to go first."""
+        """(number of lines that may start, running lines to cancel in order). `running` is ordered
+        oldest first."""
 
 
 class EngineLineRunner:
-    """In this process's own engine."""
+    """Runs lines in this process's own engine."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -179,10 +183,11 @@ class EngineLineRunner:
 
 
 class Journal:
-    """Which lines of a batch are under way, and at how many deaths each was, in a file that outlives this process.
+    """The running lines of a batch, and the number of deaths during each, in a file that outlives
+    this process.
 
-    A line of the file is a sign and a custom id: `+` it begins, `-` it was put back, `!` something died while it was under way.
-    Answers are in other files. OSError: there is no room.
+    A line of the file is a sign and a custom id: `+` it starts, `-` it was put back, `!` a process
+    died while it ran. Answers are in other files. Methods raise OSError if the disk is full.
     """
 
     def __init__(self, path: Path, finished: Set[str]) -> None:
@@ -203,7 +208,7 @@ class Journal:
             self._rewrite()
 
     def begin(self, id_: str) -> None:
-        """Before the line runs."""
+        """Record the start of a line, before it runs."""
         self._under_way.add(id_)
         self._write(b"+", id_)
 
@@ -217,7 +222,7 @@ class Journal:
         self._write(b"!", id_)
 
     def answered(self, id_: str) -> None:
-        """Nothing is written: the answer is."""
+        """Forget a line with an answer. Nothing is written: the answer itself is the record."""
         self._under_way.discard(id_)
         self.deaths.pop(id_, None)
 
@@ -227,7 +232,8 @@ class Journal:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """With what is known now alone. A crash leaves the old file or the new one."""
+        """Replace the file by one with only the current state. A crash leaves the old file or the
+        new one."""
         new = self._path.with_suffix(".begun.part")
         new.write_bytes(
             b"".join(
@@ -244,7 +250,7 @@ def _entry(sign: bytes, id_: str) -> bytes:
 
 
 def append(path: Path, data: bytes) -> int:
-    """The number of bytes. OSError: there is no room."""
+    """Append data, and return its number of bytes. OSError if the disk is full."""
     descriptor = open_private(path, append=True)
     try:
         if os.write(descriptor, data) != len(data):
@@ -255,14 +261,14 @@ def append(path: Path, data: bytes) -> int:
 
 
 class RunningLine:
-    """A line that runs. `scope` is its request's, from which a Room finds the place of the request."""
+    """A running line. A LineRunner identifies its request by `scope`."""
 
     def __init__(self, line: Line, endpoint: str) -> None:
         self.line, self.scope = line, own_scope(endpoint, bytes(line.body))
 
 
 class Work:
-    """A batch that runs, in this process."""
+    """A batch that runs in this process."""
 
     def __init__(self, batch: Batch, store: BatchStore) -> None:
         self.id, self.batch, self.files = batch.id, batch, store.files
@@ -294,7 +300,7 @@ class Work:
         self._bytes = sum(path.stat().st_size for path in self.paths.values() if path.exists())
 
     def next(self) -> Line | None:
-        """The next line without an answer. Suspects come first."""
+        """The next line without an answer, suspects first; None after the last."""
         if self.suspects:
             return self.suspects.popleft()
         if self.again:
@@ -306,7 +312,7 @@ class Work:
         return None
 
     def append(self, kind: Literal["output", "error"], answer: dict[str, Any]) -> None:
-        """ApiError (413), OSError: there is no room."""
+        """Write an answer. ApiError (413) or OSError if there is no space."""
         data = msgspec.json.encode(answer) + b"\n"
         self._bytes += len(data)
         if self._bytes > self.files.max_bytes // 2:
@@ -323,13 +329,15 @@ class Work:
             self.num_failed += 1
 
     def put_back(self, line: Line, *, died: bool = False) -> None:
-        """The line has no answer, and runs again. `died`: as the engine or a replica died. OSError: there is no room."""
+        """Let a line without an answer run again. `died`: its engine or replica died. OSError if
+        the disk is full."""
         suspect = died or line.custom_id in self.journal.deaths
         (self.suspects if suspect else self.again).append(line)
         self.journal.died(line.custom_id) if died else self.journal.put_back(line.custom_id)
 
     def give_up(self, line: Line) -> None:
-        """Answer a line that must not run again. ApiError, OSError: there is no room."""
+        """Answer a line that must not run again with an error. ApiError or OSError if there is no
+        space."""
         number = self.journal.deaths[line.custom_id]
         message = f"The process that ran this request died {number} times while it ran. It is not run again."
         _logger.error("a line of %s is given up: %d processes died while it ran", self.id, number)
@@ -350,7 +358,7 @@ class BatchRunner:
         self._turn = 0
 
     async def run(self) -> None:
-        """Until it is cancelled. An error of ours is logged, and tried again."""
+        """Run batches until cancelled. An error of ours is logged, and the loop continues."""
         try:
             while not self._leads():
                 await asyncio.sleep(LOOK_S)
@@ -387,10 +395,10 @@ class BatchRunner:
             self._lock = open_private(self.store.files.folder / "runner.lock")
         return locks.take(self._lock)
 
-    # --- A batch's way ----------------------------------------------------------------------------------------------------
+    # --- The life of a batch -------------------------------------------------------------
 
     async def _look(self, batch: Batch) -> None:
-        """Bring a batch on whose status has changed, or that another process left."""
+        """Continue a batch whose status has changed, or that another process left."""
         work = self._works.get(batch.id)
         if batch.status == "validating":
             await self._validate(batch)
@@ -468,7 +476,8 @@ class BatchRunner:
             _logger.error("the errors of %s are not all written: %s", work.id, failure)
 
     async def _finalize(self, batch: Batch) -> None:
-        """Give the answers to the owner as files. May be done again after a crash: it ends the same."""
+        """Give the answers to the owner as files. Repeating it after a crash has the same
+        result."""
         for kind, id_ in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
             part = self.store.files.path(f"{batch.id}.{kind}")
             if id_ is None:
@@ -487,10 +496,10 @@ class BatchRunner:
         self.store.files.path(f"{batch.id}.begun").unlink(missing_ok=True)
         await self.store.change(batch.id, lambda found: found.become(found.then))
 
-    # --- Lines ------------------------------------------------------------------------------------------------------------
+    # --- Lines ---------------------------------------------------------------------------
 
     def _adjust(self) -> None:
-        """As many lines at once as there may be: the batches take turns."""
+        """Start or cancel lines, so that as many run as allowed. The batches take turns."""
         tasks = [
             (task, work, one) for work in self._works.values() for task, one in work.running.items()
         ]
@@ -539,7 +548,7 @@ class BatchRunner:
     def _cancel(
         tasks: Sequence[tuple[asyncio.Task[None], Work, RunningLine]], surplus: Sequence[Scope]
     ) -> None:
-        """One that was cancelled often may stay."""
+        """Cancel the lines of `surplus`, except one that was cancelled too often."""
         tired = next(
             (
                 one.scope
@@ -607,7 +616,7 @@ class BatchRunner:
         _logger.error("batch %s fails: %s", work.id, error)
 
     def _key(self, work: Work) -> tuple[Key | None, bool]:
-        """The key of a batch's owner, and whether the batch may go on."""
+        """(key of the batch's owner, whether the batch may continue)."""
         if not self.state.keys:
             return None, not work.batch.owner
         key = self.state.keys.by_id(work.batch.owner)
@@ -615,7 +624,7 @@ class BatchRunner:
 
 
 def _key_gone() -> BatchError:
-    return BatchError("key_gone", "the key of the batch is revoked, has expired, or is not there")
+    return BatchError("key_gone", "the key of the batch was revoked, has expired or was removed")
 
 
 def _count(batch: Batch, work: Work) -> None:
@@ -632,7 +641,8 @@ def _without_answer(line: Line, code: str, message: str) -> dict[str, Any]:
 
 
 def own_scope(path: str, body: bytes) -> Scope:
-    """Of a request that this process sends to itself, in the background. Its key is the caller's to set."""
+    """ASGI scope of a background request that this process sends to itself. The caller sets its
+    key."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -652,7 +662,7 @@ def own_scope(path: str, body: bytes) -> Scope:
 
 
 async def call(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, body) of the answer."""
+    """Send a request to `app` in this process. Returns (status, headers, body)."""
     status, headers, parts = 500, dict[str, str](), list[bytes]()
 
     async def send(message: Message) -> None:

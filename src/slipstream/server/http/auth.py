@@ -1,10 +1,12 @@
-"""Authentication by API keys, on every route except the probes, which reveal only whether the server is up.
+"""Authentication by API keys.
 
-A key comes as `Authorization: Bearer KEY`, as the `openai` client sends it, or as `x-api-key: KEY`, as `anthropic` does. There
-are two kinds: those of `--api-key`, which may do everything, and those of `--keys-file`, which have a role and limits.
+Every route needs one but the probes, which reveal only whether the server is up. A key comes as
+`Authorization: Bearer KEY`, as the `openai` client sends it, or as `x-api-key: KEY`, as `anthropic`
+does. There are two kinds: `--api-key`'s, which may do everything, and `--keys-file`'s, which have a
+role and limits.
 
-Of the first kind only digests are kept, and all of them are compared in constant time, so that neither a key nor which of
-several it was can be timed.
+`--api-key`'s are kept as digests. A given key is compared with all of them in constant time, so the
+time reveals neither a key nor which of several matched.
 """
 
 from __future__ import annotations
@@ -34,14 +36,15 @@ OPEN_ROUTES = frozenset(
         "/chat",
     }
 )
-"""The last two are pages that hold no data of the server. They ask the reader for a key and use it for their requests."""
+"""Routes that need no key. The last two are pages without data of the server: they ask the reader
+for a key and send it with their requests."""
 
 ADMIN_ROUTES = frozenset({"/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})
 
 
 class Keyring:
-    """All keys of a server. It is true if there are any: without them everything is let through."""
+    """All keys of a server. Falsy without keys: then every request is let through."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._plain = tuple(map(_digest, settings.api_keys))
@@ -51,7 +54,8 @@ class Keyring:
         return bool(self._plain) or self._file is not None
 
     def find(self, authorization: str, x_api_key: str) -> Key | None:
-        """The key in one of the headers; None if the server needs no keys. ApiError (401) if the key is unknown."""
+        """The key in one of the headers; None if the server needs none. ApiError (401) if it is
+        unknown."""
         if not self:
             return None
         scheme, _, bearer = authorization.partition(" ")
@@ -71,7 +75,7 @@ class Keyring:
         return key
 
     def by_id(self, id_: str) -> Key | None:
-        """A key that was found before, for work that goes on without its owner. None if it is not there any more."""
+        """A key found before, for work that outlives its request. None if the key is gone."""
         found = next((known for known in self._plain if known.hex() == id_), None)
         if found is not None:
             return self._plain_key(found)
@@ -79,22 +83,23 @@ class Keyring:
 
     @property
     def may_change(self) -> bool:
-        """Whether a key that was good may be so no more: those of a file."""
+        """Whether keys can be revoked while the server runs: only a file's can."""
         return self._file is not None
 
     def is_active(self, key: Key) -> bool:
-        """Whether a key that was found before may still be used. A new secret does not make it another key."""
+        """Whether a key found before may still be used. A key with a new secret is the same key."""
         known = self.by_id(key.id)
         return known is not None and known.state(time.time()) == "active"
 
     def _plain_key(self, digest: bytes) -> Key:
-        """One of `--api-key`. If there is one such key, its requests need no salt: those of a file's keys have theirs."""
+        """A key of `--api-key`. If it is the only one, its prefixes need no salt: keys of a file
+        have their own."""
         shares = EVERYBODY if len(self._plain) == 1 else None
         return Key(id=digest.hex(), role="admin", priority=None, share_prefixes=shares)
 
 
 def check_role(key: Key, path: str) -> None:
-    """ApiError (403) if the key's role does not reach the route."""
+    """Raise ApiError (403) if the key's role does not allow the route."""
     if key.role == "metrics" and path not in METRICS_ROUTES:
         raise _forbidden(key, "user")
     if key.role == "user" and path in ADMIN_ROUTES:
@@ -104,7 +109,7 @@ def check_role(key: Key, path: str) -> None:
 
 
 def check_model(key: Key | None, model: str | None) -> None:
-    """ApiError (403) if the key is for other models."""
+    """Raise ApiError (403) if the key is limited to other models."""
     if key is not None and key.models and model not in key.models:
         message = f"this key may not use the model {str(model)[:100]!r}, only {', '.join(key.models)[:500]}"
         raise ApiError(
@@ -118,7 +123,8 @@ def _forbidden(key: Key, needed: str) -> ApiError:
 
 
 class ApiKeys:
-    """ASGI middleware. A request that the server sends itself has its key in the scope already."""
+    """ASGI middleware that checks keys. A request from the server to itself has its key in the
+    scope already."""
 
     def __init__(self, app: ASGIApp, keys: Keyring) -> None:
         self.app, self.keys = app, keys

@@ -1,7 +1,8 @@
 """TLS certificates that are renewed while the server runs.
 
-The files are checked every `LOOK_S` seconds. A new certificate that fits its key is used for new connections; open ones keep
-theirs. A pair that does not fit, such as one of which only half has been written, is ignored and logged once.
+The files are checked every `LOOK_S` seconds. New connections use a new certificate that fits its
+key; open ones keep theirs. A pair that does not fit, such as a half-written one, is ignored and
+logged once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Certificates:
         return tuple((file.st_ino, file.st_mtime_ns, file.st_size) for file in found)
 
     def renewed(self) -> bool:
-        """Whether the files changed since the last call."""
+        """Whether the files have changed since the last call, and fit together."""
         stamp = self._stamp()
         if stamp == self._taken:
             return False
@@ -48,7 +49,7 @@ class Certificates:
         return True
 
     async def keep_fresh(self, context: ssl.SSLContext) -> None:
-        """Look until it is cancelled."""
+        """Check until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self.renewed():

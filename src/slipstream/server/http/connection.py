@@ -1,17 +1,23 @@
-"""One HTTP/1.1 connection: uvicorn's parser, with bounds, and with a client's leaving noticed whatever it sent before.
+"""One HTTP/1.1 connection: uvicorn's parser with bounds, and with prompt notice of a client that
+leaves.
 
-1. A head has `MAX_HEADER_BYTES` and `HEAD_TIMEOUT_S`; a bad one is answered in OpenAI's shape of error.
-2. When the connection is lost, the exchange that runs is cancelled, and so are those queued behind it (pipelining). uvicorn
-   alone cancels only the last one, and does not read the socket while requests are queued.
-3. A client that has closed only its sending side still gets its answer. A FIN alone does not distinguish it from a client that
-   is gone. So we send an interim response (100 Continue, which every HTTP/1.1 client must skip): a socket that is gone replies
-   with a reset. A FIN while an answer is being streamed, or from HTTP/1.0, always counts as gone.
-4. A body that nobody will read (413, 401, …) is not waited for: the answer says `connection: close`, what still comes
-   is thrown away for `LINGER_S`, so that the client gets to read the answer, and then the connection is closed.
+1. A request's head has at most `MAX_HEADER_BYTES` and `HEAD_TIMEOUT_S`. A bad one is answered with
+   an error in OpenAI's shape.
+2. When the connection is lost, the running exchange and all queued after it (pipelining) are
+   cancelled. uvicorn alone cancels only the last one, and does not read the socket while requests
+   are queued.
+3. A client that has closed only its sending side still gets its answer. A FIN alone does not
+   distinguish it from a client that is gone. So we send an interim response (100 Continue, which
+   every HTTP/1.1 client must skip): a socket that is gone replies with a reset. A FIN while an
+   answer is streamed, or from HTTP/1.0, always counts as gone.
+4. A body that nobody will read (413, 401, …) is not waited for. The answer says `connection:
+   close`, further input is discarded for `LINGER_S` so that the client can read the answer, then
+   the connection is closed.
 5. A client that reads nothing of its answer for `WRITE_IDLE_S` counts as gone.
-6. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope. Before an answer
-   begins, `write_interim` sends an interim response (102) with a header.
-7. `Upgrade` is ignored and the request answered (RFC 9110 7.8). CONNECT gets 400. Trailer fields are dropped.
+6. `write_chunk` of the scope writes a part of an answer at once, without waking the answer's task.
+   Before an answer begins, `write_interim` sends an interim response (102) with a header.
+7. `Upgrade` is ignored and the request answered (RFC 9110 7.8). CONNECT gets 400. Trailer fields
+   are dropped.
 """
 
 from __future__ import annotations
@@ -32,18 +38,18 @@ MAX_PIPELINED = 256
 HEAD_TIMEOUT_S = 30.0
 LINGER_S = 1.0
 WRITE_IDLE_S = 120.0
-"""So long a client may read nothing of what waits for it. Then the connection is cut, and its request ends."""
+"""Longest time in which a client reads nothing of waiting data. Then the connection and its request
+end."""
 
 SMALL_BODY = 64 * 1024
-"""An unread body of at most this size is read to its end, so that the connection can be used again."""
+"""Longest unread body that is read to its end so that the connection can be reused."""
 
 _UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SLOWEST_LOOK_S = 0.25
 _HUNG_UP = select.POLLERR | select.POLLHUP
-_PEER_DONE = getattr(
-    select, "POLLRDHUP", 0
-)  # Linux: a FIN has come, perhaps behind data that we have not read
+# Linux: a FIN has arrived, perhaps after data that we have not read.
+_PEER_DONE = getattr(select, "POLLRDHUP", 0)
 
 
 _INVALID = bad_request(
@@ -61,10 +67,10 @@ async def _refuse(scope: Any, receive: Any, send: Any) -> None:
 
 
 class _Outlet:
-    """A cycle's way to its transport, which closes it politely.
+    """A cycle's transport, which closes the connection politely.
 
-    What is written first, the head, goes out with what follows it in the same turn of the event loop: one packet and one
-    system call, not two.
+    The first write, a response's head, waits for what follows it in the same turn of the event
+    loop: one packet and one system call instead of two.
     """
 
     __slots__ = ("_close", "_first", "_loop", "_transport", "is_closing")
@@ -76,7 +82,7 @@ class _Outlet:
         close: Callable[[], None],
     ) -> None:
         self._loop, self._transport, self._close = loop, transport, close
-        self._first: bytes | None = None  # empty when it was sent
+        self._first: bytes | None = None  # empty after it was sent
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
@@ -109,14 +115,15 @@ class Connection(HttpToolsProtocol):
     _look_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
 
-    # --- From the socket ----------------------------------------------------------------------------------------------
+    # --- Callbacks of the socket -------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`. The head of a request with an upgrade goes to a new parser without it: llhttp would skip the body."""
+        """Parse `data`. A head with an upgrade is fed again without it, to a new parser: llhttp
+        would skip the body."""
         self._unset_keepalive_if_required()
         while not self._discards and self.parser is not None:
             try:
@@ -142,7 +149,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps our side open."""
+        """Whether to keep our side open."""
         if self.scheme == "https" or not self._may_probe():
             return False
         self._half_closed = True
@@ -172,7 +179,8 @@ class Connection(HttpToolsProtocol):
             self._idle_timer.cancel()
 
     def _watch_reader(self, waiting: int) -> None:
-        """Cut the connection if not a byte of the `waiting` ones has gone until the next look. What is paused grows no more."""
+        """Cut the connection if the client reads none of `waiting` bytes within `WRITE_IDLE_S`.
+        Nothing is added to them meanwhile: writing is paused."""
 
         def look() -> None:
             now = self.transport.get_write_buffer_size()
@@ -183,7 +191,7 @@ class Connection(HttpToolsProtocol):
 
         self._idle_timer = self.loop.call_later(WRITE_IDLE_S, look)
 
-    # --- From the parser ----------------------------------------------------------------------------------------------
+    # --- Callbacks of the parser -------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._header_bytes, self._in_head = 0, True
@@ -196,7 +204,8 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a field of the head. A trailer's is dropped: it must not authenticate or route (RFC 9110 6.5.1)."""
+        """Keep a field of the head. A trailer's is dropped: it must not authenticate or route (RFC
+        9110 6.5.1)."""
         self._bound(len(name) + len(value))
         if b"\r" in value or b"\n" in value:
             raise ValueError("a line break in a field")
@@ -233,7 +242,8 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what can't be parsed, in its turn. Where that would fall into the midst of another answer, cut instead."""
+        """Answer what can't be parsed, after earlier answers. If it interrupts an answer, cut the
+        connection."""
         running, cycle = self._running, self.cycle
         if running is not None and not running.response_complete:
             if self.pipeline and self.pipeline[0][0] is cycle and cycle.more_body:
@@ -252,7 +262,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self._linger()
 
-    # --- Requests -----------------------------------------------------------------------------------------------------
+    # --- Requests ----------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -266,7 +276,8 @@ class Connection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """`cycle` was the last: close, now or when the client had time to read its answer."""
+        """Close after `cycle`, the last: at once, or when the client has had time to read its
+        answer."""
         if cycle.more_body and cycle.response_complete:
             self._linger()
         else:
@@ -279,10 +290,11 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)
 
-    # --- Has the client gone? -----------------------------------------------------------------------------------------
+    # --- Has the client gone? ----------------------------------------------------------
 
     def _may_probe(self) -> bool:
-        """A request is whole, its answer has not begun, and the client understands interim responses."""
+        """Whether an interim response may be sent: the request is whole, unanswered, and of
+        HTTP/1.1."""
         cycle = self._running
         return (
             cycle is not None
@@ -296,7 +308,8 @@ class Connection(HttpToolsProtocol):
             self._look_timer = self.loop.call_later(delay, self._look, delay)
 
     def _look(self, delay: float) -> None:
-        """Whether the peer is still connected, by the socket's state. A read can't show it: reading is paused or over."""
+        """Check by the socket's state whether the peer is connected. Reading can't show it: it is
+        paused or over."""
         self._look_timer = None
         cycle = self._running
         if cycle is None or cycle.response_complete or not (self._half_closed or self.pipeline):
@@ -309,7 +322,7 @@ class Connection(HttpToolsProtocol):
         ):
             self.transport.abort()
             return
-        # A FIN can be stuck behind data for which there is no room while we don't read: then we ask again and again.
+        # A FIN can be stuck after data that we have no room to read: then we probe again and again.
         stuck = self.flow.read_paused and delay == _SLOWEST_LOOK_S
         if not self._half_closed and self._may_probe() and (events & _PEER_DONE or stuck):
             self._half_closed = bool(events & _PEER_DONE)
@@ -318,7 +331,8 @@ class Connection(HttpToolsProtocol):
 
 
 def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
-    """What `send` does with a part of a body, but now. False if it would wait, or if the body has another form."""
+    """Write a part of a chunked body at once. False if `send` would wait, or the body is not
+    chunked."""
     if (
         cycle.flow.write_paused
         or cycle.disconnected
@@ -336,7 +350,7 @@ def _write_interim(cycle: RequestResponseCycle, name: bytes, value: bytes) -> No
 
 
 def _unread(cycle: RequestResponseCycle) -> bool:
-    """The rest of the body has not arrived, and we do not wait for it."""
+    """Whether the rest of the body is missing and not waited for."""
     if not cycle.more_body:
         return False
     length = dict(cycle.scope["headers"]).get(b"content-length", b"")

@@ -1,4 +1,4 @@
-"""/docs: the OpenAPI document as one page of HTML. It needs no script, and nothing from elsewhere."""
+"""/docs: the OpenAPI document as one HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """What a field holds, in words; other schemas as links."""
+    """The type of a field, in words. Other schemas are links."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rsplit("/", 1)[1])
         return f'<a href="#{name}"><code>{name}</code></a>'

@@ -1,12 +1,14 @@
-"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, or in that of the route's protocol.
+"""Error answers, in OpenAI's shape or in that of the route's protocol.
 
-400 invalid_request_error   `param` names the field; code context_length_exceeded if the prompt is too long
-401 invalid_request_error   code invalid_api_key
-404, 405, 408, 413          an unknown route or model, a wrong method, a body too slow or too long
-429 rate_limit_error        the engine's queue or the server is full; Retry-After says when to come back
-503 service_unavailable     draining, or the engine process died or sleeps
-507 server_error            the disk is full; code disk_full
-500 server_error            a fault of ours; the message says nothing of the inside, the log does
+OpenAI's shape is {"error": {"message", "type", "param", "code"}}.
+
+  400 invalid_request_error   `param` names the field; code context_length_exceeded: prompt too long
+  401 invalid_request_error   code invalid_api_key
+  404, 405, 408, 413          unknown route or model, wrong method, body too slow or too long
+  429 rate_limit_error        the engine's queue or the server is full; see Retry-After
+  503 service_unavailable     draining, or the engine process died or sleeps
+  507 server_error            the disk is full; code disk_full
+  500 server_error            a fault of ours; the log has the details, the message has none
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from slipstream.errors import (
 logger = logging.getLogger("slipstream.server")
 
 RETRY_AFTER_S = 1
-"""Retry-After when the server is full: a few steps of the engine, after which places are free."""
+"""Retry-After of a full server: places are free after a few steps of the engine."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status of a request whose client disconnected. Only the log and the metrics show it."""
+"""Status of a request whose client disconnected. Only the log and the metrics show it."""
 
 
 class ApiError(Exception):
-    """An answer that is an error. `kind` is OpenAI's `type`."""
+    """An error to answer with. `kind` is OpenAI's `type`."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class ApiError(Exception):
 
     @property
     def named_message(self) -> str:
-        """For a protocol whose errors are a text: the field stands in it."""
+        """The message with the field's name, for protocols whose errors are plain text."""
         return (
             self.message
             if self.param is None or self.param in self.message
@@ -86,14 +88,16 @@ class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
 
 
 Shape: TypeAlias = Callable[[ApiError, str], bytes]
-"""The body of an error in a protocol that is not OpenAI's, given the request's id."""
+"""Makes the body of an error in a protocol other than OpenAI's; the second argument is the
+request's id."""
 
 SHAPES: dict[str, Shape] = {}
-"""By how the paths of the protocol's routes begin, up to a slash. Each protocol's file enters its own."""
+"""Error shapes by the first part of a path, such as `/api`. Each protocol's module registers its
+own."""
 
 
 def error_body(scope: Scope, error: ApiError) -> bytes:
-    """In the shape of the protocol that the request's route is of."""
+    """The body of an error, in the shape of the protocol that the route belongs to."""
     path = scope["path"]
     shape = next(
         (s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None
@@ -123,7 +127,7 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def storage_error(message: str, error: OSError) -> ApiError:
-    """507 if the disk is full, else 503."""
+    """507 if the disk is full, otherwise 503."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, f"{message}: {error.strerror}", kind="server_error", code="disk_full")
     return unavailable(f"{message}: {error.strerror}", "storage_failed")
@@ -139,7 +143,7 @@ def shutting_down() -> ApiError:
 
 
 def as_api_error(exc: Exception) -> ApiError:
-    """The error for the client, from `exc`."""
+    """The error to answer with, for an exception."""
     match exc:
         case ApiError():
             return exc
@@ -173,13 +177,14 @@ def as_api_error(exc: Exception) -> ApiError:
 
 
 FIELDS: set[str] = set()
-"""The names of all fields of bodies (`protocol` fills it). An unknown name is the client's text, and no log contains that."""
+"""Names of all fields of bodies, filled by `protocol`. Logs show no other names: those would be a
+client's text."""
 
 _CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
 async def answer_error(request: Request, exc: Exception) -> Response:
-    """The app's handler of exceptions that are meant to be answered; RequestLog answers the others."""
+    """The app's handler of exceptions that are answers. RequestLog handles the others."""
     if isinstance(exc, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
@@ -188,14 +193,15 @@ async def answer_error(request: Request, exc: Exception) -> Response:
 
 
 def wrong_method(methods: Set[str]) -> ApiError:
-    """`methods` are those that the route takes."""
+    """A 405 that names the route's `methods`."""
     allowed = ", ".join(sorted(methods - {"HEAD"}))
     message = f"wrong method for this route; it takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
 
 
 def _no_route(request: Request, exc: HTTPException) -> ApiError:
-    """What takes the path with another method, or has a path like it. Of the client's text nothing is said again."""
+    """A 405 with the path's methods, or a 404 with the most similar route. It repeats nothing of
+    the client's text."""
     path, routes = (
         request.scope["path"],
         [route for route in request.app.routes if isinstance(route, Route)],
@@ -210,16 +216,15 @@ def _no_route(request: Request, exc: HTTPException) -> ApiError:
         return wrong_method(methods)
     known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
     asked = path.rstrip("/")[:100]
-    near = [
-        name for name in known if asked and (name.endswith(asked) or asked.endswith(name))
-    ]  # /v1 left out, or twice
+    # /v1 was left out, or is there twice.
+    near = [name for name in known if asked and (name.endswith(asked) or asked.endswith(name))]
     near = sorted(near, key=len)[-1:] or difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else "see /openapi.json"
     return ApiError(404, f"unknown route; {hint}", code="unknown_route")
 
 
 def noted(scope: Scope, exc: Exception) -> ApiError:
-    """The error for the client, from `exc`. It is also noted in the request's record and in the log."""
+    """The error to answer with. Notes it in the request's record, and an internal one in the log."""
     error = as_api_error(exc)
     if error.status == 500 and isinstance(exc, SlipstreamError):
         logger.error("request failed: %s", exc)

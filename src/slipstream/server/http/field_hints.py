@@ -1,6 +1,8 @@
-"""Suggestions for a wrong field of a body: the names allowed there, and the values of an enumeration.
+"""Suggestions for a wrong field of a body: the names allowed there, or the values of an
+enumeration.
 
-Read from the schemas only when a body was refused. A place is msgspec's: `tools[0].function`, or "" for the body itself.
+The schemas are read only after a body was refused. `where` is msgspec's path: `tools[0].function`,
+or "" for the body itself.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ OTHERS = {
     "inputs": "prompt",
     "system": "messages",
 }
-"""Fields of llama.cpp's server, text-generation-inference, Ollama and transformers, and what OpenAI's or vLLM's is."""
+"""OpenAI's or vLLM's name for fields of llama.cpp's server, text-generation-inference, Ollama and
+transformers."""
 
 
 def likely_name(kind: type, where: str, name: str) -> str:
-    """ "; did you mean temperature?" for the unknown field `name` at `where`, or nothing if no name is near."""
+    """ "; did you mean temperature?" for the unknown field `name` at `where`; empty if no name is
+    similar."""
     structs = [found for found in _types_at(kind, where) if isinstance(found, schema.StructType)]
     for found in structs:
         if (own := getattr(found.cls, "OTHER_NAMES", {}).get(name)) is not None:
@@ -47,7 +51,7 @@ def likely_name(kind: type, where: str, name: str) -> str:
 
 
 def allowed_values(kind: type, where: str) -> str:
-    """ "; it is one of text, json_object" for an enumeration at `where`, or nothing if there is none."""
+    """ "; it is one of text, json_object" for an enumeration at `where`; empty if there is none."""
     values = [
         str(value)
         for found in _types_at(kind, where)
@@ -86,7 +90,7 @@ def _inside(found: Any, part: str) -> Iterator[Any]:
 
 
 def _choices(found: Any) -> Iterator[Any]:
-    """The types that one may be: those of a union, without what `Annotated` adds."""
+    """The alternatives of a type: a union's members, without the wrapper of `Annotated`."""
     if isinstance(found, schema.Metadata):
         yield from _choices(found.type)
     elif isinstance(found, schema.UnionType):

@@ -1,11 +1,13 @@
 """API keys in a file, with their permissions and limits (`slipstream keys`, `serve --keys-file`).
 
-A key is `sk-ID-SECRET`. The file holds ID and a digest, never the secret. The secret has 256 random bits, so nobody can try
-them all, and one pass of a keyed hash (BLAKE2b, with a salt of the key's own) is enough. scrypt or Argon2 slow down guesses at
-passwords that people chose; here they would cost tens of milliseconds of CPU for each request and protect nothing.
+A key is `sk-ID-SECRET`. The file holds the ID and a digest, never the secret. The secret has 256
+random bits, so nobody can try them all, and one pass of a keyed hash (BLAKE2b, with a salt for each
+key) is enough. scrypt or Argon2 slow down guesses at passwords that people chose; here they would
+cost tens of milliseconds of CPU for each request and protect nothing.
 
-The file is JSON, for its owner only (mode 0600), and is written whole beside itself and then renamed, so a reader sees the old
-one or the new one. Commands that change it at once wait for each other.
+The file is JSON, readable by its owner only (mode 0600). A change writes a new file next to it and
+renames that, so a reader sees the old file or the new one. Commands that change it at the same time
+wait for each other.
 """
 
 from __future__ import annotations
@@ -33,18 +35,19 @@ from slipstream.files import open_new, open_private
 _logger = logging.getLogger("slipstream.server")
 
 Role: TypeAlias = Literal["admin", "user", "metrics"]
-"""`admin`: every route. `user`: all but those that change the server and /metrics. `metrics`: /metrics and /version."""
+"""`admin`: every route. `user`: all but /metrics and those that change the server. `metrics`: /metrics
+and /version."""
 
 MAX_KEYS = 4096
 LOOK_S = 1.0
-"""So long a change of the file may go unnoticed."""
+"""Interval at which a server checks the file for changes."""
 
 _Count = Annotated[int, Meta(ge=1, lt=2**53)]
 _FORM = re.compile(r"sk-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a key is allowed. Times are in seconds since 1970; a limit that is None does not hold."""
+    """A key with its permissions. Times are seconds since 1970; a limit of None does not apply."""
 
     id: Annotated[str, Meta(min_length=1, max_length=64)]
     name: Annotated[str, Meta(max_length=200)] = ""
@@ -54,9 +57,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     created: int = 0
     expires: int | None = None
     revoked: int | None = None
-    old_digest: str | None = (
-        None  # of the secret before the last rotation, which holds until `old_until`
-    )
+    # Of the secret before the last rotation, which is valid until `old_until`.
+    old_digest: str | None = None
     old_until: int = 0
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
@@ -64,12 +66,12 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     max_concurrent: _Count | None = None
     models: tuple[str, ...] = ()  # empty: all
     priority: Annotated[int, Meta(ge=-(2**30), le=2**30)] | None = (
-        0  # what its requests have at best (None: as they say)
+        0  # the best that its requests may have (None: any)
     )
     weight: Annotated[float, Meta(gt=0, le=1000)] = (
-        1.0  # its share of the served tokens, beside others of its priority
+        1.0  # its share of the served tokens, relative to others of its priority
     )
-    # The group of keys that share cached prefixes. None: the key shares them with nobody.
+    # Keys of a group share cached prefixes. None: the key shares them with no other.
     share_prefixes: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
     @property
@@ -82,7 +84,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
         return "expired" if self.expires is not None and self.expires <= now else "active"
 
     def accepts(self, secret: str, now: float) -> bool:
-        """Whether this is its secret, and it may be used. Compared in constant time."""
+        """Whether the secret is this key's and the key is active. Compares in constant time."""
         given = _digest(secret, self.salt)
         fits = hmac.compare_digest(given, self.digest)
         if self.old_digest is not None and now < self.old_until:
@@ -91,13 +93,16 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 EVERYBODY = ""
-"""As `share_prefixes`: the key is the only one of its server. The file can't hold it."""
+"""`share_prefixes` of a server's only key. The file can't hold it."""
 
 
 def prefix_salt(key: Key | None, given: str | None) -> str:
-    """The salt of a request's cached prefixes, of its key and the `cache_salt` in its body. Requests share what is cached only
-    within one salt, so that no key learns what another has sent from `cached_tokens` or the time to the first token. The parts
-    are hashed with their kinds and lengths: whatever a client gives, its salt is never that of another key."""
+    """The salt of a request's cached prefixes, made of its key and its body's `cache_salt`.
+
+    Requests share cached prefixes only within one salt. So no key learns from `cached_tokens`, or
+    from the time to the first token, what another has sent. The parts are hashed with their kinds
+    and lengths: no `cache_salt` gives a client the salt of another key.
+    """
     parts = list[str]()
     if key is not None and key.share_prefixes != EVERYBODY:
         group = key.share_prefixes
@@ -127,19 +132,19 @@ def _digest(secret: str, salt: str) -> str:
 
 
 def new_secret(id_: str, salt: str | None = None) -> tuple[str, str, str]:
-    """(the key as its user sends it, the salt, the digest)."""
+    """(the key as its user sends it, the salt, the digest) of a new secret."""
     secret, salt = secrets.token_urlsafe(32), salt or secrets.token_hex(16)
     return f"sk-{id_}-{secret}", salt, _digest(secret, salt)
 
 
 def split(text: str) -> tuple[str, str] | None:
-    """The id and the secret of what a client sent; None if it can't be one of ours."""
+    """The id and the secret in a key; None if the text is no key of ours."""
     match = _FORM.fullmatch(text)
     return None if match is None else (match[1], match[2])
 
 
 def read(path: Path) -> dict[str, Key]:
-    """The keys by id. ConfigError if there is none, or the file is damaged."""
+    """The keys by id. ConfigError if the file is missing or damaged."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Document).keys
     except OSError as error:
@@ -167,13 +172,16 @@ def read(path: Path) -> dict[str, Key]:
 
 @contextlib.contextmanager
 def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]]:
-    """The keys, which are written when the code inside ends well. Another command that changes them waits."""
+    """The keys of a file, written back when the code inside ends without an error. Other commands
+    that change them wait."""
     if not may_create and not path.exists():
-        raise ConfigError(f"{path} is not there; `slipstream keys add` makes it", field="keys_file")
+        raise ConfigError(
+            f"{path} does not exist; create it with `slipstream keys add`", field="keys_file"
+        )
     try:
         lock = open_private(path.with_name(path.name + ".lock"))
     except OSError as error:
-        raise ConfigError(f"cannot write beside {path}: {error}", field="keys_file") from None
+        raise ConfigError(f"cannot write next to {path}: {error}", field="keys_file") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = read(path) if path.exists() else {}
@@ -196,7 +204,8 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
 
 @dataclasses.dataclass(slots=True)
 class KeyFile:
-    """The file as a server reads it: again when it changes. One that can't be read is left alone, with a line in the log."""
+    """The keys file as a server reads it: again after each change. An unreadable one is logged, and
+    the keys stay as they were."""
 
     path: Path
     clock: Callable[[], float] = time.time
@@ -210,7 +219,7 @@ class KeyFile:
         self._looked = time.monotonic()
 
     def find(self, text: str) -> Key | None:
-        """The key, if it may be used now."""
+        """The key of `text`, if it is active."""
         parts = split(text)
         if parts is None:
             return None
@@ -249,4 +258,5 @@ class KeyFile:
 
 
 UNKNOWN_KEY = Key(id="unknown", salt="00" * 16, digest="00" * 32)
-"""What a secret is compared with where there is no such id, so that an id can't be found out by the time it takes."""
+"""Compared with a secret whose id is unknown, so that the time of the answer does not reveal which
+ids exist."""

@@ -1,5 +1,7 @@
-"""Limits that protect clients from each other: bodies of bounded size and time, a bounded number of requests in flight, and an
-`Exchange` that cancels the engine's work at once when a client disconnects or a time is over.
+"""Limits that protect clients from each other.
+
+Bodies are bounded in size and time, and requests in flight in number. An `Exchange` cancels the
+engine's work at once when a client disconnects or a time limit is over.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ T = TypeVar("T", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
-    """The whole body, or 413 as soon as it is known to be too long, or 408 if it does not come in time."""
+    """The whole body. ApiError (413) as soon as it is known to be too long, or 408 if it takes too
+    long."""
     limit = settings.max_body_bytes
     why = f"the body is longer than the {limit} bytes this server takes (--max-body-bytes)"
     too_long = ApiError(413, why, code="request_too_large")
@@ -63,8 +66,8 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def own_receive(body: bytes, then: Receive | None = None) -> Receive:
-    """The `receive` of a request that the server sends itself: the body, and after it the result of `then`. Without `then`
-    nothing follows: the sender cancels the request."""
+    """The `receive` of a request that the server sends itself: the body, then the result of `then`.
+    Without `then` it waits after the body: the sender ends the request by cancelling it."""
     given = False
 
     async def receive() -> Message:
@@ -80,7 +83,7 @@ def own_receive(body: bytes, then: Receive | None = None) -> Receive:
 
 
 async def read_prompt_body(state: ServerState, scope: Scope, receive: Receive) -> bytes:
-    """`read_body` of a request for an answer, whose body stands in the audit log if prompts do."""
+    """The body of a generating request. The audit log gets it too if `audit_prompts` is set."""
     raw = await read_body(scope, receive, state.settings)
     if state.settings.audit_prompts:
         scope["record"].body = raw.decode("utf-8", "replace")
@@ -88,12 +91,13 @@ async def read_prompt_body(state: ServerState, scope: Scope, receive: Receive) -
 
 
 async def read_as(kind: type[T], request: Request, state: ServerState) -> T:
-    """The body of a request, as `kind`. Errors as of `read_body` and `decode`."""
+    """The body of a request, decoded as `kind`. Raises what `read_body` and `decode` raise."""
     return decode(kind, await read_body(request.scope, request.receive, state.settings))
 
 
 class Exchange:
-    """One request in flight: the task that answers it, the key that asked, and why it was cancelled, if it was."""
+    """A request in flight: the task that answers it, its key, and why it was cancelled, if it
+    was."""
 
     __slots__ = ("key", "over", "reason", "task")
 
@@ -112,9 +116,10 @@ class Exchange:
 async def in_flight(
     state: ServerState, receive: Receive, record: RequestRecord
 ) -> AsyncIterator[None]:
-    """The code inside runs while the client is there. Raises ClientDisconnected, or the reason given to `Exchange.cancel`.
+    """Run the code inside while the client is connected.
 
-    A task of its own waits for the disconnect, so that watching costs nothing per token.
+    Raises ClientDisconnected, or the reason given to `Exchange.cancel`. A separate task waits for
+    the disconnect, so that watching costs nothing per token.
     """
     if state.draining:
         raise shutting_down()
@@ -149,7 +154,8 @@ async def in_flight(
 
 
 async def end_revoked(state: ServerState) -> None:
-    """End the requests of keys that were revoked, have expired or left the file, for as long as the server runs."""
+    """Cancel requests whose key was revoked, expired or removed from the file. Runs as long as the
+    server."""
     while state.keys.may_change:
         await asyncio.sleep(LOOK_S)
         for exchange in tuple(state.in_flight):
@@ -159,7 +165,8 @@ async def end_revoked(state: ServerState) -> None:
 
 @contextmanager
 def admitted(state: ServerState, record: RequestRecord, model: str | None) -> Iterator[None]:
-    """The code inside runs within the limits of the key that asked. ApiError (403, 429) if it may not."""
+    """Run the code inside within the limits of the request's key. ApiError (403, 429) if it may not
+    run."""
     record.model = model
     check_model(record.key, model)
     with limited(state, record):
@@ -167,7 +174,7 @@ def admitted(state: ServerState, record: RequestRecord, model: str | None) -> It
 
 
 def counted(state: ServerState, handler: Handler) -> Handler:
-    """A route that computes nothing with the model, and is a request of its key all the same."""
+    """A route without model work that still counts as a request of its key."""
 
     async def within_limits(request: Request) -> Response:
         with limited(state, request.scope["record"]):
@@ -178,7 +185,7 @@ def counted(state: ServerState, handler: Handler) -> Handler:
 
 @contextmanager
 def limited(state: ServerState, record: RequestRecord) -> Iterator[None]:
-    """`admitted`, whatever the model."""
+    """Apply the key's limits without checking the model; see `admitted`."""
     key = record.key
     if key is None or not key.is_limited:
         yield

@@ -1,6 +1,7 @@
-"""Counts the requests and connections of all front ends, and decides which front end takes the next connection.
+"""Counts of all front ends' requests and connections; they decide who takes the next connection.
 
-Front ends share one listening socket, so a connection that is not accepted yet waits for any of them.
+Front ends share one listening socket, so a connection that is not accepted yet waits for any of
+them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ _FULL_S = 1.0
 
 
 class ServerLoad:
-    """Counts of each front end, in memory that all of them share; of a server that is alone, in its own. Each writes its own
-    counts only, so that those of a front end that dies can be taken off."""
+    """Requests and connections of each front end, in memory that all front ends share.
+
+    A server with one front end uses memory of its own. Each front end writes only its own counts,
+    so that a dead one's can be removed.
+    """
 
     def __init__(self, shared: memoryview | None = None, slot: int = 0) -> None:
         self._counts = (
@@ -30,7 +34,7 @@ class ServerLoad:
 
     @staticmethod
     def size(num_front_ends: int) -> int:
-        """Bytes of the memory."""
+        """Bytes of the shared memory."""
         return 16 * num_front_ends
 
     @property
@@ -38,8 +42,11 @@ class ServerLoad:
         return sum(self._counts[::2])
 
     def begin_request(self, limit: int) -> bool:
-        """Count a request. False, and it is not counted, if there are `limit` of them. It is counted before the sum is taken:
-        two front ends that do so at once may both be refused the last place, and never both get it."""
+        """Count a request. Returns False, and does not count it, if `limit` requests run already.
+
+        The request is counted before the sum is read: two front ends at once may both be refused
+        the last place, but never both get it.
+        """
         self._counts[self._own] += 1
         if self.num_requests <= limit:
             return True
@@ -54,7 +61,7 @@ class ServerLoad:
 
     @property
     def has_most_connections(self) -> bool:
-        """Another front end has fewer than this one."""
+        """Whether another front end has fewer connections than this one."""
         return self._counts[self._own + 1] > min(self._counts[1::2])
 
     def clear(self) -> None:
@@ -62,8 +69,12 @@ class ServerLoad:
 
 
 class Acceptor:
-    """Takes connections from a socket that front ends share. One that has more of them than another waits a moment before it
-    takes the next: by then the other has it, unless that one hangs. uvicorn closes it as an `asyncio.Server`."""
+    """Takes connections from a socket that front ends share.
+
+    A front end with more connections than another waits a moment before it takes the next one: by
+    then the other has taken it, unless it hangs. uvicorn closes an Acceptor like an
+    `asyncio.Server`.
+    """
 
     def __init__(
         self,
@@ -109,8 +120,8 @@ class Acceptor:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another has it
-        except OSError as error:  # no more descriptors, as a rule
+            return  # another front end has it
+        except OSError as error:  # usually no more descriptors
             _logger.error("no connection can be taken: %s", error)
             self._pause(_FULL_S, self._resume)
             return
@@ -124,7 +135,7 @@ class Acceptor:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
-        except OSError:  # it has gone, or speaks no TLS
+        except OSError:  # the client has gone, or speaks no TLS
             connection.close()
 
     def _count(self) -> None:

@@ -1,4 +1,5 @@
-"""/openapi.json, made from the structs that decode the bodies, so that it cannot disagree with them."""
+"""/openapi.json, generated from the structs that decode the bodies, so that it always agrees with
+them."""
 
 from __future__ import annotations
 
@@ -50,14 +51,14 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
 }
 _GETS = {
     "/v1/models": "The models served",
-    "/v1/models/{id}": "One of them",
-    "/v1/responses/{id}": "An answer that was kept",
-    "/v1/responses/{id}/input_items": "What the model was given for it",
-    "/v1/files": "The files (of a server with --files-dir, as the others of files and batches)",
-    "/v1/files/{id}": "One of them",
-    "/v1/files/{id}/content": "What it holds",
+    "/v1/models/{id}": "A model",
+    "/v1/responses/{id}": "A kept answer",
+    "/v1/responses/{id}/input_items": "The input of a kept answer",
+    "/v1/files": "The files (with --files-dir, as all routes of files and batches)",
+    "/v1/files/{id}": "A file",
+    "/v1/files/{id}/content": "A file's content",
     "/v1/batches": "The batches",
-    "/v1/batches/{id}": "One of them, and how far it is",
+    "/v1/batches/{id}": "A batch and its progress",
     "/live": "200 while the server runs",
     "/ready": "200 when new requests are welcome, else 503",
     "/health": "200 when the engine works, else 503",
@@ -65,31 +66,31 @@ _GETS = {
     "/version": "The server's version",
     "/metrics": "Prometheus metrics",
     "/status": "A page: models, replicas, load, latency, findings",
-    "/status.json": "What that page shows",
-    "/findings": "What the detector found (of a server with --detect)",
+    "/status.json": "The data of /status",
+    "/findings": "Findings of the detector (with --detect)",
     "/chat": "A page to chat with the models",
     "/api/tags": "The models served, as Ollama lists them",
     "/api/ps": "The models that are loaded, as Ollama lists them",
     "/api/version": "The server's version",
-    "/is_sleeping": "Whether the model gave its memory back (of a server with --enable-sleep-mode, as the next two)",
+    "/is_sleeping": "Whether the model sleeps (with --enable-sleep-mode, as /sleep and /wake_up)",
     "/v2": "The server, as KServe describes it",
     "/v2/health/live": "200 while the server runs",
     "/v2/health/ready": "200 when new requests are welcome, else 503",
     "/v2/models/{id}": "A model's tensors",
-    "/v2/models/{id}/config": "Its configuration, as Triton describes it",
-    "/v2/models/{id}/ready": "200 when it answers, else 503",
+    "/v2/models/{id}/config": "A model's configuration, as Triton describes it",
+    "/v2/models/{id}/ready": "200 when the model answers, else 503",
     "/docs": "This description as a page",
 }
 _POSTS = {
     "/sleep": (
-        "Give the model's memory back: level 1 the KV cache, level 2 the weights, too",
+        "Release the model's memory: level 1 the KV cache, level 2 also the weights",
         {"level": ["1", "2"]},
     ),
-    "/wake_up": ("Take it back", {}),
+    "/wake_up": ("Take the model's memory again after /sleep", {}),
     "/v2/repository/index": ("The models served, as Triton lists them", {}),
-    "/v1/batches/{id}/cancel": ("End a batch. The answers that it has are kept", {}),
+    "/v1/batches/{id}/cancel": ("Cancel a batch. Its answers so far are kept", {}),
     "/v1/responses/{id}/cancel": (
-        "For answers in the background, of which there are none: always an error",
+        "Always an error: there are no answers in the background",
         {},
     ),
 }

@@ -1,16 +1,22 @@
-"""Rate limits of a key, over all front ends of a server: requests and tokens a minute, tokens a day, requests at once.
+"""Rate limits of a key over all front ends: requests and tokens a minute, tokens a day, requests at
+once.
 
-1. A minute is any 60 s: counts stand in seconds, and those of the last 60 and the current one are added up. So the limit holds
-   in every window, however the requests fall, and a request is counted in the second in which it was admitted.
-2. Tokens are reserved before a request is queued: its prompt, and the longest answer that it allows. What it did not use is
-   given back when it ends. So a key is never over its limit, and one that names a `max_tokens` gets more done.
-3. A day is one of UTC. If the clock goes back over midnight, the count goes on.
-4. The counts lie in memory that the front ends map, a row for each key, and a row is locked while it is read and changed: for
-   some microseconds, without waiting for anything else. The kernel takes the lock from a process that dies.
-5. The counts of the day lie in `--state-dir`, if there is one, and outlive the server. The others end with it.
-6. A row whose counts are all over says nothing, so another key may have it: rows of keys that are gone do not pile up.
+1. A minute is any 60 s. Counts are kept by second; those of the last 60 and the current one are
+   added up. So the limit holds in every window. A request counts in the second in which it was
+   admitted.
+2. Tokens are reserved before a request is queued: its prompt and the longest answer that it allows.
+   Unused ones are given back when it ends. So a key never exceeds its limit, and one that sets
+   `max_tokens` gets more done.
+3. A day is one of UTC. If the clock goes back over midnight, the count continues.
+4. The counts are in memory that the front ends map, one row for each key. A row is locked while it
+   is read and changed, for some microseconds, without waiting for anything else. The kernel
+   releases the lock of a process that dies.
+5. The counts of the day are in `--state-dir`, if there is one, and outlive the server. The others
+   end with it.
+6. A row whose counts have all expired holds no information, so another key may take it: rows of
+   deleted keys do not pile up.
 
-`Limiter` is all that the rest of the server knows of this: a router in front of several servers can have its own.
+The rest of the server uses only `Limiter`: a router in front of several servers can have its own.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from slipstream.files import open_private
 from slipstream.server.http.errors import ApiError, unavailable
 from slipstream.server.http.keys import Key
 
-WINDOW = 61  # seconds: 60 that are over, and the current one
+WINDOW = 61  # seconds: the last 60 and the current one
 MAX_FRONT_ENDS = 128
 MAX_ROWS = 8192
 RATE_HEADERS = tuple(
@@ -39,45 +45,49 @@ RATE_HEADERS = tuple(
 )
 DAY_S = 86_400
 
-# A row of each table begins with two numbers that are the key's id.
+# A row of each table begins with the key's id as two numbers.
+# The second of the newest count, then counts by second modulo WINDOW.
 _LAST, _REQUESTS, _TOKENS = (
     2,
     3,
     3 + WINDOW,
-)  # the second of the newest count; counts, by second modulo WINDOW
+)
 _RUNNING = _TOKENS + WINDOW  # requests at once, by front end
 _NOW_WIDTH = _RUNNING + MAX_FRONT_ENDS
 _DAY, _SPENT, _DAY_WIDTH = 2, 3, 4
 
 
 class Grant(Protocol):
-    """A request that was admitted."""
+    """An admitted request."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether its key has a limit of tokens that it is bounded by."""
+        """Whether the key has a token limit that applies to this request."""
 
     def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Tokens of a prompt that is to be computed, and of the longest answer. ApiError (429) if the key has fewer left."""
+        """Reserve a prompt's tokens and its longest answer's. ApiError (429) if the key has fewer
+        left."""
 
     def close(self, num_tokens: int) -> None:
-        """It has ended, and used so many. Prompts that were reserved count at least."""
+        """End the request, which used `num_tokens` tokens. Its reserved prompts count as used even
+        if it failed."""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's, of an answer."""
+        """OpenAI's rate limit headers for an answer."""
 
 
 class Limiter(Protocol):
     def admit(self, key: Key, *, background: bool = False) -> Grant:
-        """Count a request. ApiError (429) if the key has too many. One in the `background` is bounded by the day only."""
+        """Count a request. ApiError (429) if the key has too many. Only the day's limit applies to
+        one in the `background`."""
 
     def close(self) -> None: ...
 
 
 class Table:
-    """Rows of 8-byte numbers, found by a key's id, in a file that several processes map, or in memory of this one. A row that
-    `is_over` may become another key's whenever it is not locked."""
+    """Rows of 8-byte numbers by key id, in a file that several processes map or in this process's
+    memory. A row that `is_over` may become another key's whenever it is not locked."""
 
     def __init__(
         self,
@@ -92,7 +102,7 @@ class Table:
             if path is not None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._fd = open_private(path)
-                os.ftruncate(self._fd, num_bytes)  # a sparse file: only rows in use take room
+                os.ftruncate(self._fd, num_bytes)  # a sparse file: only rows in use take space
             self._map = mmap.mmap(self._fd, num_bytes)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -115,10 +125,11 @@ class Table:
                     with self._numbers[begin : begin + self._width] as row:
                         yield row
                     return
-            del self._rows[id_]  # it was over, and has become another key's
+            del self._rows[id_]  # the counts expired and the row became another key's
 
     def _find(self, words: tuple[int, int]) -> int:
-        """Who holds a row's lock never waits for that of the table, so this may wait for a row's."""
+        """Index of the id's row, or of one made for it. Locks the table, then rows. This order
+        can't deadlock: who holds a row's lock never waits for the table's."""
         over: list[int] = []
         with self._locked(0):
             for index in range(MAX_ROWS):
@@ -171,7 +182,12 @@ class Table:
 
 
 class SharedLimiter:
-    """`shared_dir`: where front ends share what ends with the server; None: there is one. `slot`: which of them this is."""
+    """The limiter of a server whose front ends share counts in files.
+
+    `shared_dir`: folder of counts that end with the server; None: there is only one front end.
+    `state_dir`: folder of the day's counts, which outlive the server. `slot()`: number of this
+    front end.
+    """
 
     def __init__(
         self,
@@ -215,7 +231,7 @@ class SharedLimiter:
         return grant
 
     def _turn(self, row: memoryview) -> int:
-        """The second that it is, with the counts of seconds that are out of the window set to 0."""
+        """The current second. Sets the counts of seconds outside the window to 0."""
         second, last = int(self.clock()), row[_LAST]
         for passed in range(max(last + 1, second - WINDOW + 1), second + 1):
             row[_REQUESTS + passed % WINDOW] = row[_TOKENS + passed % WINDOW] = 0
@@ -232,7 +248,7 @@ def _now_file(shared_dir: str | None) -> Path | None:
 
 
 def forget_front_end(shared_dir: str, slot: int) -> None:
-    """The requests of a front end that died are in flight no more."""
+    """Set the running requests of a front end that died to 0."""
     path = _now_file(shared_dir)
     assert path is not None
     if path.exists():
@@ -304,7 +320,7 @@ class SharedGrant:
                 num_tokens -= used
                 if second > now - WINDOW and not self._background:
                     row[_TOKENS + second % WINDOW] -= reserved - used
-                if day >= today:  # the row of an earlier day may be another key's by now
+                if day >= today:  # the row of an earlier day may belong to another key
                     unused_today[day] = unused_today.get(day, 0) + reserved - used
         self._reserved.clear()
         if unused_today:
@@ -343,7 +359,7 @@ class SharedGrant:
 
 
 def _wait(counts: memoryview, second: int, wanted: int, limit: int) -> int:
-    """Seconds until `wanted` more fit; 0: they do now."""
+    """Seconds until `wanted` more fit under `limit` in the window; 0: they fit now."""
     over = sum(counts) + wanted - limit
     if over <= 0:
         return 0
@@ -361,7 +377,7 @@ def _to_midnight(now: float) -> int:
 def too_many(
     message: str, kind: str, wait: int | None, more: list[tuple[bytes, bytes]] | None = None
 ) -> ApiError:
-    """OpenAI's 429. `wait` None: it never fits, and clients need not try again."""
+    """OpenAI's 429. `wait` None: the request never fits, and clients need not try again."""
     headers = {name.decode(): value.decode() for name, value in more or []}
     headers |= {"x-should-retry": "false"} if wait is None else {"retry-after": str(wait)}
     code = kind if kind == "insufficient_quota" else "rate_limit_exceeded"

@@ -1,4 +1,5 @@
-"""One record a request: an id, how it went, a log line, a count. Prompts, answers and keys are never in it."""
+"""The record of each request: id, outcome, log line, counts. Prompts, answers and keys are never in
+the log."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ logger = logging.getLogger("slipstream.access")
 errors = logging.getLogger("slipstream.server")
 
 TOKENS_HEADER = b"x-slipstream-tokens"
-"""For a fleet's gateway (`server.operations.fleet`)."""
+"""Header with the token counts, for a fleet's gateway (`server.operations.fleet`)."""
 
 _TRACE = (b"traceparent", b"tracestate")
 _PROBES = {
@@ -111,27 +112,29 @@ class RequestRecord:
     ttft_s: float | None = None
     error: str | None = None
     param: str | None = None  # the field that was refused
-    key: Key | None = None  # of the request
+    key: Key | None = None  # the request's
     grant: Grant | None = None  # of a key with limits
-    model: str | None = None  # as it is served
+    model: str | None = None  # the served name
     answer: Answer | None = None
-    body: str | None = None  # if the audit log is to have it
-    trace_headers: dict[str, str] = field(
-        default_factory=dict
-    )  # the client's trace, if spans are sent
-    created: int = field(default_factory=lambda: int(time.time()))  # what the answer says
-    hints: list[str] = field(default_factory=list)  # fields taken without effect (`answers.hints`)
-    background: bool = False  # it is a batch's, and goes behind all others
-    address: str = ""  # of whom sent it
+    body: str | None = None  # for the audit log, if it gets bodies
+    # The client's trace, if spans are sent.
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))  # `created` of the answer
+    hints: list[str] = field(
+        default_factory=list
+    )  # fields accepted without effect (`answers.hints`)
+    background: bool = False  # belongs to a batch: runs after all others
+    address: str = ""  # of the sender
 
     @property
     def owner(self) -> str:
-        """The key that asked, here or at a fleet's gateway; without keys empty."""
+        """Id of the key that asked, here or at a fleet's gateway; empty without keys."""
         return "" if self.key is None else self.key.id
 
     @property
     def client(self) -> str:
-        """Whose grammars are compiled one after the other: the key's, or without keys the address's. Empty: nobody's."""
+        """Client whose grammars are compiled one after the other: the key, or the address without
+        keys. Empty: nobody's."""
         who = f"key {self.owner}" if self.owner else self.address and f"address {self.address}"
         return f"batch {who}" if self.background else who
 
@@ -143,7 +146,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Observers:
-    """The records that requests leave: metrics, audit log, telemetry."""
+    """Recipients of the requests' records: metrics, audit log, telemetry."""
 
     metrics: Metrics
     audit: AuditLog | None = None
@@ -151,15 +154,16 @@ class Observers:
 
     @property
     def refuses(self) -> bool:
-        """Requests can't be written down, and must not be answered then."""
+        """Whether requests can't be logged and so must not be answered."""
         return self.audit is not None and self.audit.refuses
 
 
 class RequestLog:
-    """ASGI middleware, the outermost: makes the record, sends its id as x-request-id, logs and counts at the end.
+    """ASGI middleware, the outermost: makes the record, sends its id as x-request-id, logs and
+    counts at the end.
 
-    Nothing outside it answers, so it is here that an exception which nobody expected becomes a 500, with its traceback
-    in the log under the request's id.
+    It turns an unexpected exception into a 500, because nothing outside it could answer. The log
+    has the traceback under the request's id.
     """
 
     def __init__(self, app: ASGIApp, observers: Observers) -> None:
@@ -187,7 +191,9 @@ class RequestLog:
                     *message.get("headers", ()),
                     *_id_headers(scope["path"], record.id),
                 ]
-                if record.grant is not None and record.status < 400:  # an error has them itself
+                if (
+                    record.grant is not None and record.status < 400
+                ):  # an error has the headers itself
                     message["headers"] += record.grant.headers
                 if unread is not None and unread():
                     message["headers"].append((b"connection", b"close"))
@@ -206,9 +212,8 @@ class RequestLog:
         except Exception as exc:
             error = as_api_error(exc)
             record.error = error.code
-            if (
-                started
-            ):  # half an answer can only be broken off, which raising does; uvicorn logs it
+            # Half an answer can only be broken off, by raising; uvicorn logs it.
+            if started:
                 raise
             errors.exception("a request failed", extra={"fields": {"id": record.id}})
             await response_to(scope, error)(scope, receive, send_with_id)
@@ -216,7 +221,7 @@ class RequestLog:
             self._finish(scope, record)
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
-        # Labels and log come from fixed sets, so no client can flood the one or forge the other.
+        # Labels and log fields come from fixed sets, so no client can flood or forge them.
         path, method = scope["path"], scope["method"]
         route = (
             path
@@ -228,13 +233,13 @@ class RequestLog:
 
 def _not_audited() -> ApiError:
     return unavailable(
-        "the audit log cannot be written, and this server answers nothing without it",
+        "the audit log cannot be written, and this server answers no request without it",
         "audit_unavailable",
     )
 
 
 def finish(observers: Observers, record: RequestRecord, method: str, route: str) -> None:
-    """Count and log a request that has ended, and tell whoever else watches."""
+    """Count and log a request that has ended."""
     if observers.telemetry is not None:
         observers.telemetry.ended(record, route)
     observers.metrics.responses[method, route, record.status] += 1
@@ -267,13 +272,14 @@ def finish(observers: Observers, record: RequestRecord, method: str, route: str)
 
 
 def _id_headers(path: str, id_: str) -> list[tuple[bytes, bytes]]:
-    """OpenAI's header, and on Anthropic's routes theirs, too."""
+    """OpenAI's id header, and Anthropic's on Anthropic's routes."""
     name = [(b"request-id", id_.encode())] if path.startswith("/v1/messages") else []
     return [(b"x-request-id", id_.encode()), *name]
 
 
 class LogFormatter(logging.Formatter):
-    """One line a record: `time level message key=value ...`, or the same as a JSON object. `more` are fields of every line."""
+    """One line for each record: `time level message key=value ...`, or a JSON object. `more` are
+    fields of every line."""
 
     def __init__(self, *, json: bool, more: Mapping[str, object] | None = None) -> None:
         super().__init__()

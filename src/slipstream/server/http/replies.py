@@ -18,7 +18,7 @@ JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
 def greeting(names: Iterable[str]) -> str:
-    """The answer of `/` to a client that is no browser."""
+    """The text of `/` for clients other than browsers."""
     return f"Slipstream {__version__} serves {', '.join(names)}: OpenAI's API at /v1, all of it at /docs\n"
 
 
@@ -33,21 +33,22 @@ async def send_whole(
     *,
     status: int = 200,
 ) -> None:
-    """An answer by ASGI itself; `about` are its headers without the length."""
+    """Send a whole answer by ASGI. `about` are its headers without the length."""
     headers = [*about, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def utc_time(seconds: float) -> str:
-    """As RFC 3339 writes it, with Z."""
+    """A time in RFC 3339's format, UTC with Z."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def page_options(
     request: Request, *others: str, most: int, usual: int
 ) -> tuple[str | None, int, bool]:
-    """(after, limit, whether the newest comes first). ApiError (400) for what is none. `others` are for the route itself."""
+    """(after, limit, newest first) of a list request. ApiError (400) for other values. `others` are
+    parameters that the route reads itself."""
     query = request.query_params
     for name in query:
         if name not in ("after", "limit", "order", *others):
@@ -61,7 +62,7 @@ def page_options(
 
 
 def page_answer(found: list[dict[str, Any]], limit: int) -> Response:
-    """The first `limit`; that there are more shows by what is behind them."""
+    """The first `limit` items as a page. A further item in `found` shows that there are more."""
     data = found[:limit]
     ends = (
         {"first_id": data[0]["id"], "last_id": data[-1]["id"]}

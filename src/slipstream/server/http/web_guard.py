@@ -1,11 +1,15 @@
-"""What a server without keys refuses, so that web pages can't use it through a visitor's browser.
+"""Protection of a server without keys against web pages that use it through a visitor's browser.
 
-1. A foreign `Host` (421). A page whose name was bound to this machine (DNS rebinding) sends its own name, and could read every
-   answer. An IP address can't be such a name, and is always accepted.
-2. A request that is no GET and comes from another origin's page (403), which can send it without reading the answer.
-3. A body of a form or of plain text (415). Browsers send such bodies to other origins without asking first (CORS).
+1. A foreign `Host` is refused (421). A page whose name was bound to this machine (DNS rebinding)
+   sends its own name, and could read every answer. An IP address can't be such a name, and is
+   always accepted.
+2. A request other than GET from another origin's page is refused (403): the page could send it
+   without reading the answer.
+3. A form or plain text as a body is refused (415). Browsers send such bodies to other origins
+   without asking first (CORS).
 
-With keys none of this is needed: a page has no key. Then only names that `--allowed-hosts` gives are checked.
+With keys none of this is needed, because a page has no key. Then only names that `--allowed-hosts`
+gives are checked.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
 class WebGuard:
-    """ASGI middleware. It stands inside CORS, so that an allowed page can read why it was refused."""
+    """ASGI middleware. It runs inside CORS, so that an allowed page can read why it was refused."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, *, has_keys: bool) -> None:
         self.app, self._has_keys = app, has_keys
@@ -45,7 +49,9 @@ class WebGuard:
         self._domains = (".localhost", *(name[1:] for name in given if name.startswith("*.")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and "key" not in scope:  # else the server itself sends it
+        if (
+            scope["type"] == "http" and "key" not in scope
+        ):  # otherwise the server itself sends the request
             headers = Headers(scope=scope)
             try:
                 if self._checks_hosts:
@@ -61,12 +67,12 @@ class WebGuard:
         await self.app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
-        """No `Host` at all is accepted: every browser sends one."""
+        """Raise a 421 for a foreign `Host`. A missing one is accepted: every browser sends one."""
         for host in headers.getlist("host"):
             if not self.is_allowed(host):
                 raise ApiError(
                     421,
-                    f"this server does not answer to the host {host[:100]!r}; "
+                    f"this server does not accept requests for the host {host[:100]!r}; "
                     "start it with --allowed-hosts NAME (allowed_hosts in a fleet's file) if it should",
                     code="host_not_allowed",
                 )
@@ -81,7 +87,8 @@ class WebGuard:
         return name in self._hosts or name.endswith(self._domains) or _is_address(IPv4Address, name)
 
     def _check_origin(self, headers: Headers, scheme: str) -> None:
-        """`Origin` is the page's. `Sec-Fetch-Site` is the browser's word, and comes without `Origin`, too."""
+        """Raise a 403 for a page of another origin. `Origin` is the page's; `Sec-Fetch-Site` may
+        come without it."""
         origin = headers.get("origin")
         if "*" in self._origins or (origin is not None and origin.lower() in self._origins):
             return
@@ -101,7 +108,8 @@ class WebGuard:
 
 
 def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """`app`, from which pages of the allowed origins may read. It is outside the keys: a preflight request has none."""
+    """`app` with CORS headers, so that pages of the allowed origins may read its answers. It wraps
+    the key check: a preflight request has no key."""
     if not settings.cors_origins:
         return app
     return CORSMiddleware(
@@ -122,7 +130,8 @@ def _is_address(kind: type[IPv4Address | IPv6Address], text: str) -> bool:
 
 
 def _check_content_type(headers: Headers) -> None:
-    """Of a body that is there. Programs that are no browser may leave the type out."""
+    """Raise a 415 for a body's type that a page may send. Programs that are no browser may omit the
+    type."""
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
     types = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]

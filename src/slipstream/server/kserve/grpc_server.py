@@ -1,10 +1,11 @@
 """KServe's v2 protocol over gRPC, with streams of several responses to a request (extra `kserve`).
 
-Every front end listens on the same port, and the kernel gives each connection to one of them. A call is handled like an HTTP
-request: it is counted, logged and bounded, and a client that cancels frees its blocks. Keys come as the metadata
-`authorization: Bearer KEY`.
+Every front end listens on the same port, and the kernel gives each connection to one of them. A
+call is handled like an HTTP request: counted, logged and limited, and a client that cancels frees
+its blocks. Keys come as the metadata `authorization: Bearer KEY`.
 
-A stream of calls answers each request in turn. The last response of a request has the parameter `triton_final_response`.
+A stream of calls answers its requests one after the other. The last response to a request has the
+parameter `triton_final_response`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "GRPC_ENABLE_FORK_SUPPORT", "false"
-)  # no fork of ours speaks gRPC, and it would print a line at each
+# No fork of ours uses gRPC, which would print a line at each.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 import grpc
 import grpc.aio
@@ -73,16 +73,18 @@ OPEN = frozenset({"ServerLive", "ServerReady"})
 """Probes: they need no key, and are counted and logged only if they fail."""
 
 MAX_DETAILS = 2000
-"""Characters of an error's text: it travels in the trailers, for which clients take 8 KiB."""
+"""Longest text of an error in characters: it is sent in the trailers, for which clients take 8
+KiB."""
 
 KEEPALIVE_MS, IDLE_MS = 60_000, 3_600_000
-"""After how long a silent peer gets a ping, and a connection without calls is closed."""
+"""Time until a silent peer gets a ping, and until a connection without calls is closed."""
 
 _CONFIG_TYPES = {"TYPE_BOOL": 1, "TYPE_UINT32": 4, "TYPE_STRING": 13}
 
 
 class GrpcAnswer(InferAnswer):
-    """A response is a message's bytes: of a stream ModelStreamInferResponse, else ModelInferResponse."""
+    """An answer whose responses are serialised messages: ModelStreamInferResponse in a stream, else
+    ModelInferResponse."""
 
     asked: GrpcInference
 
@@ -92,13 +94,13 @@ class GrpcAnswer(InferAnswer):
 
 class GrpcInference(Inference):
     streamed = False
-    """Whether it came in a stream of requests."""
+    """Whether the request came in a stream of requests."""
 
 
 def response(
     asked: GrpcInference, model: str | None, outputs: Mapping[str, list[Any]], *, last: bool
 ) -> bytes:
-    """The message that has these outputs."""
+    """The serialised message with these outputs."""
     made = MESSAGES["ModelInferResponse"](model_name=model, model_version=VERSION, id=asked.id)
     for name, values in outputs.items():
         made.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(values)])
@@ -110,7 +112,8 @@ def response(
 
 
 class GrpcServer:
-    """The gRPC server of a front end. A fleet's gateway has its own `name_of`, `is_ready` and `responses`."""
+    """The gRPC server of a front end. A fleet's gateway overrides `name_of`, `is_ready` and
+    `responses`."""
 
     def __init__(self, state: ServerState, about: Description | None = None) -> None:
         self.state, self.about = state, about or Description(state)
@@ -119,7 +122,7 @@ class GrpcServer:
             ("grpc.so_reuseport", int(settings.shared_dir is not None)),
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # a peer that lost power is found out
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # to notice a peer that lost power
             ("grpc.max_connection_idle_ms", IDLE_MS),
         ]
         self.server = grpc.aio.server(options=options)
@@ -129,7 +132,7 @@ class GrpcServer:
         address = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"{address}:{settings.grpc_port}"
         try:
-            _require_free(settings)  # gRPC itself would print a line of C++
+            _require_free(settings)  # otherwise gRPC prints a line of C++
             if settings.ssl_certfile is None:
                 self.port = self.server.add_insecure_port(address)
             else:
@@ -145,7 +148,7 @@ class GrpcServer:
     async def stop(self) -> None:
         await self.server.stop(1.0)
 
-    # --- Methods --------------------------------------------------------------------------------------------------------
+    # --- Methods -------------------------------------------------------------------------
 
     def _handlers(self) -> dict[str, Any]:
         responders: dict[str, Callable[[Any], Any]] = {
@@ -181,11 +184,11 @@ class GrpcServer:
         return require_version(self.state, {"id": name, "version": version or VERSION})
 
     def is_ready(self, model: str) -> bool:
-        """Of a model that is served."""
+        """Whether a served model is ready."""
         return self.about.is_ready
 
     def _model_ready(self, asked: Any) -> dict[str, Any]:
-        """As Triton says it: a model that is not there is not ready."""
+        """Readiness in Triton's sense: an unknown model is not ready."""
         try:
             return {"ready": self.is_ready(self.name_of(asked.name, asked.version))}
         except ApiError:
@@ -239,7 +242,7 @@ class GrpcServer:
         async for asked in requests:
             record = _record(context)
             try:
-                key = self._key(context)  # again: a stream may outlive it
+                key = self._key(context)  # again, because a stream may outlive a key
                 async with aclosing(self._answers(asked, record, key, streamed=True)) as responses:
                     async for response in responses:
                         yield response
@@ -287,7 +290,7 @@ class GrpcServer:
     async def responses(
         self, body: GrpcInference, record: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
-        """To a request that is right in itself. Before the last, the record says that all went well."""
+        """The responses to a checked request. The record's status is set before the last one."""
         async with in_flight(self.state, _never, record):
             answer = record.answer = await prepare(self.state, body, record, answer=GrpcAnswer)
             with admitted(self.state, record, body.model):
@@ -304,12 +307,12 @@ class GrpcServer:
         raw, tensors = list(asked.raw_input_contents), dict[str, Any]()
         if raw and len(raw) != len(asked.inputs):
             raise bad_request(
-                "raw_input_contents has not as many parts as there are inputs", "raw_input_contents"
+                "raw_input_contents must have one part for each input", "raw_input_contents"
             )
         for i, tensor in enumerate(asked.inputs):
             data: bytes | list[Any]
             if tensor.name in tensors:
-                raise bad_request(f"the input {tensor.name[:100]!r} is there twice", "inputs")
+                raise bad_request(f"the input {tensor.name[:100]!r} appears twice", "inputs")
             no_parameters(
                 set(tensor.parameters) - {"binary_data_size"}, f"inputs.{tensor.name[:100]}"
             )
@@ -338,12 +341,13 @@ class GrpcServer:
         )
         made.streamed = streamed
         if tensors.get("stream") and not streamed:
-            raise bad_request("a stream is asked for by ModelStreamInfer", "stream")
+            raise bad_request("use ModelStreamInfer for a stream", "stream")
         return made
 
 
 async def _never() -> Message:
-    """gRPC cancels the call's task itself when the client goes."""
+    """The `receive` of a gRPC call, which never returns: gRPC cancels the call's task when the
+    client goes."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -359,13 +363,13 @@ def _api_error(exc: Exception, record: RequestRecord) -> ApiError:
 
 
 def _record(context: Any) -> RequestRecord:
-    """Of a request that ends with its client, unless it comes to an end."""
+    """The record of a request; its status is that of a client that left, until the request ends."""
     address = context.peer().rpartition(":")[0]
     return RequestRecord(status=CLIENT_CLOSED_REQUEST, address=address)
 
 
 async def _refuse(context: Any, error: ApiError) -> None:
-    """Ends the call: raises."""
+    """End the call with an error, by raising."""
     await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), _text(error))
 
 
@@ -374,20 +378,20 @@ def _text(error: ApiError) -> str:
 
 
 def _require_free(settings: ServerSettings) -> None:
-    """OSError if the port is taken."""
+    """Raise OSError if the port is taken."""
     assert settings.grpc_port is not None
     family, kind, protocol, _, address = socket.getaddrinfo(
         settings.host, settings.grpc_port, type=socket.SOCK_STREAM
     )[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if settings.shared_dir is not None:  # other front ends listen there
+        if settings.shared_dir is not None:  # other front ends listen on it
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         probe.bind(address)
 
 
 def _credentials(settings: ServerSettings) -> Any:
-    """Of the files as they are at each handshake."""
+    """TLS credentials that read renewed files at a handshake."""
     assert settings.ssl_certfile is not None
     certificates = Certificates(settings.ssl_certfile, settings.ssl_keyfile)
 

@@ -1,8 +1,10 @@
-"""The messages of KServe's v2 protocol over gRPC (the open inference protocol), with Triton's additions that its clients use.
+"""Messages of KServe's v2 protocol over gRPC (the open inference protocol), with Triton's
+additions.
 
-A table makes the descriptors, in a pool of its own: a program may hold another copy of the protocol. Each line is a message and
-its fields, `number name type`; `*` stands for repeated, `map` for a map from text to parameters, `|` for one of several. Fields
-that are left out here are kept as unknown by protobuf and have no effect.
+A table makes the descriptors, in a pool of its own: a program may hold another copy of the
+protocol. Each line is a message and its fields, `number name type`; `*` means repeated, `map` a map
+from text to parameters, `|` a member of a oneof. protobuf keeps fields that are left out here as
+unknown ones, without effect.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def _add_field(message: Any, number: str, name: str, kind: str, *more: str) -> N
         entry.field.add(name="value", number=2, label=1, type_name=".inference.InferParameter")
         field.label, field.type_name = 3, f".inference.{message.name}.{entry.name}"
         return
-    if more:  # one of several
+    if more:  # member of a oneof
         if not message.oneof_decl:
             message.oneof_decl.add(name="parameter_choice")
         field.oneof_index = 0

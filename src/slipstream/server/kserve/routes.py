@@ -1,13 +1,16 @@
-"""KServe's v2 protocol over HTTP, with Triton's extensions: binary tensors, generate, config, repository index.
+"""KServe's v2 protocol over HTTP, with Triton's extensions.
 
-The model's tensors are those of Triton's vLLM backend, so that clients written for it need no change:
+The extensions are binary tensors, generate, config and repository index. The model has the tensors
+of Triton's vLLM backend, so that clients written for it need no change:
 
-    in      text_input BYTES [1]; optional: stream BOOL [1], sampling_parameters BYTES [1] (an object of JSON),
-            exclude_input_in_output BOOL [1], return_finish_reason and the like BOOL [1] (these outputs are always there)
-    out     text_output BYTES [n], finish_reason BYTES [n], num_input_tokens and num_output_tokens UINT32 [1]
+    in      text_input BYTES [1]; optional: stream BOOL [1],
+            sampling_parameters BYTES [1] (a JSON object), exclude_input_in_output BOOL [1],
+            return_finish_reason and the like BOOL [1] (these outputs are always there)
+    out     text_output BYTES [n], finish_reason BYTES [n],
+            num_input_tokens and num_output_tokens UINT32 [1]
 
-A request becomes a completion, so everything holds that holds there. A completion's fields come in `sampling_parameters` or in
-`parameters`. `kserve_grpc` has the same over gRPC.
+A request is translated into a completion and answered like one. A completion's fields come in
+`sampling_parameters` or in `parameters`. `grpc_server` has the same over gRPC.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ _NOT_HERE = (
 SIZE_HEADER = b"inference-header-content-length"
 
 
-# --- Requests ---------------------------------------------------------------------------------------------------------
+# --- Requests ------------------------------------------------------------------------
 
 
 class Tensor(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -122,7 +125,8 @@ register(InferRequest, GenerateRequest, parts=(Tensor, WantedOutput))
 
 @dataclass(kw_only=True)
 class Inference:
-    """A request of this protocol, by HTTP or gRPC. `binary` are the outputs that are sent as bytes; None: all."""
+    """A request of this protocol, over HTTP or gRPC. `binary` are the outputs that are sent as
+    bytes; None: all."""
 
     model: str | None
     id: str
@@ -134,7 +138,7 @@ class Inference:
     completion: CompletionRequest = field(init=False)
 
     def check(self) -> None:
-        """Make the completion; a 400 names the tensor or the parameter."""
+        """Translate the request into a completion. A 400 names the wrong tensor or parameter."""
         text = self.tensors.get("text_input")
         if text is None:
             raise bad_request("the input text_input is missing", "text_input")
@@ -153,7 +157,7 @@ class Inference:
                 given = None
             if not isinstance(given, dict):
                 raise bad_request(
-                    "sampling_parameters are an object of JSON, as text", "sampling_parameters"
+                    "sampling_parameters must be a JSON object, as text", "sampling_parameters"
                 )
             fields |= given
         self.stream = self.stream or self.tensors.get("stream") is True
@@ -168,7 +172,7 @@ class Inference:
         exclude = self.tensors.get("exclude_input_in_output")
         if exclude is False and self.stream:
             raise bad_request(
-                "a stream never has its input; leave it out", "exclude_input_in_output"
+                "a stream never includes its input; leave it out", "exclude_input_in_output"
             )
         self.completion = decode(
             CompletionRequest, encode({**fields, "prompt": text, "model": self.model})
@@ -186,7 +190,7 @@ def _is_off(value: Any) -> bool:
 
 
 def tensor_values(name: str, datatype: str, shape: Sequence[int], data: bytes | list[Any]) -> Any:
-    """The one value of an input. `data` is what Triton's binary extension has, or a list of values."""
+    """The single value of an input. `data` is in Triton's binary format, or a list of values."""
     if name not in INPUTS:
         raise bad_request(
             f"there is no input {name[:100]!r}; there are {', '.join(INPUTS)}", "inputs"
@@ -227,7 +231,7 @@ def text_of(name: str, data: bytes) -> str:
 
 
 def to_bytes(datatype: str, values: Sequence[Any]) -> bytes:
-    """Values as Triton's binary extension and gRPC's raw contents have them."""
+    """Values in the format of Triton's binary extension and of gRPC's raw contents."""
     if datatype == "UINT32":
         return struct.pack(f"<{len(values)}I", *values)
     encoded = [value.encode() for value in values]
@@ -244,7 +248,7 @@ def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
     body, at, tensors = decode(InferRequest, raw[:head]), head, dict[str, Any]()
     for tensor in body.inputs:
         if tensor.name in tensors:
-            raise bad_request(f"the input {tensor.name[:100]!r} is there twice", "inputs")
+            raise bad_request(f"the input {tensor.name[:100]!r} appears twice", "inputs")
         count = tensor.parameters.pop("binary_data_size", None)
         data: bytes | list[Any]
         if count is None:
@@ -284,7 +288,7 @@ def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
 
 
 def no_parameters(given: Collection[str], path: str) -> None:
-    """A 400 for what a tensor says of itself and nothing here follows, such as shared memory."""
+    """Raise a 400 for parameters of a tensor, such as shared memory: none are supported."""
     if given:
         raise bad_request(
             f"the parameter {min(given)[:100]!r} of a tensor is not supported here",
@@ -295,12 +299,11 @@ def no_parameters(given: Collection[str], path: str) -> None:
 def _read_generate(raw: bytes, scope: Scope, model: str, *, stream: bool) -> Inference:
     body = decode(GenerateRequest, raw)
     tensors = {name: getattr(body, name) for name in INPUTS if getattr(body, name) is not None}
-    for name in INPUTS.keys() & body.parameters.keys() - {
-        "sampling_parameters"
-    }:  # inputs may stand there, as with Triton
+    # Triton takes inputs in `parameters`, too.
+    for name in INPUTS.keys() & body.parameters.keys() - {"sampling_parameters"}:
         value, kind = body.parameters.pop(name), str if INPUTS[name] == "BYTES" else bool
         if name in tensors:
-            raise bad_request(f"{name} is there twice", f"parameters.{name}")
+            raise bad_request(f"{name} appears twice", f"parameters.{name}")
         if not isinstance(value, kind):
             raise bad_request(f"{name} is of type {INPUTS[name]}", f"parameters.{name}")
         tensors[name] = value
@@ -313,11 +316,11 @@ def _read_generate(raw: bytes, scope: Scope, model: str, *, stream: bool) -> Inf
     )
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------------
+# --- Answers -------------------------------------------------------------------------
 
 
 class InferAnswer(completions.CompletionAnswer):
-    """The outputs as tensors. `write` makes a response of them."""
+    """A completion whose outputs are tensors. `write` makes a response of them."""
 
     is_plain = False
 
@@ -326,7 +329,7 @@ class InferAnswer(completions.CompletionAnswer):
         self.asked = asked
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        """A response for what is new; the last has the reason of the end."""
+        """The response for a delta. The last one has the finish reason."""
         if not delta.text and delta.finish_reason is None:
             return b""
         last = delta.finish_reason is not None
@@ -355,12 +358,12 @@ class InferAnswer(completions.CompletionAnswer):
         )
 
     def about(self) -> dict[str, Any]:
-        """What stands before the outputs."""
+        """Fields of a response before its outputs."""
         about = {"model_name": self.body.model, "model_version": VERSION}
         return {**about, "id": self.asked.id} if self.asked.id else about
 
     def write(self, outputs: dict[str, list[Any]], *, last: bool) -> bytes:
-        """The tensors as JSON, those that are wanted so as bytes behind it."""
+        """A response: the tensors as JSON, then the bytes of binary ones."""
         told, behind = list[dict[str, Any]](), list[bytes]()
         for name, values in outputs.items():
             tensor: dict[str, Any] = {
@@ -410,7 +413,7 @@ for begin in ("/v2/models", "/v2/health", "/v2/repository"):
     SHAPES[begin] = _error_body
 
 
-# --- Routes -----------------------------------------------------------------------------------------------------------
+# --- Routes --------------------------------------------------------------------------
 
 
 class _Infer(GenerationRoute):
@@ -426,17 +429,15 @@ class _Infer(GenerationRoute):
     def read(self, raw: bytes, scope: Scope) -> Body:
         asked = self.make(raw, scope, require_version(self.state, scope["path_params"]))
         if asked.tensors.get("stream") and not asked.stream:
-            raise bad_request("over HTTP a stream is asked for at generate_stream", "stream")
+            raise bad_request("use generate_stream for a stream over HTTP", "stream")
         return asked
 
 
 def require_version(state: ServerState, params: Mapping[str, str]) -> str:
-    """The model's name. A 404 for one, or for a version, that is not served."""
+    """The model's name. ApiError (404) for a name or version that is not served."""
     require_model(state, params["id"])
     if params.get("version", VERSION) != VERSION:
-        raise ApiError(
-            404, f"there is only version {VERSION} of this model", code="model_not_found"
-        )
+        raise ApiError(404, f"this model has only version {VERSION}", code="model_not_found")
     return params["id"]
 
 

@@ -1,13 +1,15 @@
-"""Ollama's routes, for its clients: /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show,
-/api/version.
+"""Ollama's routes, for its clients.
 
-A body becomes a chat, a completion or an embedding of this server, and works as one. The differences:
+/api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show, /api/version.
+
+A body is translated into this server's chat, completion or embedding, and answered like one. The
+differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".
-3. Options about how a model is loaded, and `keep_alive`, are accepted without effect: that is decided when the server starts.
-   So is `num_ctx`: the context is the server's.
-4. A body without a prompt or messages asks that the model be loaded, which it is.
+3. Options about loading a model, and `keep_alive`, are accepted without effect: the server's start
+   decides them. So is `num_ctx`: the context is the server's.
+4. A body without a prompt or messages asks to load the model, which is loaded already.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from starlette.types import Scope
 
 from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Reasoning
-from slipstream.engine.text.tools import Reading, call_id
+from slipstream.engine.text.tools import Reading, call_id, is_cut
 from slipstream.outputs import CompletionOutput
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
@@ -72,16 +74,16 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     stop: Stop = None
-    num_predict: Int | None = None  # below 0: the rest of the context
+    num_predict: Int | None = None  # below 0: what is left of the context
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     typical_p: float | None = None
-    # Known and refused, unless they hold the value that means "off"
+    # Refused, unless their value means "off".
     mirostat: Raw = OFF
     tfs_z: Raw = OFF
-    repeat_last_n: Raw = OFF  # without a penalty it means nothing
-    # How a model is loaded, parameters of what is off, and defaults that clients always send
+    repeat_last_n: Raw = OFF  # no effect without a penalty
+    # Options about loading, parameters of disabled samplers, and defaults that clients always send.
     num_ctx: Raw = HINT
     penalize_newline: Raw = HINT
     mirostat_tau: Raw = HINT
@@ -111,7 +113,8 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     }
 
     def check(self) -> None:
-        """Refuse what would change the answer. Penalties look at the whole text; Ollama's default is its last 64 tokens."""
+        """Raise a 400 for options that would change the answer. Our penalties look at the whole
+        text, Ollama's by default at its last 64 tokens; that default is accepted."""
         refuse_unless_off(self, self.off, "options.")
         if self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty:
             off = {"repeat_last_n": (b"null", b"-1", b"64")}
@@ -119,7 +122,7 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What generating routes share."""
+    """Base of the bodies of generating routes."""
 
     model: str
     stream: bool | None = None  # default: true
@@ -141,7 +144,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         raise NotImplementedError
 
     def shared(self, state: ServerState) -> dict[str, Any]:
-        """The fields that chats and completions have in common, by our names."""
+        """The fields that chats and completions share, by our names."""
         refuse_unless_off(self, self.off)
         given = self.options or OllamaOptions()
         given.check()
@@ -162,7 +165,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return _checked(ChatRequest, messages=messages, **fields)
 
     def response_format(self) -> dict[str, Raw]:
-        """OpenAI's field for the same."""
+        """`format` as OpenAI's field `response_format`."""
         raw = bytes(self.format)
         if raw in (b"", b"null", b'""'):
             return {}
@@ -175,14 +178,14 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         }
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
-        """What `think` says, as fields of a chat. A 400 if it asks for what the model doesn't do."""
+        """`think` as fields of a chat. A 400 if the model can't do what it asks."""
         think = self.think
         if think is None:
             return {}
         if isinstance(think, str):
             if "reasoning_effort" not in chat_template(state):
                 raise bad_request(
-                    f"think={think!r}: this model's chat template knows no effort; say true or false",
+                    f"think={think!r}: this model's chat template has no effort; send true or false",
                     "think",
                 )
             return {"reasoning_effort": think}
@@ -208,7 +211,7 @@ T = TypeVar("T", bound=GenerationRequest)
 
 
 def _checked(kind: type[T], **fields: Any) -> T:
-    """One of our bodies, as if it had come so."""
+    """Decode `fields` as one of our bodies, with its checks."""
     return decode(
         kind, encode({name: value for name, value in fields.items() if value is not None})
     )
@@ -221,7 +224,8 @@ class OllamaFunction(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaCall(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call in an assistant's message, which its client sends back. Where it has no id, the next tool's message answers it."""
+    """A call in an assistant's message that a client sends back. Without an id, the next tool
+    message answers it."""
 
     function: OllamaFunction
     id: str | None = None
@@ -251,7 +255,8 @@ class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
 
 
 def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """The messages of a chat. Ollama's calls may have no ids: results are those of the calls before them, in their order."""
+    """A chat's messages. Calls without ids are matched with the tool results after them, in
+    order."""
     found, waiting = list[dict[str, Any]](), list[str]()
     for i, message in enumerate(messages):
         said: dict[str, Any] = {
@@ -281,7 +286,8 @@ def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
-    """A message's content as a chat has it. Pictures stand before the text; a file says itself which format it has."""
+    """A message's content as a chat has it: pictures, then the text. The format of a picture is
+    found in its data."""
     if not images:
         return text
     parts = [picture_part(f"data:image/png;base64,{image}", None) for image in images]
@@ -289,8 +295,7 @@ def _content(text: str | None, images: list[str] | None) -> str | list[dict[str,
 
 
 class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/generate: `prompt` as a user's message through the chat template, or as it is with `raw` and for a model
-    without a template"""
+    """POST /api/generate: `prompt` as a user's message, or unchanged (`raw`, no template)"""
 
     prompt: str = ""
     system: str | None = None
@@ -321,7 +326,7 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
                     else "format"
                 )
                 raise bad_request(
-                    f"{field} needs a chat template; this is a prompt as it is", field
+                    f"{field} needs a chat template; this prompt is used without one", field
                 )
             body = CompletionRequest(model=known_name(state, self.model), prompt=[])
             return (
@@ -343,17 +348,17 @@ class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
     truncate: bool = True
     dimensions: Int | None = None
-    options: OllamaOptions | None = None  # no effect, as the next
+    options: OllamaOptions | None = None  # no effect, like the next
     keep_alive: Raw = HINT
     cache_salt: Text | None = None  # vLLM's
 
 
 class OllamaEmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/embeddings: one text, as Ollama had it before /api/embed"""
+    """POST /api/embeddings: one text; Ollama's route before /api/embed"""
 
     model: str
     prompt: str = ""
-    options: OllamaOptions | None = None  # no effect, as the next
+    options: OllamaOptions | None = None  # no effect, like the next
     keep_alive: Raw = HINT
     cache_salt: Text | None = None  # vLLM's
 
@@ -362,7 +367,7 @@ class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /api/show"""
 
     model: str
-    verbose: bool = False  # there is no more to say
+    verbose: bool = False  # no effect
 
 
 BODIES: dict[str, type[Struct]] = {
@@ -386,11 +391,12 @@ def known_name(state: ServerState, name: str) -> str:
     )
 
 
-# --- Answers --------------------------------------------------------------------------------------------------------
+# --- Answers -------------------------------------------------------------------------
 
 
 class OllamaAnswer(Answer):
-    """The text is the field `response`, or a message; `reading` tells reasoning apart."""
+    """An Ollama answer. The text is the field `response` or a message; `reading` separates
+    reasoning from it."""
 
     kind = chunk_kind = id_prefix = ""
     media_type = b"application/x-ndjson"
@@ -400,18 +406,19 @@ class OllamaAnswer(Answer):
     def __init__(self, reading: Reading | None, *args: Any) -> None:
         super().__init__(*args)
         self.parser = None if reading is None else reading.parser()
-        self._call: tuple[str, list[str]] | None = None  # that is not whole yet: name, arguments
+        self._call: tuple[str, list[str]] | None = None  # an unfinished call: name, arguments
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        parts = self._read(delta.text, delta.finish_reason is not None)
+        reason = delta.finish_reason
+        parts = self._read(delta.text, reason is not None, cut=is_cut(reason))
         return b"".join(_line({**self._said(part), "done": False}) for part in parts)
 
-    def _read(self, text: str, finished: bool) -> list[dict[str, Any]]:
-        """What is new, as fields of a message: content, thinking, or calls, of which each comes whole."""
+    def _read(self, text: str, finished: bool, *, cut: bool = False) -> list[dict[str, Any]]:
+        """New output as fields of a message: content, thinking, or whole calls."""
         if self.parser is None:
             return [{"content": text}] if text else []
         found = list[dict[str, Any]]()
-        for event in read_events(self.parser, text, last=finished):
+        for event in read_events(self.parser, text, last=finished, cut=cut):
             match event:
                 case Content(text):
                     found.append({"content": text})
@@ -438,7 +445,9 @@ class OllamaAnswer(Answer):
         return _line({"error": error.message})
 
     def collected(self) -> bytes:
-        parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
+        text = "".join(text for choice in self.choices for text in choice.text)
+        cut = bool(self.choices) and is_cut(self.choices[0].finish_reason)
+        parts = self._read(text, True, cut=cut)
         whole: dict[str, Any] = {"content": "".join(part["content"] for part in parts)}
         if thoughts := "".join(part.get("thinking", "") for part in parts):
             whole["thinking"] = thoughts
@@ -480,7 +489,8 @@ class OllamaGenerateAnswer(OllamaAnswer):
 
 
 def _line(value: Any) -> bytes:
-    """Clients that split lines as Python splits texts find only the one at the end."""
+    """A line of JSON. Line separators of Unicode are escaped, for clients that split lines as
+    Python does."""
     line = encode(value)
     for mark in ("\x85", "\u2028", "\u2029"):
         line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
@@ -505,7 +515,7 @@ async def _prepare(
     )
 
 
-# --- Routes ---------------------------------------------------------------------------------------------------------
+# --- Routes --------------------------------------------------------------------------
 
 
 class _Generate(GenerationRoute):
@@ -525,7 +535,7 @@ class _Embed(PooledRoute):
     def read(self, raw: bytes) -> OllamaPooled:
         body = decode(OllamaEmbedRequest, raw)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        texts = [] if texts == [""] else texts  # of which Ollama makes no vector
+        texts = [] if texts == [""] else texts  # Ollama makes no vector for it
         cut = -1 if body.truncate else None
         name = known_name(self.state, body.model)
         return OllamaPooled(
@@ -575,11 +585,11 @@ async def _embedding(
 
 
 OLLAMA_VERSION = "0.13.0"
-"""The version of Ollama whose API this is. Editors ask for one that is new enough for tools."""
+"""Version of Ollama whose API this is. Editors require a version that has tools."""
 
 
 class _About:
-    """What is served."""
+    """Routes about the served models."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -588,7 +598,7 @@ class _About:
         return json_response({"models": [self._model(name) for name in self.state.model_names]})
 
     async def ps(self, request: Request) -> Response:
-        """What is loaded: the same, until it is given back (`/sleep`)."""
+        """List the loaded models: all, or none while the server sleeps."""
         engine, years = self.state.engine, 100 * 365.25 * 86400
         models = (
             [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]

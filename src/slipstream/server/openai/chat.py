@@ -18,7 +18,7 @@ from slipstream.engine.text.tool_formats.base import (
     Parser,
     Reasoning,
 )
-from slipstream.engine.text.tools import Reading, call_id, finish_reason
+from slipstream.engine.text.tools import Reading, call_id, finish_reason, is_cut
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -43,7 +43,8 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl-"
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        """The role, once; what is new; and the finish reason in a chunk of its own."""
+        """The events of a delta: the role once, new text, and the finish reason in a chunk of its
+        own."""
         choice, events = self.choices[delta.index], []
         index = b'{"index":%d,"delta":' % delta.index
         if not choice.begun:
@@ -83,7 +84,7 @@ class ChatAnswer(Answer):
         return prompt_details(self.body, self.prompt_info[0])
 
     def _begin(self, index: bytes, role: bytes) -> bytes:
-        """The first event of a choice."""
+        """The first event of a choice, with the prompt's token ids if asked for."""
         event = self.event(index, role)
         if not self.body.return_token_ids:
             return event
@@ -111,7 +112,7 @@ class ChatAnswer(Answer):
 
 
 class ReadAnswer(ChatAnswer):
-    """Reasoning, content and tool calls apart."""
+    """An answer parsed into reasoning, content and tool calls."""
 
     is_plain = False
 
@@ -129,7 +130,8 @@ class ReadAnswer(ChatAnswer):
                 self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
             )
         parser = self.parsers[delta.index]
-        events = read_events(parser, delta.text, last=delta.finish_reason is not None)
+        reason = delta.finish_reason
+        events = read_events(parser, delta.text, last=reason is not None, cut=is_cut(reason))
         told = [encode(self._delta(event)) for event in events]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
@@ -149,7 +151,7 @@ class ReadAnswer(ChatAnswer):
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = super().choice(index)
-        message = self.reading.message(answer["message"]["content"])
+        message = self.reading.message(answer["message"]["content"], answer["finish_reason"])
         answer["message"] |= {k: v for k, v in message.to_dict().items() if k != "role"}
         answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
         return answer
@@ -171,9 +173,10 @@ class ReadAnswer(ChatAnswer):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
-    """What more text of an answer says; neighbours of the same kind are one. `last`: the answer ends with it."""
-    events = parser.feed(text) + (parser.finish() if last else [])
+def read_events(parser: Parser, text: str, *, last: bool, cut: bool = False) -> list[Event]:
+    """The parser's events for more text; neighbours of the same kind are merged. `last`: the answer
+    ends with `text`; `cut`: before the model ended it."""
+    events = parser.feed(text) + (parser.finish(cut=cut) if last else [])
     found: list[Event] = []
     for event in events:
         before = found[-1] if found else None
@@ -204,8 +207,12 @@ async def prepare(
     answer: Callable[..., Answer] = chat_answer,
     cuts_max_tokens: bool = False,
 ) -> Answer:
-    """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes. With
-    `cuts_max_tokens` an answer may ask for more tokens than the context has room for, and ends where the context does."""
+    """The answer to a chat.
+
+    `answer` makes it of a Reading (None: the answer is plain text) and an Answer's arguments. With
+    `cuts_max_tokens`, a `max_tokens` larger than what is left of the context is cut to that;
+    without it that is an error.
+    """
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
@@ -247,7 +254,7 @@ async def prepare(
     reading = reading_of(state, body, tokens, prompt.template)
     if reading is not None:
         assert tokenizer is not None
-        both = sampling.structured_outputs is not None  # then calls stand in its grammar
+        both = sampling.structured_outputs is not None  # then the grammar includes the calls
         checked = dataclasses.replace(reading, enforced=True) if both else reading
         for field, schema in checked.enforced_schemas:
             try:
@@ -272,13 +279,14 @@ async def prepare(
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as the model gets it."""
+    """A conversation in the form that the model gets."""
 
     tokens: list[int]
     template: str | None
-    told: dict[str, Any] | None  # what the usage says of its shortening
+    told: dict[str, Any] | None  # entry of `usage` about shortening
     pictures: list[PreparedPicture] = dataclasses.field(default_factory=list)
-    hints: list[str] = dataclasses.field(default_factory=list)  # fields that the template lacks
+    # Fields that the template does not use.
+    hints: list[str] = dataclasses.field(default_factory=list)
 
 
 async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:

@@ -31,7 +31,7 @@ class CompletionAnswer(Answer):
     def chunk(self, delta: CompletionOutput) -> bytes:
         choice = self.choices[delta.index]
         if not choice.begun and not delta.token_ids and delta.finish_reason is None:
-            return b""  # a part of the prompt was computed; its log-probabilities come with the first token
+            return b""  # a part of the prompt was computed; its log-probabilities come later
         text, logprobs = delta.text, b"null"
         if not choice.begun:
             text = self._echo(delta.index) + text
@@ -82,9 +82,8 @@ class CompletionAnswer(Answer):
         }
 
     def note(self, delta: CompletionOutput, now: float) -> None:
-        if (
-            self.body.max_tokens == 0
-        ):  # the engine makes one token of every prompt; this one is dropped
+        # The engine makes one token for every prompt; with max_tokens=0 it is dropped.
+        if self.body.max_tokens == 0:
             delta.text, delta.token_ids, delta.logprobs = (
                 "",
                 [],
@@ -95,7 +94,7 @@ class CompletionAnswer(Answer):
         super().note(delta, now)
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, if it is to stand before the answer."""
+        """The prompt's text if `echo` asks for it before the answer, otherwise ""."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompts()[index // self.num_drawn]
@@ -104,11 +103,12 @@ class CompletionAnswer(Answer):
         if isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
-            return ""  # as the answer's own text
+            return ""  # like the answer's text
         return self.tokenizer.decode(prompt, skip_special_tokens=self.sampling.skip_special_tokens)
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
-        """OpenAI's older form; with echo, the prompt's positions stand first."""
+        """Log-probabilities in OpenAI's older format. With `echo`, the prompt's positions come
+        first."""
         choice, info = self.choices[index], self.prompt_info[index // self.num_drawn]
         positions: list[PositionLogprobs | None] = list(new)
         if not choice.begun:
@@ -123,14 +123,14 @@ class CompletionAnswer(Answer):
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for position in positions:
-            # The prompt's first token, which nothing precedes, has no log-probability.
+            # The prompt's first token has no log-probability, because nothing precedes it.
             chosen = self._first_token(info.token_ids[0]) if position is None else position.chosen
             data = chosen.token_bytes or chosen.token.encode()
             if chosen.token_id in self.hidden_ids:
                 data = b""
             if data and choice.strips_space:
                 data, choice.strips_space = data.removeprefix(b" "), False
-            # A token that begins inside a character points at that character.
+            # A token that begins inside a character has the offset of that character.
             offsets.append(choice.num_chars - (data[:1] > b"\x7f" and data[0] & 0xC0 == 0x80))
             choice.num_chars += sum(byte & 0xC0 != 0x80 for byte in data)
             name = id_name if self.body.return_tokens_as_token_ids else _name
@@ -147,7 +147,7 @@ class CompletionAnswer(Answer):
 
     @cached_property
     def hidden_ids(self) -> frozenset[int]:
-        """Tokens that do not show in the text."""
+        """Token ids without visible text."""
         if self.tokenizer is None or not self.sampling.skip_special_tokens:
             return frozenset()
         return self.tokenizer.special_ids
@@ -158,7 +158,8 @@ class CompletionAnswer(Answer):
 
 
 def _name(token: Logprob) -> str:
-    """The token as a key: distinct also where it is only part of a character (OpenAI writes such bytes out)."""
+    """The token as a key. Parts of a character become "bytes:…" as OpenAI writes them, so keys stay
+    distinct."""
     if "\ufffd" not in token.token:
         return token.token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
@@ -172,7 +173,8 @@ async def prepare(
     answer: Callable[..., Answer] = CompletionAnswer,
     max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> Answer:
-    """The `answer` to a body; `max_tokens` if the body has none (None: the rest of the context)."""
+    """The `answer` to a body. `max_tokens` applies if the body has none (None: what is left of the
+    context)."""
     prompts: list[Prompt] = [
         await text_prompt(
             state,

@@ -1,7 +1,8 @@
-"""POST /v1/embeddings, as OpenAI's client uses it, /rerank, in the shape of Jina's and Cohere's, and vLLM's /score.
+"""POST /v1/embeddings as OpenAI's client uses it, /rerank in Jina's and Cohere's format, and vLLM's
+/score.
 
-The texts of a request are one request to the engine, which batches them by tokens with everyone else's. The answer is whole or
-an error: there is nothing to stream.
+The texts of a request are one request to the engine, which batches them by tokens with other
+requests'. There is nothing to stream: the answer is whole or an error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SCORE_PATHS = ("/score", "/v1/score")
 
 
 class PooledRoute:
-    """The ASGI endpoint for bodies of `kind`, of which `answer` makes the JSON of the answer."""
+    """The ASGI endpoint for bodies of type `kind`; `answer` makes the JSON object of the answer."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
         answer = await embed(state, texts, body, "documents", record)
     except RequestError as error:
         if error.field == "prompt" and error.text is not None:
-            document = error.text - (len(texts) - len(documents))  # the query may stand before them
+            document = error.text - (len(texts) - len(documents))  # the query may come first
             error.field = "query" if document < 0 else f"documents[{document}]"
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
@@ -141,7 +142,7 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
             error.field = "text_1"
         elif error.field == "prompt" and error.text is not None:
             own, number = "text_2", error.text
-            if not scores_pairs(model):  # the first texts stand before the second
+            if not scores_pairs(model):  # the texts of `text_1` come before those of `text_2`
                 own, number = (
                     ("text_1", number) if number < len(first) else (own, number - len(first))
                 )
@@ -168,7 +169,8 @@ async def embed(
     field: str,
     record: RequestRecord,
 ) -> Vectors:
-    """The engine's answer, its texts counted as choices are. A request for too many is refused, and `field` named."""
+    """The engine's vectors for `texts`. A 400 that names `field` if there are more texts than
+    choices allowed."""
     if len(texts) > (limit := state.settings.max_choices_per_request):
         raise bad_request(
             f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}",

@@ -13,24 +13,25 @@ from slipstream.server.state import ServerState
 
 
 def require_model(state: ServerState, name: str, *, adapters: bool = True) -> None:
-    """A 404 for a name that is not served. Without `adapters` their names are refused."""
+    """Raise a 404 for a name that is not served. Without `adapters` a 400 for an adapter's name."""
     if name in state.engine.adapters and not adapters:
         message = (
-            f"{name!r} is an adapter, and adapters only write text; take {state.model_names[0]}"
+            f"{name!r} is an adapter, and adapters only generate text; use {state.model_names[0]}"
         )
         raise ApiError(400, message, param="model", code="adapter_not_supported")
     if name not in state.model_names and name not in state.engine.adapters:
         names = ", ".join((*state.model_names, *list(state.engine.adapters)[:20]))
         raise ApiError(
             404,
-            f"model {name[:100]!r} is not served here; there is {names}",
+            f"model {name[:100]!r} is not served here; use one of {names}",
             param="model",
             code="model_not_found",
         )
 
 
 def served_model(state: ServerState, name: str | None, *, adapters: bool = True) -> str:
-    """The name that the answer bears: the first one served if the request has none. Errors as of `require_model`."""
+    """The name to use in the answer: the given one, or the first one served. Raises what
+    `require_model` raises."""
     if name is None:
         return state.model_names[0]
     require_model(state, name, adapters=adapters)
@@ -38,7 +39,7 @@ def served_model(state: ServerState, name: str | None, *, adapters: bool = True)
 
 
 def anthropic_card(name: str, created: float, max_model_len: int) -> dict[str, Any]:
-    """A model in the format that Anthropic's client reads. It uses the same routes."""
+    """A model in the format of Anthropic's client, which uses the same routes."""
     card = {"type": "model", "id": name, "display_name": name, "created_at": utc_time(created)}
     return {**card, "max_input_tokens": max_model_len, "max_tokens": max_model_len}
 

@@ -1,9 +1,13 @@
-"""The request bodies, as strict schemas: an unknown field or a wrong type is a 400 whose `param` names it.
+"""Request bodies as strict schemas: an unknown field or a wrong type is a 400 whose `param` names
+it.
 
-Three kinds of fields beyond OpenAI's usual ones: vLLM's extensions (top_k, min_p, ... priority), which work; fields
-that tell the provider about the caller and change no answer (user, metadata, store=false), which are accepted; and
-fields that are known but not supported, which are refused unless they hold the value that means "off". Nothing else
-is taken.
+There are three kinds of fields beyond OpenAI's usual ones:
+
+1. vLLM's extensions (top_k, min_p, … priority), which work.
+2. Fields about the caller that change no answer (user, metadata, store=false), which are accepted.
+3. Known but unsupported fields, which are refused unless their value means "off".
+
+Other fields are refused.
 """
 
 from __future__ import annotations
@@ -49,16 +53,15 @@ from slipstream.server.http.json_depth import MAX_DEPTH, is_too_deep
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
-Breaker = Annotated[str, Meta(min_length=1, max_length=40)]  # as long as llama.cpp allows
+Breaker = Annotated[str, Meta(min_length=1, max_length=40)]  # llama.cpp's limit
 Word = Annotated[str, Meta(min_length=1, max_length=1000)]
-Int = Annotated[
-    int, Meta(ge=-(2**31), lt=2**31)
-]  # what the engine's messages and kernels can carry
+# The range of the engine's messages and kernels.
+Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
 MAX_INPUTS = 2048  # texts in one request (OpenAI's limit)
 NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
-OFF = msgspec.field(default_factory=Raw)  # the default of fields that must be off
+OFF = msgspec.field(default_factory=Raw)  # default of fields that must be off
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +73,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Ours: shorten the conversation before it is answered. Texts in `protect` stay wherever they are."""
+    """Our extension: shorten the conversation before it is answered. Texts in `protect` stay as
+    they are."""
 
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.5
     method: Literal["iterative", "selective"] = "iterative"
@@ -79,14 +83,14 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share."""
+    """Base of completions and chat completions."""
 
     hints: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "store", "safety_identifier", "service_tier"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
     )
 
-    model: str | None = None  # the one that is served, as vLLM has it
+    model: str | None = None  # default: the first served name, as in vLLM
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
@@ -117,11 +121,10 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     samplers: Annotated[list[str], Meta(max_length=16)] | None = None
-    logits_processors: Annotated[list[Text], Meta(max_length=16)] | None = (
-        None  # by the names that the server has them under
-    )
+    # Names from the server's `--logits-processors`.
+    logits_processors: Annotated[list[Text], Meta(max_length=16)] | None = None
     penalty_alpha: float | None = None  # refused above 0
-    # vLLM's, and transformers' names for how to search; `n` is the number of beams
+    # vLLM's and transformers' fields of a beam search; `n` is the number of beams.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -135,21 +138,17 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     bad_words: Annotated[list[Word], Meta(max_length=1024)] | None = None
     allowed_token_ids: list[TokenId] | None = None
     prompt_logprobs: Int | None = None
-    truncate_prompt_tokens: Int | None = (
-        None  # keep the prompt's last ones; -1: as many as there is room for
-    )
-    add_special_tokens: bool | None = (
-        None  # default: true for completions, false for chat, whose template has them
-    )
+    # Keep this many of the prompt's last tokens; -1: as many as fit.
+    truncate_prompt_tokens: Int | None = None
+    # Default: true for completions, false for chat, whose template has them.
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
-    spaces_between_special_tokens: bool | None = (
-        None  # no effect: no tokenizer that we read puts any there
-    )
+    # No effect: none of our tokenizers adds spaces there.
+    spaces_between_special_tokens: bool | None = None
     priority: Int | None = None  # lower goes first
-    cache_salt: Text | None = (
-        None  # cached prefixes are shared only with requests that have it, too
-    )
+    # Cached prefixes are shared only with requests that have the same salt.
+    cache_salt: Text | None = None
     user: Raw = HINT
     metadata: Raw = HINT
     store: bool | None = None
@@ -161,7 +160,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     prediction: Raw = HINT
 
     def check(self) -> None:
-        """Refuse what the schema cannot express."""
+        """Raise a 400 for what the schema cannot express."""
         beams.check(self)
         if self.penalty_alpha:
             raise bad_request(
@@ -175,7 +174,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
             )
 
     def param(self, field: str | None) -> str | None:
-        """This body's own name for a field that an error from the engine names."""
+        """This body's own name of a field that an error of the engine names."""
         return (
             structured_param(self, field)
             if field and field.startswith("structured_outputs")
@@ -188,16 +187,20 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
         processors: Mapping[str, str] = NO_FUNCTIONS,
         **special: Any,
     ) -> SamplingParams:
-        """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
-        else OpenAI's. `processors`: the functions that requests may name."""
-        if self.mirostat_mode:  # it stands in the place of samplers that leave tokens out, which the model may recommend
+        """The sampling parameters: this body's fields, with `special` on top.
+
+        A field of None means the default: the `model`'s own, or else OpenAI's. `processors` are the
+        functions that requests may name.
+        """
+        # Mirostat replaces the samplers that drop tokens, which the model may recommend.
+        if self.mirostat_mode:
             model = {name: value for name, value in model.items() if name not in TRUNCATING}
         given = {**model} | {
             name: getattr(self, name)
             for name in _SAMPLING_FIELDS
             if getattr(self, name) is not None
         }
-        if given.get("top_p") == 0:  # the smallest set of tokens holds the likeliest alone
+        if given.get("top_p") == 0:  # the smallest set is the likeliest token alone
             given |= {"top_p": 1.0, "temperature": 0.0}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
@@ -237,7 +240,7 @@ _SAMPLING_FIELDS = tuple(
 class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
-    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
+    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list has one kind.
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: Int | None = None
@@ -251,12 +254,12 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         refuse_unless_off(self, self.off)
         if self.stream and self.best_of not in (None, self.n or 1):
             raise bad_request(
-                "the best of several answers are known at their end; leave stream or best_of out",
+                "the best of several answers are only known at their end; leave stream or best_of out",
                 "best_of",
             )
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise bad_request(
-                "max_tokens: 0 needs echo or prompt_logprobs; else nothing is asked for",
+                "max_tokens: 0 needs echo or prompt_logprobs; without them it asks for nothing",
                 "max_tokens",
             )
 
@@ -267,12 +270,12 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         ) or super().param(field)
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt."""
+        """A list with one entry for each prompt."""
         return one_kind(self.prompt, "prompt")
 
 
 def one_kind(given: Any, name: str) -> list[str | list[int]]:
-    """Text, token ids, or a list of one of them, as a list."""
+    """Text, token ids, or a list of either, as a list."""
     if isinstance(given, str):
         return [given]
     kinds = {type(part) for part in given}
@@ -293,7 +296,7 @@ class RefusalPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="ref
 
 @dataclass(frozen=True, slots=True)
 class PicturePart:
-    """A picture as a message names it. `path` says where, for errors."""
+    """A picture in a message. `path` is its place in the body, for errors."""
 
     url: str
     detail: str
@@ -306,13 +309,13 @@ class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
-    image_url: ImageUrl | str  # the URL alone is vLLM's short form
+    image_url: ImageUrl | str  # a plain URL is vLLM's short form
     cache_control: Raw = HINT
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A chat message. The fields after `name` are those of an assistant's answer that a client sends back. `reasoning` is
-    vLLM's newer name, and OpenRouter's, of `reasoning_content`."""
+    """A chat message. The fields after `name` belong to an assistant's answer that a client sends
+    back. `reasoning` is the name of `reasoning_content` in OpenRouter and newer vLLM."""
 
     hints: ClassVar[tuple[str, ...]] = (
         *("id", "cache_control", "annotations", "reasoning_details", "thinking_blocks"),
@@ -340,16 +343,15 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
-    OTHER_NAMES: ClassVar[dict[str, str]] = {
-        "mm_processor_kwargs": "the detail of an image_url"
-    }  # vLLM's
+    # vLLM's field.
+    OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
-    add_generation_prompt: bool | None = None  # vLLM's, as the next
+    add_generation_prompt: bool | None = None  # vLLM's, with the next two
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: str | None = None  # to templates that know it, as the next
+    reasoning_effort: str | None = None  # for templates that know it, like `verbosity`
     verbosity: str | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
@@ -381,7 +383,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
                 "chat_template_kwargs",
             )
         if self.continue_final_message and self.add_generation_prompt:
-            message = "an answer is either begun or continued: leave out add_generation_prompt or continue_final_message"
+            message = "add_generation_prompt begins a message and continue_final_message continues one; leave one of them out"
             raise bad_request(message, "continue_final_message")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
@@ -415,27 +417,26 @@ _TEMPLATE_FIELDS = {
 
 
 class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What embeddings, reranking and scores share: the model and vLLM's extensions."""
+    """Base of embeddings, reranking and scores, with vLLM's extensions."""
 
-    model: str | None = None  # the one that is served
-    truncate_prompt_tokens: Int | None = None  # cut texts that are longer; -1: than the model takes
+    model: str | None = None  # default: the first served name
+    truncate_prompt_tokens: Int | None = None  # cut longer texts to this; -1: to the model's limit
     priority: Int | None = None  # lower goes first
-    cache_salt: Text | None = (
-        None  # cached prefixes are shared only with requests that have it, too
-    )
-    user: str | None = None  # about the caller; no effect
+    # Cached prefixes are shared only with requests that have the same salt.
+    cache_salt: Text | None = None
+    user: str | None = None  # no effect
 
 
 class EmbeddingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/embeddings"""
 
-    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
+    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list has one kind.
     input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry a text."""
+        """A list with one entry for each text."""
         return one_kind(self.input, "input")
 
 
@@ -447,7 +448,7 @@ class TextDocument(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """POST /rerank, /v1/rerank and /v2/rerank: Jina's and Cohere's"""
+    """POST /rerank, /v1/rerank and /v2/rerank: in Jina's and Cohere's format"""
 
     query: str
     documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -456,23 +457,22 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
 
 
 class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """POST /score and /v1/score: vLLM's. One text of `text_1` goes with all of `text_2`"""
+    """POST /score and /v1/score: in vLLM's format; one `text_1` goes with all of `text_2`"""
 
     text_1: str | Texts
     text_2: str | Texts
 
 
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/load_lora_adapter: serve an adapter by a name, of a server with --lora-folder"""
+    """POST /v1/load_lora_adapter: serve an adapter under a name, on a server with --lora-folder"""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
-    lora_path: Annotated[
-        str, Meta(min_length=1, max_length=4096)
-    ]  # within the folder that the server names
+    # Within the server's adapter folder.
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/unload_lora_adapter: serve it no longer"""
+    """POST /v1/unload_lora_adapter: stop serving an adapter"""
 
     lora_name: str
 
@@ -483,9 +483,8 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = (
-        None  # default: true for a prompt, false for messages, whose template has them
-    )
+    # Default: true for a prompt, false for messages, whose template has them.
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None  # for messages; default true
     return_token_strs: bool = False
 
@@ -501,8 +500,8 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def message_dict(
     message: Message, path: str, pictures: list[PicturePart] | None = None
 ) -> dict[str, Any]:
-    """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know. Pictures
-    are appended to `pictures`; without such a list only text is taken."""
+    """The message as chat templates take it. `developer`, OpenAI's newer word for `system`, becomes
+    `system`, which templates know. Pictures are appended to `pictures`; None refuses them."""
     if message.role not in ROLES:
         what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
         raise bad_request(what, f"{path}.role")
@@ -569,7 +568,7 @@ def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | Picture
 
 
 def _content(parts: list[str | PicturePart]) -> str | list[dict[str, str]]:
-    """One text, unless there are pictures among them."""
+    """The text of all parts, or a list if there are pictures."""
     if all(isinstance(part, str) for part in parts):
         return "".join(part for part in parts if isinstance(part, str))
     return [
@@ -579,7 +578,7 @@ def _content(parts: list[str | PicturePart]) -> str | list[dict[str, str]]:
 
 
 def picture_part(url: str, detail: str | None) -> dict[str, Raw]:
-    """A content part with a picture, for messages that are made of other protocols'."""
+    """A content part with a picture, for messages translated from other protocols."""
     image = {"url": url} if detail is None else {"url": url, "detail": detail}
     return {"type": Raw(b'"image_url"'), "image_url": Raw(msgspec.json.encode(image))}
 
@@ -610,19 +609,21 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
         if not -100 <= bias <= 100:
             raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
     found = {int(key): bias for key, bias in biases.items()}
-    if len(found) < len(biases):  # "00" and "0"
+    if len(found) < len(biases):  # such as "00" and "0"
         twice = next(key for key in biases if key != str(int(key)))
         raise bad_request(
-            f"logit_bias: {_shorten(twice.encode())!r} names a token that is there twice",
+            f"logit_bias: {_shorten(twice.encode())!r} names a token a second time",
             "logit_bias",
         )
     return found
 
 
 def template_variables(body: ChatRequest, template: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Returns what the request gives the chat template, and the fields that this template does not know, which are hints.
+    """The chat template's variables from the request, and the fields that the template does not
+    know (hints).
 
-    An effort of "none" turns thinking off where the template can only be told whether to think."""
+    If the template has only a switch for thinking, an effort of "none" turns that off.
+    """
     given, hints = dict(body.chat_template_kwargs or {}), list[str]()
     for name in ("reasoning_effort", "verbosity"):
         value = getattr(body, name)
@@ -644,7 +645,8 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 
 
 def register(*bodies: type[Struct], parts: tuple[type[Struct], ...] = ()) -> None:
-    """`bodies` can be decoded; errors and the log may name the fields of these and of their `parts`."""
+    """Make `bodies` decodable. Errors and the log may name their fields and those of their
+    `parts`."""
     _DECODERS.update({kind: msgspec.json.Decoder(kind) for kind in bodies})
     for kind in (*bodies, *parts):
         FIELDS.update(field.encode_name for field in msgspec.structs.fields(kind))
@@ -678,11 +680,11 @@ MARKS = {
     b"\xef\xbb\xbf": "it begins with a byte order mark; send UTF-8 without one",
     b"\xff\xfe": "it is UTF-16; send UTF-8",
 }
-"""What bodies that are no JSON begin with, and what to do."""
+"""First bytes of bodies that are no JSON, with the reason and remedy for the error."""
 
 
 def check_depth(body: bytes, path: str = "") -> None:
-    """Raises a 400 that names the field if a body is nested deeper than `MAX_DEPTH`."""
+    """Raise a 400 that names the field if a body is nested deeper than `MAX_DEPTH`."""
     if not is_too_deep(body):
         return
     try:
@@ -692,14 +694,14 @@ def check_depth(body: bytes, path: str = "") -> None:
     name = next((name for name, raw in fields.items() if is_too_deep(b"[%b]" % bytes(raw))), None)
     param = path.rstrip(".") or None if name is None else path + name
     raise bad_request(
-        f"lists and objects lie in each other deeper than {MAX_DEPTH} levels (in {param or 'the body'}); make it flatter",
+        f"lists and objects are nested deeper than {MAX_DEPTH} levels (in {param or 'the body'}); make it flatter",
         param,
         "invalid_json",
     )
 
 
 def decode(kind: type[T], body: bytes, path: str = "") -> T:
-    """The body as `kind`, or a 400 that names the field at fault."""
+    """The body as `kind`, or a 400 that names the wrong field."""
     check_depth(body, path)
     try:
         value: T = _DECODERS[kind].decode(body)
@@ -727,7 +729,7 @@ def decode(kind: type[T], body: bytes, path: str = "") -> T:
 
 
 def decode_raw(raw: Raw | bytes, path: str) -> Any:
-    """What stands in a field that its body left unread, or a 400 that names it."""
+    """The value of a field that was left undecoded, or a 400 that names it."""
     try:
         return msgspec.json.decode(bytes(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

@@ -1,11 +1,11 @@
-"""Answers of /v1/responses that are kept for later: an SQLite database that all front ends share.
+"""Kept answers of /v1/responses, in an SQLite database that all front ends share.
 
-1. It lies in `--state-dir`. Without that it is in memory, or with several front ends in the supervisor's own folder, and ends
-   with the server.
-2. It holds at most `max_stored_responses` and `max_stored_bytes`. When it is full, the owner with the most bytes loses its
-   least recently used answer. So an owner with many answers can't evict those of others. Going on from an answer is a use of
-   the whole conversation.
-3. A row belongs to the key that asked for it. For another key it is not there.
+1. It is in `--state-dir`. Without that it is in memory, or with several front ends in the
+   supervisor's own folder, and ends with the server.
+2. It holds at most `max_stored_responses` and `max_stored_bytes`. When it is full, the owner with
+   the most bytes loses its least recently used answer. So an owner with many answers can't evict
+   those of others. Continuing an answer counts as a use of its whole conversation.
+3. A row belongs to the key that asked for it. Other keys can't see it.
 4. One thread uses the database, so that the event loop never waits for a disk.
 """
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _BUSY_S = 10.0
 CONVERSATIONS = FairThreads("conversations", 16, per_client=2)
-"""Where kept answers become messages again."""
+"""Threads that turn kept answers into messages again."""
 
 _SCHEMA = """
 create table if not exists responses (
@@ -54,7 +54,8 @@ insert into uses select 0 where not exists (select 1 from uses);
 
 
 class StoredResponse(Struct):
-    """One answer: its fields in OpenAI's API, with its output. `items` are what the request added to the conversation."""
+    """A kept answer: its fields in OpenAI's API, with its output. `items` are what its request
+    added to the conversation."""
 
     id: str
     previous: str | None
@@ -63,7 +64,7 @@ class StoredResponse(Struct):
 
 
 class Database:
-    """An SQLite file, or one in memory, and the thread that uses it."""
+    """An SQLite database, in a file or in memory, and the thread that uses it."""
 
     def __init__(self, path: Path | None, schema: str, *, field: str = "state_dir") -> None:
         self.path, self._remedy = path, "; send store=false" if field == "state_dir" else ""
@@ -71,7 +72,7 @@ class Database:
         try:
             if path is not None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.close(open_private(path))  # SQLite's other files take its mode
+                os.close(open_private(path))  # SQLite's other files get the same mode
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path,
                 timeout=_BUSY_S,
@@ -80,7 +81,7 @@ class Database:
             )
             _use_wal(self._db)
             self._db.execute("pragma synchronous = normal")
-            self._db.execute("pragma secure_delete = on")  # what is deleted is overwritten
+            self._db.execute("pragma secure_delete = on")  # overwrite deleted content
             self._db.executescript(schema)
         except (OSError, sqlite3.Error) as error:
             why = error.strerror if isinstance(error, OSError) else error
@@ -89,7 +90,8 @@ class Database:
             ) from None
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
-        """`work` in one transaction. Reading waits for no other process. ApiError (503) if the database fails."""
+        """Run `work` in a transaction. A reading one waits for no other process. ApiError (503,
+        507) if the database fails."""
 
         def transaction() -> T:
             self._db.execute("begin immediate" if writes else "begin")
@@ -112,13 +114,14 @@ class Database:
             raise storage_error("the server's storage failed", failure) from None
 
     async def forget(self) -> None:
-        """Empty the write-ahead log, where what is deleted would lie on. A reader in another process can put it off."""
+        """Empty the write-ahead log, which still holds deleted content. A reader in another process
+        can delay it."""
         checkpoint = partial(self._db.execute, "pragma wal_checkpoint(truncate)")
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, checkpoint)
         except sqlite3.Error as error:
             raise unavailable(
-                f"it is deleted, but traces of it may lie on the disk: {error}", "storage_failed"
+                f"it is deleted, but traces of it may remain on the disk: {error}", "storage_failed"
             ) from None
 
     def close(self) -> None:
@@ -127,8 +130,11 @@ class Database:
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """Use a write-ahead log. While another process opens the file for the first time, SQLite refuses at once instead of waiting
-    `_BUSY_S` as elsewhere: two that change the mode would wait for each other."""
+    """Switch to a write-ahead log, trying for `_BUSY_S`.
+
+    While another process opens the file for the first time, SQLite refuses this at once instead of
+    waiting: two processes that change the mode would wait for each other.
+    """
     end = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -146,7 +152,8 @@ class ResponseStore:
         self.max_responses, self.max_bytes = max_responses, max_bytes
 
     async def put(self, owner: str, stored: StoredResponse) -> bool:
-        """Whether it is kept: one that is longer than `max_bytes` alone is not."""
+        """Keep an answer. Returns False, and does not keep it, if it alone is longer than
+        `max_bytes`."""
         answer, items = msgspec.json.encode(stored.answer), msgspec.json.encode(stored.items)
         size = len(answer) + len(items)
         if size > self.max_bytes:
@@ -172,9 +179,8 @@ class ResponseStore:
         rows = db.execute("select owner, count(*), sum(size) from responses group by owner")
         held = {owner: [number, size] for owner, number, size in rows}
         while count > self.max_responses or total > self.max_bytes:
-            of = (
-                0 if count > self.max_responses else 1
-            )  # number or bytes: of which there are too many
+            # Index in `held` of what exceeds its limit: number or bytes.
+            of = 0 if count > self.max_responses else 1
             owner = max(held, key=lambda owner: held[owner][of])
             query = "select id, size from responses where owner = ? order by used limit 1"
             id_, size = db.execute(query, (owner,)).fetchone()
@@ -186,8 +192,8 @@ class ResponseStore:
     async def conversation(
         self, owner: str, id_: str, *, max_bytes: int
     ) -> list[StoredResponse] | str:
-        """The answer and all before it, oldest first; or the id of the one that is not there. ApiError (400) if they are
-        longer than `max_bytes`, before more of them is read."""
+        """The answer and all before it, oldest first; or the id of a missing one. ApiError (400) if
+        they are together longer than `max_bytes`, before the rest is read."""
 
         def read(db: sqlite3.Connection) -> list[_Row] | str:
             found: list[_Row] = []
@@ -213,7 +219,8 @@ class ResponseStore:
         return found if isinstance(found, str) else await self._taken(found)
 
     async def _taken(self, rows: list[_Row]) -> list[StoredResponse]:
-        """The rows, read outside of the database's thread and any transaction, as used now."""
+        """Decode rows, and mark them as used. Decoding takes place outside the database's thread
+        and any transaction."""
         found = await CONVERSATIONS.run(partial(_stored, rows))
 
         def touch(db: sqlite3.Connection) -> None:
@@ -226,7 +233,8 @@ class ResponseStore:
         return found
 
     async def items(self, owner: str, ids: list[str]) -> dict[str, dict[str, Any]]:
-        """Returns the kept items with these ids that are there: those of answers, and of the requests for them."""
+        """The kept items with these ids, from answers and their requests. Missing ids are left
+        out."""
 
         def read(db: sqlite3.Connection) -> list[_Row]:
             places = dict[str, None]()
@@ -274,7 +282,8 @@ def _stored(rows: list[_Row]) -> list[StoredResponse]:
 
 
 def _use(db: sqlite3.Connection) -> int:
-    """A number that grows with each use. No clock: one that jumps would put the newest first in line to go."""
+    """The next number of a counter of uses. It is not a clock: after a jump the newest answer would
+    be evicted first."""
     db.execute("update uses set n = n + 1")
     found: int = db.execute("select n from uses").fetchone()[0]
     return found

@@ -1,12 +1,14 @@
-"""OpenAI's /v1/responses: one answer, streamed or whole, and kept so that a later request can go on from it.
+"""OpenAI's /v1/responses: one answer, streamed or whole, and kept so that later requests can
+continue it.
 
-A body becomes a chat (`responses_body`), and works as one. The differences:
+A body is translated into a chat (`responses_body`) and answered like one. The differences:
 
-1. The output is a list of items: reasoning, a message, calls. A stream sends each item from its beginning to its end before the
-   next.
-2. An answer is kept with the items that asked for it, unless the body says store=false or the server keeps none. It is stored
-   before the client gets its last event.
-3. `previous_response_id` puts the conversation up to that answer before the input. Instructions are not taken over.
+1. The output is a list of items: reasoning, a message, calls. A stream sends each item from
+   beginning to end before the next.
+2. An answer is kept with the items of its request, unless the body says store=false or the server
+   keeps none. It is stored before the client gets its last event.
+3. `previous_response_id` puts the conversation up to that answer before the input. Instructions are
+   not taken over.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class ResponseAnswer(BlockAnswer):
         self._sequence = 0
         self._tools = asked.functions[0]
 
-    # --- The stream -----------------------------------------------------------------------------------------------------
+    # --- The stream ----------------------------------------------------------------------
 
     def _event(self, kind: str, data: dict[str, Any]) -> bytes:
         self._sequence += 1
@@ -91,7 +93,7 @@ class ResponseAnswer(BlockAnswer):
 
     def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
         if block.kind == "call" and self._is_custom(block):
-            return b""  # its text is in a JSON string, which is read when it is whole
+            return b""  # its text is a JSON string, which is read when it is whole
         data = {**_place(block), "delta": text}
         if block.kind == "text":
             data["logprobs"] = [_logprob(position) for position in logprobs]
@@ -131,7 +133,7 @@ class ResponseAnswer(BlockAnswer):
         failed = {**self.response("failed"), "error": {"code": code, "message": error.message}}
         return self._event("response.failed", {"response": failed})
 
-    # --- The answer as a whole ------------------------------------------------------------------------------------------
+    # --- The answer as a whole -----------------------------------------------------------
 
     async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().events(write)) as events:
@@ -155,7 +157,7 @@ class ResponseAnswer(BlockAnswer):
         return "incomplete" if self._cut else "completed"
 
     def response(self, status: str) -> dict[str, Any]:
-        """OpenAI's object of the answer so far."""
+        """OpenAI's response object for the answer so far."""
         asked, form = self.asked, self.asked.text.format if self.asked.text is not None else None
         ended, last = status in ("completed", "incomplete"), len(self.blocks) - 1
         states = {last: status} if ended else {}
@@ -203,9 +205,8 @@ class ResponseAnswer(BlockAnswer):
 
     def response_usage(self) -> dict[str, Any]:
         usage = self.usage()
-        guessed = usage.get(
-            "completion_tokens_details", {}
-        )  # of speculation; OpenAI's own API has no place for it here
+        # Speculation's counts; OpenAI's API has no field for them here.
+        guessed = usage.get("completion_tokens_details", {})
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -273,7 +274,8 @@ def _without_none(value: Any) -> dict[str, Any]:
 
 
 def _with_ids(items: list[dict[str, Any]], request: str) -> list[dict[str, Any]]:
-    """As OpenAI tells items of a request: each has an id, and a message has parts."""
+    """A request's items in the form that OpenAI returns them: each has an id, and a message has
+    parts."""
     found = []
     for i, item in enumerate(items):
         kind = item["type"]
@@ -303,7 +305,7 @@ _GIVEN = {
 }
 
 
-# --- From a body to a chat --------------------------------------------------------------------------------------------
+# --- From a body to a chat -----------------------------------------------------------
 
 
 async def _history(state: ServerState, owner: str, previous: str | None) -> list[StoredResponse]:
@@ -316,9 +318,9 @@ async def _history(state: ServerState, owner: str, previous: str | None) -> list
         owner, previous, max_bytes=state.settings.max_body_bytes
     )
     if isinstance(found, str):
-        message = f"response {previous[:100]!r} is not there"
+        message = f"response {previous[:100]!r} does not exist"
         if found != previous:
-            message = f"response {found[:100]!r}, which this one goes on from, is no longer there; send the conversation"
+            message = f"response {found[:100]!r}, which this one continues, is no longer kept; send the conversation"
         raise ApiError(
             404, message, param="previous_response_id", code="previous_response_not_found"
         )
@@ -330,7 +332,7 @@ def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
     past = [item for stored in history for item in (*stored.items, *stored.answer["output"])]
     if len(past) > MAX_ITEMS:
         raise bad_request(
-            f"the conversation has more than {MAX_ITEMS} items; send what matters of it as input",
+            f"the conversation has more than {MAX_ITEMS} items; send the important ones as input",
             path,
         )
     return as_messages(read_items(past, path), path)
@@ -339,13 +341,14 @@ def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
 async def _resolved(
     state: ServerState, owner: str, given: str | list[dict[str, Raw]]
 ) -> str | list[dict[str, Any]]:
-    """The input with each `item_reference` replaced by the item of a kept answer. A 400 names one that is not there."""
+    """The input with each `item_reference` replaced by that item of a kept answer. A 400 names a
+    missing one."""
     if isinstance(given, str):
         return given
     references = dict[int, str]()
     for i, item in enumerate(given):
         kind = bytes(item.get("type", b""))
-        # Clients may leave the type out: an item that has an id and nothing else is a reference.
+        # Clients may leave the type out: an item with an id and nothing else is a reference.
         if kind == b'"item_reference"' or (not kind and set(item) == {"id"}):
             made = decode(
                 ItemReference,
@@ -369,7 +372,8 @@ async def _resolved(
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """What a body becomes. `items`: those that it adds to the conversation; `places`: where it has each of the messages."""
+    """A body as a chat. `items`: its addition to the conversation; `places`: the path in the body
+    of each message."""
 
     body: ChatRequest
     items: list[Item]
@@ -405,7 +409,7 @@ async def prepare(state: ServerState, body: ResponsesRequest, record: RequestRec
         )
 
 
-# --- Routes -----------------------------------------------------------------------------------------------------------
+# --- Routes --------------------------------------------------------------------------
 
 
 class Responses:
@@ -450,7 +454,7 @@ class Responses:
         )
 
     async def items(self, request: Request) -> Response:
-        """What the model was given: the conversation before, and the request's own items."""
+        """List the input of an answer: the conversation before it, and its request's items."""
         id_ = request.path_params["id"]
         after, limit, newest_first = page_options(
             request, "include", "include[]", most=MAX_LISTED, usual=20
@@ -493,7 +497,7 @@ class Responses:
 
 
 def _unknown(id_: str) -> ApiError:
-    return ApiError(404, f"response {id_[:100]!r} is not there", code="response_not_found")
+    return ApiError(404, f"response {id_[:100]!r} does not exist", code="response_not_found")
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -1,6 +1,6 @@
-"""The body of POST /v1/responses, and how its items become the messages of a chat.
+"""The body of POST /v1/responses, and the translation of its items into a chat's messages.
 
-Items that follow one another and are the model's (reasoning, a message, calls) become one message of the assistant, which is
+Consecutive items of the model (reasoning, a message, calls) become one assistant message, which is
 what chat templates know.
 """
 
@@ -56,7 +56,8 @@ Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 ]
-"""OpenAI's values of `include`. All but the first are about tools that the provider runs, or are in the answer anyhow."""
+"""OpenAI's values of `include`. All but the first concern hosted tools, or content that answers
+always have."""
 
 
 class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -65,25 +66,25 @@ class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Raw = HINT  # the model is told of all tools at once
+    defer_loading: Raw = HINT  # hint: the model is told of all tools at once
 
     hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
 
 
 class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool that takes a text. The model calls it as a function with the one argument `input`."""
+    """A tool that takes text. The model calls it as a function with one argument, `input`."""
 
     type: Literal["custom"]
     name: Name
     description: str | None = None
-    format: dict[str, Any] | None = None  # a grammar of the text, which the model is told
+    format: dict[str, Any] | None = None  # a grammar of the text; the model is told of it
     defer_loading: Raw = HINT
 
     hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
 
 
 class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Tools with a common prefix. The model is told of each by the prefix and its name."""
+    """Tools with a common prefix. The model knows each tool by the prefix and its name."""
 
     type: Literal["namespace"]
     name: Name
@@ -99,7 +100,7 @@ HOSTED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool as the model is told of it, and how the protocol names it."""
+    """A tool as the model knows it (`function`) and as the protocol names it."""
 
     function: FunctionSpec
     name: str
@@ -108,14 +109,14 @@ class CallableTool:
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """The name by which the model knows a tool of a namespace."""
+    """The model's name for a tool of a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class ResponseToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One tool that must be called, or with "allowed_tools" those that may be."""
+    """A tool that must be called; or with "allowed_tools", the tools that may be called."""
 
     type: Literal["function", "custom", "allowed_tools"]
     name: Name | None = None
@@ -137,7 +138,7 @@ class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Reasoning is there in full, and never summarised."""
+    """Settings of reasoning. It is always returned in full, never summarised."""
 
     hints: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context")
 
@@ -156,7 +157,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """POST /v1/responses/input_tokens"""
 
-    OTHER_NAMES: ClassVar[dict[str, str]] = {  # what chats call it
+    OTHER_NAMES: ClassVar[dict[str, str]] = {  # chats' names for our fields
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",
         "messages": "input",
@@ -173,11 +174,12 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled", "auto"] | None = None  # nothing is cut: it is an error
+    # Hint: too long an input is an error, not cut.
+    truncation: Literal["disabled", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
     def check(self) -> None:
-        """Refuse what the schema cannot express."""
+        """Raise a 400 for what the schema cannot express."""
         if not self.input:
             raise bad_request("input is empty; give text or items", "input")
         form = self.text.format if self.text is not None else None
@@ -196,7 +198,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
 
     @cached_property
     def functions(self) -> tuple[dict[str, CallableTool], list[str]]:
-        """Returns the tools that the model can call, by the name it knows them by, and the hints in the list."""
+        """(tools that the model can call, by the model's name for each; hints among the tools)."""
         found, hints = dict[str, CallableTool](), list[str]()
         for i, tool in enumerate(self.tools or ()):
             _add_tool(tool, f"tools[{i}]", None, found, hints)
@@ -210,7 +212,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     def _choice(
         self, tools: dict[str, CallableTool]
     ) -> tuple[dict[str, CallableTool], Literal["none", "auto", "required"] | NamedChoice | None]:
-        """Returns the tools that may be called, and a chat's `tool_choice`."""
+        """(tools that may be called, a chat's `tool_choice`)."""
         choice = self.tool_choice
         if not tools or not isinstance(choice, ResponseToolChoice):
             return tools, choice if tools and not isinstance(choice, ResponseToolChoice) else None
@@ -227,7 +229,8 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
         return allowed, choice.mode or "auto"
 
     def param(self, field: str | None, places: Sequence[str] = ()) -> str | None:
-        """This body's own name for a field of a chat. `places`: where it has the chat's messages."""
+        """This body's own name of a chat's field. `places`: the path in this body of each of the
+        chat's messages."""
         if field is None:
             return None
         if places and (
@@ -245,7 +248,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
         return _NAMES.get(field, field)
 
     def chat(self, messages: list[Message], **more: Any) -> ChatRequest:
-        """The same as a chat."""
+        """This body as a chat."""
         form = self.text.format if self.text is not None else None
         named: ResponseFormat | None = None
         if form is not None:
@@ -296,7 +299,8 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    # Log-probabilities are included. The rest is of tools that the provider runs, or encrypts reasoning, which is text here
+    # Log-probabilities work. The other values concern hosted tools or encrypt reasoning, which is
+    # plain text here.
     include: list[Included] | None = None
     # vLLM's extensions
     top_k: Int | None = None
@@ -309,7 +313,7 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     priority: Int | None = None
     cache_salt: Text | None = None
-    # About the caller, or about tools that the provider runs, of which there are none here
+    # Fields about the caller, or about hosted tools, of which there are none here.
     user: str | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     safety_identifier: str | None = None
@@ -404,7 +408,7 @@ def _add_tool(
         made = CallableTool(function, custom.name, namespace, is_custom=True)
         hints += given_hints(custom, "tools.")
         if (custom.format or {}).get("type") == "grammar":
-            hints.append("tools.format")  # the model is told of it, and not held to it
+            hints.append("tools.format")  # the model is told of the grammar, but it is not enforced
     elif kind == "function":
         own = decode(ResponseTool, raw, f"{path}.")
         known = full_name(own.name, namespace)
@@ -429,11 +433,11 @@ TEXT_PARAMETERS: dict[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""Parameters of a custom tool, as the model is told of it."""
+"""Parameters of a custom tool's function."""
 
 
 def _described(tool: CustomTool) -> str:
-    """A custom tool's description, with the grammar of its input, which is not enforced."""
+    """A custom tool's description with the grammar of its input, which is not enforced."""
     text, form = tool.description or "", tool.format or {}
     if form.get("type") == "grammar":
         text += f"\n\nThe input has this grammar ({form.get('syntax')}):\n{form.get('definition')}"
@@ -441,16 +445,17 @@ def _described(tool: CustomTool) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a model gave a custom tool, from the arguments that it wrote."""
+    """The text for a custom tool, from the arguments that the model wrote."""
     text = written_arguments(arguments).get("input")
     return text if isinstance(text, str) else arguments
 
 
-# --- Items ------------------------------------------------------------------------------------------------------------
+# --- Items ---------------------------------------------------------------------------
 
 
 class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends back."""
+    """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends
+    back."""
 
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
     text: str
@@ -494,7 +499,7 @@ class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
 
 
 class ItemReference(Item, forbid_unknown_fields=True, kw_only=True):
-    """Names an item of an answer that is kept here. It is replaced by that item before items become messages."""
+    """Reference to an item of a kept answer. That item replaces it before items become messages."""
 
     type: Literal["item_reference"]
 
@@ -541,7 +546,7 @@ register(
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item]:
-    """The items, or a 400 that names the one at fault."""
+    """The items, decoded. A 400 names the first wrong one."""
     if isinstance(given, str):
         return [MessageItem(role="user", content=given)]
     found = []
@@ -557,14 +562,15 @@ def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item
 
 
 def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
-    """The messages of a chat, each with the place of its first item. A 400 names the item that can't be one.
+    """A chat's messages, each with the path of its first item. A 400 names an item that can't
+    become one.
 
-    A call's arguments are what a model wrote, JSON or not. Pictures of a tool's output follow it in a user's message, since
-    chat templates take them there alone.
+    A call's arguments may be anything the model wrote, JSON or not. Pictures of a tool's output
+    follow it in a user's message, because chat templates take pictures nowhere else.
     """
     found: list[tuple[Message, str]] = []
-    own: Message | None = None  # of the assistant, which the next item may belong to
-    seen: list[tuple[Message, str]] = []  # pictures of the outputs before the next item
+    own: Message | None = None  # the assistant message that the next item may extend
+    seen: list[tuple[Message, str]] = []  # pictures of the preceding outputs
     for i, item in enumerate(items):
         where = f"{path}[{i}]"
         if not isinstance(item, FunctionOutputItem):
@@ -628,7 +634,8 @@ def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[st
             if image.image_url is None:
                 if image.file_id is not None:
                     raise bad_request(
-                        "files are not kept: send the picture as image_url", f"{path}[{i}].file_id"
+                        "files can't be referenced; send the picture as image_url",
+                        f"{path}[{i}].file_id",
                     )
                 raise bad_request("send the picture, as a data: URI", f"{path}[{i}].image_url")
             found.append(picture_part(image.image_url, image.detail))

@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize, and the way from chat messages to tokens that chat completions share with them."""
+"""POST /tokenize and /detokenize, and the rendering of chat messages into tokens, which chat
+completions share."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from slipstream.server.state import ServerState, TokenizerProtocol
 from slipstream.types import Prompt, TokensPrompt
 
 _MAX_CHARS_PER_TOKEN = 128
-"""A text longer than this per token of context cannot fit, and is refused before time is spent on it."""
+"""Characters of a text for each token of the context. A longer text can't fit, and is refused
+before it is tokenised."""
 
 
 async def pictured_tokens(
@@ -40,7 +42,8 @@ async def pictured_tokens(
     add_generation_prompt: bool = True,
     **given: Any,
 ) -> tuple[list[int], list[PreparedPicture]]:
-    """The prompt's tokens, with all placeholders of its pictures, and these. `given` is as of `template_tokens`."""
+    """The prompt's tokens with the placeholders of its pictures, and the pictures. `given` are
+    `template_tokens`'s other arguments."""
     parts = list[PicturePart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
     pictures = await read_pictures(state, parts)
@@ -61,7 +64,8 @@ async def template_tokens(
     pictures: Sequence[PreparedPicture] = (),
     **variables: Any,
 ) -> list[int]:
-    """The template writes the special tokens itself, so the tokenizer adds none as a rule. `variables` are for the template."""
+    """The tokens of messages rendered by the chat template, which gets `variables`. The template
+    writes special tokens itself, so by default the tokenizer adds none."""
     tokenizer = _tokenizer(state, "messages")
 
     def tokens() -> list[int]:
@@ -81,15 +85,15 @@ async def template_tokens(
             any_length=any_length,
         )
 
-    return await in_thread_if_long(
-        tokens, len(msgspec.json.encode((plain, variables))), tokenizer
-    )  # tools and calls are rendered, too
+    # Tools and calls are rendered, too.
+    return await in_thread_if_long(tokens, len(msgspec.json.encode((plain, variables))), tokenizer)
 
 
 async def text_prompt(
     state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False
 ) -> Prompt:
-    """A prompt for the engine, which tokenises a text itself unless it is to get no special tokens."""
+    """A prompt for the engine: `text` itself, or its tokens if no special tokens are to be
+    added."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None or add_special_tokens:
         return text

@@ -1,1 +1,1 @@
-"""What operators use: probes, metrics, logs, status pages, sleep, manifests."""
+"""Routes and files for operators: probes, metrics, logs, status pages, sleep, manifests."""

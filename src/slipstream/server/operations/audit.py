@@ -1,23 +1,27 @@
-"""The audit log (`--audit-log FILE`): every request with its key and time, in a hash chain that reveals changes.
+"""The audit log (`--audit-log FILE`): every request with its key and time, in a hash chain that
+reveals changes.
 
-1. A line is a JSON object. Its `hash` is the SHA-256 of all behind it in the line, where `previous` is the hash of the line
-   before. So a line that is changed, left out, added or moved breaks the chain.
-2. Lines are only appended. All front ends write one chain: each takes a lock on the file for a line. A line that a crash tore
-   stays, and the next one says so (`kind` is `torn`).
-3. Of a request there are its id, key, route, model, status, numbers of tokens and times, and no text of a prompt or answer.
-   With `--audit-prompts` there is the body, too.
-4. At `audit_max_bytes` the file becomes FILE.1, FILE.2 and so on, and the chain goes on in a new FILE.
-5. If a line cannot be written, for one because the disk is full, the server refuses new requests with 503
-   `audit_unavailable` until the lines that wait are written (`audit_failure="refuse"`), or serves on, says so in its log, and
-   counts in the file what was lost (`"serve"`).
+1. A line is a JSON object. Its `hash` is the SHA-256 of the rest of the line, where `previous` is
+   the hash of the line before. So a line that is changed, left out, added or moved breaks the
+   chain.
+2. Lines are only appended. All front ends write one chain: each takes a lock on the file for a
+   line. A line torn by a crash stays, and the next one records it (`kind` is `torn`).
+3. A request's line has its id, key, route, model, status, token counts and times, and no text of a
+   prompt or answer. With `--audit-prompts` it has the body, too.
+4. At `audit_max_bytes` the file becomes FILE.1, FILE.2 and so on, and the chain continues in a new
+   FILE.
+5. If a line cannot be written, for example because the disk is full, `audit_failure` decides. With
+   "refuse" the server refuses new requests with 503 `audit_unavailable` until the waiting lines are
+   written. With "serve" it serves on, logs the failure, and later counts the lost lines in the
+   file.
+6. Lines that are cut off while the server runs are noticed at the next line, or at the server's
+   end: the last written line is gone. Then a line of the kind `cut` records it, and the chain
+   continues from the last written line, so that it stays broken there. All front ends know the last
+   line that any of them wrote. A starting server can't notice earlier cuts: only a hash that was
+   noted elsewhere shows them (`slipstream audit verify FILE --expect HASH`).
 
-6. Lines that are cut off while the server runs are missed at the next line, or at the end of the server: what it wrote last is
-   not there any more. Then a line of the kind `cut` says so, and the chain goes on from what was written last, so that it is
-   broken there for good. All front ends know what any of them wrote last. A server that starts knows nothing of lines that were
-   cut off before: they show only against a hash that was noted elsewhere (`slipstream audit verify FILE --expect HASH`).
-
-A line is handed to the operating system before the request's connection is done, and is not forced to the disk: a machine that
-loses power may lose the last seconds.
+A line is handed to the operating system before the request's connection is done, but not forced to
+the disk: a machine that loses power may lose the last seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ MAX_WAITING = 10_000
 _LOG_EVERY_S = 60.0
 _LAST = struct.Struct("<32s4Q")
 _HEAD = b'{"hash":"'
-_HASH_BYTES = len(_HEAD) + 64 + 2  # up to the comma's end
+_HASH_BYTES = len(_HEAD) + 64 + 2  # including the comma after the hash
 
 
 def _line(fields: dict[str, Any], previous: str) -> tuple[bytes, str]:
@@ -57,7 +61,7 @@ def _line(fields: dict[str, Any], previous: str) -> tuple[bytes, str]:
 
 
 def _read(line: bytes) -> tuple[str, dict[str, Any]] | None:
-    """The hash and the fields of a whole line; None if it is none, or its hash is wrong."""
+    """(hash, fields) of a whole line; None if the line is damaged."""
     digest, rest = line[len(_HEAD) : len(_HEAD) + 64], line[_HASH_BYTES:].removesuffix(b"\n")
     if not line.startswith(_HEAD) or hashlib.sha256(rest).hexdigest().encode() != digest:
         return None
@@ -69,7 +73,8 @@ def _read(line: bytes) -> tuple[str, dict[str, Any]] | None:
 
 
 class _Written(NamedTuple):
-    """The line that was written last: its hash and number, where it begins and ends, and the file's inode."""
+    """The last written line: its hash and number, its first byte and end in the file, and the
+    file's inode."""
 
     hash: str
     seq: int
@@ -79,7 +84,8 @@ class _Written(NamedTuple):
 
 
 class _Last:
-    """What was written last, by any front end: in a file that all of them map, or in memory. Its user holds the log's lock."""
+    """The last line written by any front end, in a file that all of them map, or in memory. Its
+    user holds the log's lock."""
 
     def __init__(self, path: Path | None) -> None:
         fd = -1 if path is None else open_private(path)
@@ -109,7 +115,7 @@ class AuditLog:
         on_failure: Literal["refuse", "serve"] = "refuse",
         shared_dir: Path | None = None,
     ) -> None:
-        """`shared_dir`: of the front ends that write the same log."""
+        """Open the log. `shared_dir`: the folder of the front ends that write the same log."""
         self.path, self.max_bytes, self.on_failure = path, max_bytes, on_failure
         self._fd = -1
         self._written = _Last(None if shared_dir is None else shared_dir / "audit-last")
@@ -125,7 +131,7 @@ class AuditLog:
             )
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a line. One that cannot be written waits."""
+        """Append a line. If it cannot be written it is kept for the next attempt."""
         record = {
             "kind": kind,
             **{name: value for name, value in fields.items() if value is not None},
@@ -138,7 +144,8 @@ class AuditLog:
 
     @property
     def refuses(self) -> bool:
-        """Whether requests are refused, since what they do cannot be written down. It tries again first."""
+        """Whether requests must be refused because the log can't be written. Tries to write
+        first."""
         if self.failure is not None:
             self._flush()
         return self.failure is not None and self.on_failure == "refuse"
@@ -160,7 +167,7 @@ class AuditLog:
             try:
                 self._write(fields)
             finally:
-                if self._fd >= 0:  # else it was closed for a new one, which could not be opened
+                if self._fd >= 0:  # otherwise it was closed, and its successor could not be opened
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
         except OSError as error:
             self.failure = error.strerror or str(error)
@@ -178,7 +185,7 @@ class AuditLog:
             self.failure = None
 
     def _open(self) -> None:
-        """Lock the file that has the path, and know how it ends."""
+        """Open and lock the file that is at the path now."""
         while True:
             if self._fd < 0:
                 self._fd = open_private(self.path, append=True)
@@ -189,7 +196,7 @@ class AuditLog:
                 same = False
             if same:
                 return
-            self._close()  # another process has begun a new one
+            self._close()  # another process has rotated it
 
     def _write(self, fields: dict[str, Any]) -> None:
         while True:
@@ -202,21 +209,21 @@ class AuditLog:
         self._note(digest, len(data))
 
     def _put(self, data: bytes, size: int) -> None:
-        """All of it, or nothing."""
+        """Append all of the data, or nothing. OSError if the disk is full."""
         written = os.write(self._fd, data)
         if written != len(data):
             os.ftruncate(self._fd, size)
             raise OSError(28, "No space left on device")
 
     def _note(self, digest: str, num_bytes: int) -> None:
-        """A line of so many bytes is the file's last."""
+        """Remember a line of `num_bytes` bytes as the last one."""
         about = os.fstat(self._fd)
         self._last, self._seq = digest, self._seq + 1
         begin = about.st_size - num_bytes
         self._written.write(_Written(digest, self._seq, begin, about.st_size, about.st_ino))
 
     def _up_to_date(self) -> int:
-        """The size of the file, once the last hash and number are those with which it ends."""
+        """Bring the last hash and number up to date with the file, and return its size."""
         about, written = os.fstat(self._fd), self._written.read()
         if written is not None and (written.inode, written.end) == (about.st_ino, about.st_size):
             self._last, self._seq = written.hash, written.seq
@@ -224,8 +231,12 @@ class AuditLog:
         return self._catch_up(about.st_size, written)
 
     def _catch_up(self, size: int, written: _Written | None) -> int:
-        """The file is not as it was left: another program has written, lines are gone, or this is the first line. The size
-        after a torn line was closed."""
+        """Read the end of a file that is not as this server left it, and return its size after
+        repairs.
+
+        It may be the first line, or another program has written, or lines are gone. A torn line is
+        closed.
+        """
         if size:
             self._last, self._seq = _end(self.path)
         else:
@@ -234,7 +245,7 @@ class AuditLog:
         ends = not size or os.pread(self._fd, 1, size - 1) == b"\n"
         if written is not None and (self._seq < written.seq or not self._has(written)):
             _logger.error(
-                "the audit log %s was cut: line number %d, which was its last, is not there any more",
+                "the audit log %s was cut: line number %d, which was its last, is gone",
                 self.path,
                 written.seq,
             )
@@ -244,7 +255,7 @@ class AuditLog:
         if ends:
             return size
         torn = _last_line(self.path)
-        if _read(torn) is not None:  # only the end of the line is missing
+        if _read(torn) is not None:  # only the line's end is missing
             self._put(b"\n", size)
             return size + 1
         told: dict[str, Any] = {
@@ -255,14 +266,15 @@ class AuditLog:
         return self._add(told, size, ends=False)
 
     def _add(self, told: dict[str, Any], size: int, *, ends: bool) -> int:
-        """Append a line about the file itself; the size after it. Without `ends` the line before has no end."""
+        """Append a line about the file itself, and return the size after it. Not `ends`: the line
+        before has no line break."""
         data, digest = _line({"seq": self._seq + 1, "time": _now(), **told}, self._last)
         self._put(data if ends else b"\n" + data, size)
         self._note(digest, len(data))
         return size + len(data) + (not ends)
 
     def _has(self, written: _Written) -> bool:
-        """Whether the line is where it was written, in the file or in a rotated one."""
+        """Whether a line is still where it was written, in the file or a rotated one."""
         for part in (self.path, *reversed(rotated(self.path))):
             with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
                 file.seek(written.begin)
@@ -285,7 +297,7 @@ class AuditLog:
         if self._fd < 0:
             return
         if self.failure is None:
-            with contextlib.suppress(OSError):  # if lines were cut off, this says so
+            with contextlib.suppress(OSError):  # records it if lines were cut off
                 self._open()
                 self._up_to_date()
         if self._fd >= 0:
@@ -298,7 +310,7 @@ def _now() -> str:
 
 
 def rotated(path: Path) -> list[Path]:
-    """The files before `path`, oldest first."""
+    """The rotated files of `path`, oldest first."""
     found = [
         part
         for part in path.parent.glob(f"{path.name}.*")
@@ -322,7 +334,7 @@ def _last_line(path: Path) -> bytes:
 
 
 def _end(path: Path) -> tuple[str, int]:
-    """The hash and number of the last whole line."""
+    """(hash, number) of the last whole line."""
     found = _read(_last_line(path))
     if found is not None:
         return found[0], int(found[1].get("seq", 0))
@@ -336,11 +348,12 @@ def _end(path: Path) -> tuple[str, int]:
 
 
 class ChainError(ConfigError):
-    """The chain is broken; the message says where."""
+    """The chain is broken. The message says where."""
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the whole chain, with their hashes. ChainError at the first that does not fit."""
+    """Yield the lines of the whole chain with their hashes. ChainError at the first that does not
+    fit."""
     previous, seq, torn = START, 0, None
     parts = [*rotated(path), path]
     for part in parts:
@@ -366,11 +379,11 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                     fields.get("kind") != "torn" or fields.get("sha256") != torn[1]
                 ):
                     raise ChainError(
-                        f"{torn[0]}: its hash does not fit what it says", field="audit_log"
+                        f"{torn[0]}: its hash does not match its content", field="audit_log"
                     )
                 if torn is None and fields.get("kind") == "torn":
                     raise ChainError(
-                        f"{where}: the torn line that it tells of is gone", field="audit_log"
+                        f"{where}: the torn line that it records is gone", field="audit_log"
                     )
                 torn = None
                 if fields.get("previous") != previous or fields.get("seq") != seq + 1:

@@ -1,4 +1,5 @@
-"""Coding agents and what each needs to use a server of ours: an environment and arguments. No file of theirs is written."""
+"""Coding agents: the environment and arguments that make each use our server. Their files stay
+unchanged."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ import httpx
 from slipstream.errors import ConfigError
 
 NO_KEY = "none"
-"""The key for clients that insist on one, where the server asks for none."""
+"""Key for clients that insist on one when the server needs none."""
 
 SMALL_CONTEXT = 32768
-"""Coding agents begin with instructions and tools of 10,000 to 30,000 tokens."""
+"""Contexts below this are too small for coding agents, which begin with 10,000 to 30,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server, and the model that is asked there."""
+    """A server and the model to use there."""
 
     url: str
     model: str
@@ -30,7 +31,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A client. `setup` returns the environment and the arguments that make it use an endpoint."""
+    """A coding agent. `setup` returns the environment and arguments that make it use an
+    endpoint."""
 
     program: str
     install: str
@@ -87,15 +89,18 @@ AGENTS = {
 
 
 def find_program(agent: Agent) -> str:
-    """The path of the agent's program. ConfigError says how it is installed."""
+    """Path of the agent's program. ConfigError with the install command if it is missing."""
     found = shutil.which(agent.program)
     if found is None:
-        raise ConfigError(f"{agent.program} is not installed here; {agent.install}", field="client")
+        raise ConfigError(
+            f"{agent.program} is not installed here; run {agent.install}", field="client"
+        )
     return found
 
 
 def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
-    """Asks the server at `url` for its models. ConfigError if none answers, or if it serves no such model."""
+    """Ask the server at `url` for its models. ConfigError if none answers or `model` is not
+    served."""
     url = url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:

@@ -1,6 +1,7 @@
-"""POST /v1/feedback: what a reader thought of an answer, linked to the request by its id. It is a line of the audit log.
+"""POST /v1/feedback: a reader's rating of an answer, linked to the request by its id. It is a line
+of the audit log.
 
-An id has 122 random bits, so only who got the answer can name it.
+An id has 122 random bits, so only the receiver of the answer can name it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def routes(state: ServerState) -> list[Route]:
         body = await read_as(FeedbackRequest, request, state)
         match = _ID.fullmatch(body.request_id)
         if match is None:
-            raise bad_request("request_id is no id of an answer", "request_id")
+            raise bad_request("request_id is not the id of an answer", "request_id")
         owner = request.scope["record"].owner or None
         given = {"rating": body.rating, "score": body.score, "comment": body.comment}
         audit.write("feedback", request=match[1], key=owner, **given)

@@ -1,25 +1,32 @@
-"""The protocol between a replica and its fleet's gateway. It is on with `ServerSettings.fleet_key`.
+"""The protocol between a replica and its fleet's gateway, enabled by `ServerSettings.fleet_key`.
 
-The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT [=GROUP]]]` with each request: the id and time
-that the answer bears, the owner of the API key, and the key's priority and weight (PRIORITY `-`: as the request says; `batch`:
-it is a batch's, behind all others). OWNER may be empty. GROUP is the key's `share_prefixes`, quoted. Limits are held at the
-gateway. Without the fleet's KEY only the probes are answered.
+The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT [=GROUP]]]` with each
+request:
 
-An answer's header `x-slipstream-tokens: PROMPT OUTPUT` says how many tokens there are so far. While a whole answer is being
-written, interim responses (102) with that header come when there are more. A stream of text has marks, which the gateway takes
-out:
+- KEY is the fleet's key. Without it only the probes are answered.
+- ID and CREATED are the id and time that the answer has.
+- OWNER is the owner of the API key, and may be empty.
+- PRIORITY and WEIGHT are the key's. PRIORITY `-` leaves the priority to the request; `batch` marks
+  a batch's request, which comes after all others.
+- GROUP is the key's `share_prefixes`, quoted.
+
+The gateway applies limits itself.
+
+An answer's header `x-slipstream-tokens: PROMPT OUTPUT` has the number of tokens so far. While an
+answer that is not streamed is written, interim responses (102) with that header follow as the
+counts grow. A stream of text has marks, which the gateway removes:
 
     events…
-    :t 12 13        the events above are all that these tokens (and those of the marks before) bring
+    :t 12 13        the events above are all the output of these tokens and those of earlier marks
     events…
-    :e 5 40         the end, and the tokens of prompt and answer; without it the stream broke off
+    :e 5 40         the end, with the token counts; without it the stream broke off
 
-POST /fleet/resume {"path", "body", "answer_token_ids"}: what `path` answers to `body`, behind the tokens that another replica
-has written. The output of those tokens is not sent again.
+POST /fleet/resume {"path", "body", "answer_token_ids"}: the answer of `path` to `body`, continued
+after the tokens that another replica has generated. The output of those tokens is not sent again.
 
-GET /fleet/events: messages of msgpack, each behind its length in four bytes: `CacheEvents` of the engine, and `ReplicaLoad` at
-least each second, whatever the engine does. The first CacheEvents is whole. A reader that falls behind loses some and gets a
-whole one.
+GET /fleet/events: messages in msgpack, each after its length in four bytes. They are the engine's
+`CacheEvents`, and `ReplicaLoad` at least each second even if the engine hangs. The first
+CacheEvents is complete. A reader that falls behind loses some and then gets a complete one.
 """
 
 from __future__ import annotations
@@ -58,15 +65,15 @@ BATCH = "batch"
 
 _LOAD_S = 0.5
 _UP_S = 5.0
-"""An engine that has not answered for so long is down, or hangs."""
+"""Time without an answer after which an engine counts as down."""
 
 _COUNTS_S = 2.0
-_MAX_WAITING = 1000  # news that a reader has not taken
+_MAX_WAITING = 1000  # messages that a reader has not taken
 
 
 class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
-    """How a replica is. `stats` is None while its engine does not answer, as in the midst of a long step; `is_up` is False if
-    that has lasted. `counts` come every few seconds."""
+    """The state of a replica. `stats` is None while its engine does not answer, for example during
+    a long step; `is_up` is False if that lasts. `counts` is set every few seconds."""
 
     stats: EngineStats | None
     is_up: bool
@@ -91,7 +98,8 @@ register(ResumeRequest)
 
 
 class FromGateway:
-    """ASGI middleware: authenticates the fleet's gateway, and takes the request's owner and priority from its header."""
+    """ASGI middleware that authenticates the gateway and reads the request's owner and priority
+    from its header."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app, self._key = app, key.encode()
@@ -102,7 +110,7 @@ class FromGateway:
             if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key):
                 error = ApiError(
                     401,
-                    "this server answers to the gateway of its fleet only",
+                    "this server answers only the gateway of its fleet",
                     code="invalid_api_key",
                 )
                 scope["record"].error = error.code
@@ -143,12 +151,15 @@ def _with_tokens(record: RequestRecord, send: Send) -> Send:
 
 
 def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
-    """`router` gives that of the app's own routes."""
+    """Routes for the gateway. `router()` returns the router of the app's own routes."""
 
     async def resume(request: Request) -> Response:
         body = await read_as(ResumeRequest, request, state)
         if not body.answer_token_ids:
-            raise bad_request("no token was written; ask the route itself", "answer_token_ids")
+            raise bad_request(
+                "answer_token_ids is empty; send the request to the route itself",
+                "answer_token_ids",
+            )
         return _Resumed(body, router())
 
     async def events(request: Request) -> Response:
@@ -216,7 +227,7 @@ async def _events(state: ServerState) -> AsyncIterator[bytes]:
         while True:
             await came.wait()
             came.clear()
-            if len(waiting) > _MAX_WAITING:  # everything is sent again
+            if len(waiting) > _MAX_WAITING:  # the reader gets everything again
                 waiting.clear()
                 end()
                 end = state.engine.watch_cache(take)

@@ -1,9 +1,9 @@
 """The three probes and the metrics route.
 
 /live    200 while the event loop runs; restart the server when it does not answer
-/ready   200 when new requests are welcome; 503 while the server drains or the engine is down or sleeps
-/health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not; and what the checkpoint's
-         canary said at the start, if it has one
+/ready   200 when new requests are welcome; 503 while the server drains, sleeps or has no engine
+/health  200 when the engine answers and, if requests wait, steps; 503 with the reason otherwise;
+         with the result of the checkpoint's canary at the start, if it has one
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Probes:
 
 
 def require_ready(state: ServerState) -> None:
-    """ApiError (503) if new requests are not welcome."""
+    """Raise ApiError (503) if new requests are not welcome."""
     if state.draining:
         raise shutting_down()
     if state.engine.is_sleeping:
@@ -62,7 +62,7 @@ def _require_health(state: ServerState) -> None:
 
 
 async def engine_stats(state: ServerState) -> EngineStats | None:
-    """The engine's numbers as they are now; None: it is down, or hangs."""
+    """The engine's current numbers; None if it is down or hangs."""
     try:
         return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
     except (EngineError, TimeoutError):
@@ -75,9 +75,9 @@ async def all_metrics(state: ServerState) -> Metrics:
     if state.totals is not None:
         try:
             found = await asyncio.wait_for(state.totals(metrics.counts()), _STATS_TIMEOUT_S)
-        except TimeoutError:  # sums without the others would go backwards
+        except TimeoutError:  # sums without the others would decrease
             raise unavailable(
-                "the other front ends' counts are not there", "metrics_unavailable"
+                "another front end did not send its counts", "metrics_unavailable"
             ) from None
         metrics = Metrics(metrics.model_name)
         for counts in found:

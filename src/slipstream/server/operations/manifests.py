@@ -1,42 +1,66 @@
-"""Files for running a server in containers: a Dockerfile, a file for Docker Compose, and Kubernetes' objects. No torch.
+"""Files to run a server in containers: a Dockerfile, a Docker Compose file, Kubernetes objects. No
+torch.
 
-All three start `slipstream serve` with the same arguments, and stop it by SIGTERM with as many seconds as it needs for the
-requests in flight. Probes are the server's own: `/live`, and `/ready`, which answers 503 while it drains.
+All three start `slipstream serve` with the same arguments, and stop it by SIGTERM with the time it
+needs for the requests in flight. Probes are the server's own: `/live`, and `/ready`, which answers
+503 while it drains.
 
-A replica keeps a volume of its own at its home folder: models that it fetched, packed weights, compiled kernels. The rest of
-its file system is read-only.
+A replica has a volume at its home folder for fetched models, packed weights and compiled kernels.
+The rest of its file system is read-only.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
+from slipstream.errors import ConfigError
 
 HOME, USER, PORT = "/home/slipstream", 10001, 8000
 KEYS = "/run/slipstream/keys"
-"""The folder of the secret, whose entry `keys` has one key a line."""
+"""Folder of the keys' secret. Its entry `keys` has one key a line."""
 
 START_S = 1800
-"""Of the first start, which fetches the model."""
+"""Longest first start in seconds: it fetches the model."""
 
 GRACE_S = 15
-"""Beside the time for requests in flight: to end the processes."""
+"""Seconds to end the processes, added to the time for requests in flight."""
 
 LEAVE_S = 5
-"""Kubernetes stops a replica and removes it from its services at the same time. So a replica still answers for so long."""
+"""Seconds for which a stopping replica still answers: Kubernetes removes it from its services at
+the same time."""
 
 _NAMESPACE = "POD_NAMESPACE"
-"""The variable of a pod whose value Kubernetes puts in the place of `$(POD_NAMESPACE)` in the arguments."""
+"""Environment variable of a pod. Kubernetes replaces `$(POD_NAMESPACE)` in the arguments by its
+value."""
+
+DOCKERFILE, COMPOSE, KUBERNETES = "Dockerfile", "compose.yaml", "kubernetes.yaml"
+
+IMAGE = (
+    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?(:\d{1,5})?/)?"  # a registry
+    r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
+    r"(:\w[-.\w]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+"""Regular expression of a reference to an image, as Docker and Kubernetes read it."""
+
+LEAST = {"memory": 2**28, "volume": 2**28}
+"""Least bytes by option. Less is a number without its unit."""
+
+_NAME = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"
 
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """`words`: what stands behind `slipstream serve`, without address, port and keys. Sizes are in bytes."""
+    """A deployment. `words`: the arguments of `slipstream serve` without address, port and keys.
+    Sizes are in bytes."""
 
     words: Sequence[str]
     drain_s: float
@@ -50,6 +74,29 @@ class Deployment:
     extras: Sequence[str] = ()
     key_secret: str | None = None
 
+    def check(self) -> None:
+        """ConfigError names the option of `slipstream manifests` that can't be so."""
+        for name in ("replicas", "cpus"):
+            if getattr(self, name) < 1:
+                message = f"--{name} must be at least 1, got {getattr(self, name)}"
+                raise ConfigError(message, field=name)
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                message = f"must be at least {least >> 20}MiB, got {getattr(self, name)} bytes"
+                raise ConfigError(f"--{name} {message}; give a unit, such as 8GiB", field=name)
+        if self.gpus < 0:
+            raise ConfigError(f"--gpus must not be negative, got {self.gpus}", field="gpus")
+        for name in ("name", "key_secret"):
+            given = getattr(self, name)
+            if given is not None and not re.fullmatch(_NAME, given):
+                message = "must be of small letters, digits and -, begin with a letter, and have 42 characters at most"
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {message}, got {given!r}", field=name
+                )
+        if not re.fullmatch(IMAGE, self.image):
+            message = f"--image must be [REGISTRY/]NAME[:TAG] in small letters, as Docker takes it, got {self.image!r}"
+            raise ConfigError(message, field="image")
+
     @property
     def command(self) -> list[str]:
         keys = [] if self.key_secret is None else ["--api-key-file", f"{KEYS}/keys"]
@@ -57,11 +104,13 @@ class Deployment:
 
     @property
     def escaped_command(self) -> list[str]:
-        """Compose and Kubernetes would put variables in the place of `$NAME` and `$(NAME)`; to both `$$` is a `$`."""
+        """The command with each `$` doubled, because Compose and Kubernetes replace `$NAME` and
+        `$(NAME)`."""
         return [word.replace("$", "$$") for word in self.command]
 
     def allowed_hosts(self, *names: str) -> list[str]:
-        """Words for the names by which others reach a server without keys; with keys it asks for none."""
+        """Arguments for the names under which a server without keys is reached. One with keys needs
+        none."""
         return [] if self.key_secret is not None else ["--allowed-hosts", self.name, *names]
 
     @property
@@ -70,7 +119,8 @@ class Deployment:
 
 
 def dockerfile(made: Deployment) -> str:
-    """For `docker build -f FILE .` in a clone. The compiler stays in the first stage; Triton needs one on a GPU's machine."""
+    """A Dockerfile for `docker build -f FILE .` in a clone. The C++ compiler stays in the first
+    stage. On a GPU's machine the image has a C compiler, which Triton needs."""
     extras = sorted({*made.extras, *(["gpu"] if made.gpus else [])})
     compiler = "RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*\n"
     wheel = "slipstream @ file://$(ls /wheels/slipstream-*.whl)"
@@ -100,7 +150,8 @@ def dockerfile(made: Deployment) -> str:
 
 
 def compose(made: Deployment, *, build_from: str, dockerfile_name: str) -> dict[str, Any]:
-    """One replica. `build_from`: the clone, and the Dockerfile's place, both as seen from the file."""
+    """A Compose file with one replica. `build_from`: the clone; its and the Dockerfile's path are
+    relative to the file."""
     service: dict[str, Any] = {
         "image": made.image,
         "build": {"context": build_from, "dockerfile": dockerfile_name},
@@ -135,14 +186,15 @@ def compose(made: Deployment, *, build_from: str, dockerfile_name: str) -> dict[
 
 
 def kubernetes(made: Deployment) -> Iterator[dict[str, Any]]:
-    """Two services, the replicas, and how many of them may be away at once."""
+    """The objects: two services, the replicas, and their disruption budget."""
     labels = {"app.kubernetes.io/name": made.name}
     port = {"name": "http", "port": PORT, "targetPort": "http"}
     yield _object("v1", "Service", made.name, labels, {"selector": labels, "ports": [port]})
+    # The replicas by name, to inspect a single one.
     each = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-    }  # the replicas by name, to look at one of them
+    }
     yield _object(
         "v1",
         "Service",
@@ -202,7 +254,8 @@ def _pod(made: Deployment) -> dict[str, Any]:
         {"name": "tmp", "mountPath": "/tmp"},
     ]
     volumes: list[dict[str, Any]] = [{"name": "tmp", "emptyDir": {}}]
-    if made.gpus > 1:  # ranks meet in shared memory, of which a container has 64 MiB
+    # Ranks communicate through shared memory, of which a container has only 64 MiB.
+    if made.gpus > 1:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}})
     if made.key_secret is not None:
@@ -251,3 +304,23 @@ def _pod(made: Deployment) -> dict[str, Any]:
 
 def _quantity(num_bytes: int) -> str:
     return f"{-(-num_bytes // 2**20)}Mi"
+
+
+def files(made: Deployment, folder: Path, source: Path) -> dict[str, str]:
+    """Text of each file in `folder`, by name. `source`: the clone that the image is built from."""
+    import yaml
+
+    clone, here = source.resolve(), folder.resolve()
+    composed = compose(
+        made,
+        build_from=os.path.relpath(clone, here),
+        dockerfile_name=os.path.relpath(here / DOCKERFILE, clone),
+    )
+    # Each object is copied through JSON: parts that appear in it twice, such as labels, would become YAML aliases,
+    # and an edit of one would change both.
+    objects = [json.loads(json.dumps(found)) for found in kubernetes(made)]
+    return {
+        DOCKERFILE: dockerfile(made),
+        COMPOSE: yaml.safe_dump(composed, sort_keys=False, width=1000),
+        KUBERNETES: yaml.safe_dump_all(objects, sort_keys=False, width=1000),
+    }

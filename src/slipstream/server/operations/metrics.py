@@ -1,14 +1,17 @@
-"""Prometheus metrics, one registry per app. Names are vLLM's, with the prefix `slipstream:`.
+"""Prometheus metrics, one registry for each app. Names are vLLM's, with the prefix `slipstream:`.
 
 Each front end counts for itself; a scrape adds up their `MetricCounts`.
 
-Everything runs on one event loop, so counts are plain numbers that a scrape turns into families: an observation on
-the token path is one bisection. Engine numbers (queue, cache, tokens) are the engine's own, asked for at each scrape;
-when it is down they are left out and `slipstream:engine_up` is 0.
+Everything runs on one event loop, so counts are plain numbers that a scrape turns into families: an
+observation on the token path is one bisection. Engine numbers (queue, cache, tokens) are asked from
+the engine at each scrape. When it is down they are left out and `slipstream:engine_up` is 0.
 
-Definitions. TTFT: from the request's arrival at the server to its first token. ITL: the gap between two deltas of one
-choice. TPOT: (last token - first token) / (output tokens - 1) of one choice. E2E: from arrival to the end of the
-answer.
+Definitions:
+
+- TTFT: from the request's arrival at the server to its first token.
+- ITL: the gap between two deltas of one choice.
+- TPOT: (last token - first token) / (output tokens - 1) of one choice.
+- E2E: from arrival to the end of the answer.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ _ENGINE_METRICS = (
 )
 
 _ADAPTER_METRICS = (
-    # the same of AdapterStats
+    # the same for AdapterStats
     ("num_on_device", "lora_adapters_on_device", False, "Adapters in slots of the device"),
     ("num_on_host", "lora_adapters_on_host", False, "Adapters in the host's memory"),
     ("reads_total", "lora_adapter_reads", True, "Adapters read from their files"),
@@ -148,7 +151,7 @@ _ADAPTER_METRICS = (
 )
 
 _EXPERT_METRICS = (
-    # the same of ExpertBalance
+    # the same for ExpertBalance
     (
         "rank_imbalance",
         "expert_rank_imbalance_ratio",
@@ -159,7 +162,7 @@ _EXPERT_METRICS = (
 )
 
 _TIER_METRICS = (
-    # the same of TierStats
+    # the same for TierStats
     ("host_bytes", "kv_host_tier_bytes", False, "Bytes of KV blocks in the host's memory"),
     ("disk_bytes", "kv_disk_tier_bytes", False, "Bytes of KV blocks on the disk"),
     ("stored_blocks", "kv_tier_stored_blocks", True, "KV blocks that went to the tiers"),
@@ -209,7 +212,7 @@ _PARTS = (
     ("expert_balance", _EXPERT_METRICS),
     ("tiers", _TIER_METRICS),
 )
-"""Fields of EngineStats that have figures of their own."""
+"""Parts of EngineStats with metrics of their own."""
 
 TOTALS = frozenset(
     {
@@ -231,7 +234,7 @@ _LIMITS = {
 
 
 class Histogram:
-    """Counts per bucket; `bounds` are upper bounds, inclusive, as Prometheus has them."""
+    """Counts by bucket. `bounds` are inclusive upper bounds, as in Prometheus."""
 
     __slots__ = ("bounds", "counts", "help", "name", "total")
 
@@ -254,15 +257,16 @@ class Histogram:
 
 
 class Stalls:
-    """The time for which finished text waited for clients that do not read, of those that wait still, too."""
+    """Total time in which finished text waited for clients that do not read, including current
+    waits."""
 
     def __init__(self) -> None:
         self._ended_s = 0.0
-        self._waiting: dict[object, float] = {}  # since when, in time.monotonic()
+        self._waiting: dict[object, float] = {}  # starts, in time.monotonic()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Text waits while the code inside runs."""
+        """Count the time of the code inside as waiting."""
         own = object()
         self._waiting[own] = time.monotonic()
         try:
@@ -277,7 +281,7 @@ class Stalls:
 
 
 class MetricCounts(msgspec.Struct):
-    """What a front end has counted."""
+    """The counts of one front end, for the sum over all of them."""
 
     histograms: list[tuple[list[int], float]]  # in the order of `Metrics.histograms`
     finished: dict[str, int]
@@ -321,14 +325,13 @@ class Metrics(Collector):
         self.stalls = Stalls()
         self.others_stall_s = 0.0  # of other front ends
         self.num_front_end_deaths = 0  # each was replaced
-        self.findings: Mapping[tuple[str, str], int] | None = (
-            None  # that last, by model and cause; None: without a detector
-        )
+        # Number of lasting findings, by model and cause; None: no detector.
+        self.findings: Mapping[tuple[str, str], int] | None = None
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.responses: Counter[tuple[str, str, int]] = Counter()  # by method, route, status
         self.limited: Counter[str] = Counter()  # refusals by limits of keys
         self.feedback: Counter[str] = Counter()  # ratings of answers
-        self.hints: Counter[str] = Counter()  # fields that were taken without effect
+        self.hints: Counter[str] = Counter()  # fields accepted without effect
         self.engines: Mapping[str, EngineStats | None] = {}  # by model
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -363,11 +366,11 @@ class Metrics(Collector):
         self.num_front_end_deaths += counts.num_front_end_deaths
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text of a scrape, with the engine's numbers as they are now (None: it is down)."""
+        """The text of a scrape, with the engine's current numbers (None: it is down)."""
         return self.render_all({self.model_name: stats})
 
     def render_all(self, engines: Mapping[str, EngineStats | None]) -> bytes:
-        """The same of several models."""
+        """The text of a scrape with several models' engines."""
         self.engines = engines
         return generate_latest(self.registry)
 
@@ -432,7 +435,7 @@ class Metrics(Collector):
 
 
 def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metric]:
-    """By model. Of engines that are down there is only that."""
+    """Metrics of the engines by model. An engine that is down has only `engine_up`."""
     up = GaugeMetricFamily(
         _PREFIX + "engine_up", "1 if the engine process answers", labels=["model_name"]
     )

@@ -1,8 +1,10 @@
-"""Alerts for Prometheus and a board for Grafana, over the metrics of `metrics.py` (`slipstream monitoring DIR`).
+"""Alerts for Prometheus and a dashboard for Grafana, from the metrics of `metrics.py` (`slipstream
+monitoring DIR`).
 
-An objective is a share of requests, or of gaps between tokens, that must be within a time. Its alerts compare how fast the
-error budget is spent (the burn rate) over a long and a short window, as chapter 5 of Google's "Site Reliability Workbook"
-advises: the long one says that it matters, the short one that it lasts.
+An objective is the share of requests, or of gaps between tokens, that must be within a time. Its
+alerts compare the rate at which the error budget is spent (the burn rate) over a long and a short
+window, as chapter 5 of Google's "Site Reliability Workbook" advises: the long window shows that it
+matters, the short one that it lasts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 from slipstream.errors import ConfigError
 from slipstream.server.operations.metrics import REQUEST_BUCKETS, TOKEN_BUCKETS
 
-# (how many times too fast, the long window, the short one, how long it must last, severity)
+# (burn rate, long window, short window, duration before the alert, severity)
 BURNS = (
     (14.4, "1h", "5m", "2m", "page"),
     (6.0, "6h", "30m", "15m", "page"),
@@ -26,7 +28,8 @@ PROBES = "/health|/live|/ready|/ping|/metrics|/status.json|/v2/health/.*"
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceObjectives:
-    """`share`: of requests that must be well. The times must be bounds of the histograms, which know no others."""
+    """Objectives of a service. `share`: the share of requests that must meet them. The times must
+    be bounds of the histograms, which can count no others."""
 
     ttft_s: float = 1.0
     itl_s: float = 0.1
@@ -51,7 +54,7 @@ class ServiceObjectives:
 
 
 def _late(name: str, bound: float, window: str) -> str:
-    """The share that took longer than `bound`."""
+    """PromQL for the share of observations longer than `bound`."""
     metric = f"slipstream:{name}"
     within = f'sum by (job, model_name) (rate({metric}_bucket{{le="{bound}"}}[{window}]))'
     return f"1 - {within} / sum by (job, model_name) (rate({metric}_count[{window}]))"
@@ -64,7 +67,7 @@ def _failed(window: str) -> str:
 
 
 def rules(objectives: ServiceObjectives) -> dict[str, Any]:
-    """A file of rules, as Prometheus reads it."""
+    """A file of Prometheus rules."""
     kinds = {
         "ttft": f"{objectives.ttft_s * 1e3:g} ms to the first token",
         "itl": f"{objectives.itl_s * 1e3:g} ms between tokens",
@@ -205,7 +208,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
 
 
 def board() -> dict[str, Any]:
-    """A dashboard, as Grafana imports it. It asks which Prometheus, and which models."""
+    """A Grafana dashboard. Its user chooses the Prometheus source and the models."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     panels = []
     for number, (title, unit, queries) in enumerate(PANELS):

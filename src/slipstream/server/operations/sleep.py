@@ -1,6 +1,7 @@
-"""POST /sleep and /wake_up, GET /is_sleeping, as vLLM has them: the model's memory is freed while no request needs it.
+"""POST /sleep and /wake_up, GET /is_sleeping, as in vLLM: free the model's memory while no request
+needs it.
 
-A client of these routes can stop the service. So they are off without --enable-sleep-mode.
+A client of these routes can stop the service, so they are off without --enable-sleep-mode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Sleeping:
         ]
 
     async def sleep(self, request: Request) -> Response:
-        """?level=1 or 2. Requests in flight end first; vLLM's mode is therefore "wait"."""
+        """Handle ?level=1 or 2. Requests in flight end first, which is vLLM's mode "wait"."""
         given = self._query(request, "level", "mode")
         level = given.get("level", "1")
         if level not in ("1", "2"):
@@ -42,12 +43,13 @@ class Sleeping:
         return self._answer()
 
     async def wake_up(self, request: Request) -> Response:
-        """?tags=weights&tags=kv_cache, both or none: all is taken back at once."""
+        """Handle ?tags=weights&tags=kv_cache; both or none, because all memory is taken again at
+        once."""
         self._query(request, "tags")
         tags = request.query_params.getlist("tags")
         if tags and set(tags) != {"weights", "kv_cache"}:
             raise bad_request(
-                f"all is taken back at once; leave tags out, got {', '.join(tags)[:40]}", "tags"
+                f"the whole model wakes at once; leave tags out, got {', '.join(tags)[:40]}", "tags"
             )
         await self.state.engine.wake_up()
         return self._answer()
@@ -67,7 +69,8 @@ class Sleeping:
         if unknown := sorted(set(given) - set(known)):
             takes = f"takes {' and '.join(known)}" if known else "takes none"
             raise bad_request(
-                f"{unknown[0][:40]!r} is no parameter of this route, which {takes}", unknown[0][:40]
+                f"{unknown[0][:40]!r} is not a parameter of this route, which {takes}",
+                unknown[0][:40],
             )
         return given
 

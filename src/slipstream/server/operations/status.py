@@ -1,7 +1,9 @@
-"""/status and /chat, pages that need nothing from elsewhere; /status.json, which the first shows; /findings.
+"""The pages /status and /chat, without external resources; /status.json, the first page's data;
+/findings.
 
-The pages hold nothing of the server, so they are open; what they then ask for needs a key like everything else
-(`server/http/auth.py`). A fleet's gateway answers /status.json in the same shape, with a replica for each of its own.
+The pages hold no data of the server, so they need no key; their requests do
+(`server/http/auth.py`). A fleet's gateway answers /status.json in the same shape, with all of its
+replicas.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ _PAGES = Path(__file__).parent / "pages"
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):
-    """Totals are since the replica's start; None: it does not say."""
+    """State of a replica. Totals count from its start; None: unknown."""
 
     name: str
-    state: str  # ready, draining, sleeping, down; of a gateway also starting
+    state: str  # ready, draining, sleeping, down; a gateway's also starting
     num_running: int | None = None
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
@@ -47,7 +49,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
 
 
 class Latency(msgspec.Struct, kw_only=True):
-    """A histogram: upper bounds in seconds, and the count of each and of what is above."""
+    """A histogram: upper bounds in seconds, the count of each, and the count above them."""
 
     bounds: list[float]
     counts: list[int]
@@ -58,8 +60,11 @@ class Latency(msgspec.Struct, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """`findings`: None without a detector. `responses` by status, since the start. `autoscale`: by pool, of a gateway whose
-    replicas come and go by themselves."""
+    """The answer of /status.json.
+
+    `findings` is None without a detector. `responses` counts by status, from the start. `autoscale`
+    is a gateway's, by pool, if its replicas are scaled automatically.
+    """
 
     version: str
     time: float
@@ -73,7 +78,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any) -> ReplicaStatus:
-    """Of an engine's numbers; None: it is down."""
+    """The status of a replica from its engine's numbers; None: it is down."""
     if stats is None:
         return ReplicaStatus(name=name, state="down", **more)
     return ReplicaStatus(
@@ -93,7 +98,8 @@ def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any
 
 
 def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> dict[str, Any]:
-    """The fields of a Status that a server and a fleet's gateway share. `itl`: the times between tokens."""
+    """The fields of a ServerStatus that a server and a gateway share. `itl`: the times between
+    tokens."""
     responses: dict[str, int] = {}
     for (_, _, status), count in metrics.responses.items():
         responses[str(status)] = responses.get(str(status), 0) + count
@@ -108,7 +114,7 @@ def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> di
 
 
 async def server_status(state: ServerState) -> ServerStatus:
-    """Of a server with one engine."""
+    """The status of a server with one engine."""
     stats, metrics = await engine_stats(state), await all_metrics(state)
     if state.draining:
         doing = "draining"
@@ -128,7 +134,7 @@ async def server_status(state: ServerState) -> ServerStatus:
 
 @cache
 def page(name: str) -> bytes:
-    """`status` or `chat`: one file, which may ask only where it came from."""
+    """The HTML of `status` or `chat`: one file that may send requests only to its own server."""
     opening = head(scripts=True, connect=True)
     return (opening + (_PAGES / f"{name}.html").read_text(encoding="utf-8")).encode()
 
@@ -144,7 +150,7 @@ ReadStatus = Callable[[], Coroutine[Any, Any, ServerStatus]]
 
 
 def status_route(read_status: ReadStatus) -> Route:
-    """/status.json, from the result of `read_status`."""
+    """The route /status.json, which answers with the result of `read_status`."""
 
     async def show(request: Request) -> Response:
         return json_response(await read_status())
@@ -160,7 +166,7 @@ class StatusRoutes:
         if self.state.watch is None:
             raise ApiError(
                 404,
-                "nobody looks for findings here: start the server with --detect",
+                "this server has no detector; start it with --detect",
                 code="no_detector",
             )
         return json_response({"findings": self.state.watch.findings})

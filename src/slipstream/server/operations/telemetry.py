@@ -1,12 +1,13 @@
-"""OpenTelemetry (extra `otel`, `--otlp-endpoint URL`): a span a request, and metrics, by the GenAI semantic conventions.
+"""OpenTelemetry (extra `otel`, `--otlp-endpoint URL`): a span for each request, and metrics, by the
+GenAI semantic conventions.
 
-Off by default: then nothing of it is imported, and a request pays one comparison. On, a request's span is made when it has
-ended, from what its record holds, so the token path does nothing more either way. Spans and metrics leave in threads of the
-SDK's, in batches, as OTLP over HTTP with protobuf. A collector that can't be reached delays no request: spans are dropped, and
-the SDK logs it.
+It is off by default: then nothing is imported, and a request costs one comparison. A request's span
+is made after its end from its record, so the token path does no extra work either way. The SDK's
+threads send spans and metrics in batches, as OTLP over HTTP with protobuf. A collector that can't
+be reached delays no request: spans are dropped, and the SDK logs it.
 
-A span continues the client's `traceparent`, and is left out if that says that the trace is not sampled. It has no text of a
-prompt or an answer.
+A span continues the client's `traceparent`, and is left out if that marks the trace as not sampled.
+It has no text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ OPERATIONS = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-"""Routes that run the model. Others have no span."""
+"""Routes that run the model, with the operation of their spans. Other routes have no spans."""
 
-# Buckets as the conventions advise them.
+# Buckets that the conventions recommend.
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -73,9 +74,7 @@ class Telemetry:
             message = f"{endpoint!r} is no URL of an OTLP receiver, such as http://127.0.0.1:4318"
             raise ConfigError(message, field="otlp_endpoint")
         if url.path.rstrip("/").endswith(("/v1/traces", "/v1/metrics")):
-            message = (
-                f"{endpoint!r}: leave out /v1/…, which is put behind it for traces and for metrics"
-            )
+            message = f"{endpoint!r}: leave out /v1/…, which is appended for traces and for metrics"
             raise ConfigError(message, field="otlp_endpoint")
         base = endpoint.rstrip("/")
         how: dict[str, Any] = {"timeout": _TIMEOUT_S, "compression": Compression.Gzip}
@@ -111,7 +110,7 @@ class Telemetry:
         self._server = {"server.address": server[0], "server.port": server[1]}
 
     def ended(self, record: RequestRecord, route: str) -> None:
-        """Tell of a request that has ended."""
+        """Record the span and metrics of a request that has ended."""
         operation = OPERATIONS.get(route)
         if operation is None:
             return
@@ -185,7 +184,8 @@ class Telemetry:
         return {**found, "gen_ai.response.finish_reasons": reasons} if reasons else found
 
     def close(self) -> None:
-        """Send what waits, within CLOSE_S. The SDK itself tries a collector that is gone for longer than its limits say."""
+        """Send waiting spans and metrics, for CLOSE_S at most. The SDK itself retries a missing
+        collector for longer than its own limits."""
         done = threading.Event()
 
         def send() -> None:
@@ -193,7 +193,7 @@ class Telemetry:
             self._meters.shutdown(_TIMEOUT_S * 1e3)
             done.set()
 
-        threading.Thread(target=send, daemon=True).start()  # which ends with the process
+        threading.Thread(target=send, daemon=True).start()  # the thread ends with the process
         if not done.wait(CLOSE_S):
             _logger.warning(
                 "the OTLP collector took nothing for %g s: the last spans and metrics are lost",

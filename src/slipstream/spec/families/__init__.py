@@ -18,6 +18,7 @@ from slipstream.spec.families import (
     deepseek,
     falcon,
     gemma,
+    gemma4,
     glm,
     gpt,
     gpt_oss,
@@ -40,7 +41,7 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite, idefics3),
+    *(bert, bloom, cohere, deepseek, falcon, gemma, gemma4, glm, gpt, gpt_oss, granite, idefics3),
     *(llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {

@@ -203,12 +203,14 @@ class GGUFFamily:
     `config`: makes a Hugging Face config from the metadata, whose keys it gets without the architecture before each.
     `names`: the table of tensor names.
     `ignored`: regular expressions of tensors that are not used.
+    `shapes`: those of tensors whose shapes `config` gets with the metadata, besides `GGUF_SHAPES`.
     """
 
     architecture: str
     config: Callable[[ConfigReader], dict[str, Any]]
     names: Callable[[ModelSpec], Names]
     ignored: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,9 +62,11 @@ def _read(
     position: BucketSpec | None = None,
     types: bool = True,
     act_of_scores: Literal["tanh", "gelu"] = "tanh",
+    embed_size: int | None = None,
 ) -> ModelSpec:
     """`offset`: the row of the first position in the table of positions."""
-    norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12))
+    hidden, eps = c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12)
+    norm, width = layer_norm(hidden, eps), embed_size or hidden
     layer = _layer(
         c, norm, c.size("intermediate_size"), activation(c, "hidden_act", "gelu"), position=position
     )
@@ -79,7 +81,8 @@ def _read(
         None,
         rows - offset,
         learned_positions=LearnedPositionSpec(num_positions=rows, offset=offset),
-        embed_norm=norm,
+        embed_size=None if width == hidden else width,
+        embed_norm=layer_norm(width, eps),
         num_token_types=c.size("type_vocab_size", 2) if types else 0,
         classifier=bert_classifier(c, act_of_scores),
     )
@@ -100,10 +103,10 @@ def read_roberta(c: ConfigReader) -> ModelSpec:
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:
-    """The large and the base model. Smaller ones have narrower embeddings, which are not supported."""
-    c.require("embedding_size", c.size("hidden_size"))
+    """The small model has narrower embeddings. The config's default is 128."""
+    width = c.size("embedding_size", 128)
     c.ignore("summary_last_dropout")
-    return _read(c, "electra", 0, act_of_scores="gelu")
+    return _read(c, "electra", 0, act_of_scores="gelu", embed_size=width)
 
 
 def read_mpnet(c: ConfigReader) -> ModelSpec:
@@ -137,6 +140,7 @@ BERT: dict[str, Theirs] = {
     "positions": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings",
     "embed_norm": "embeddings.LayerNorm",
+    "embed_in": "embeddings_project",
     "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
     "attention.out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
@@ -163,8 +167,8 @@ GGUF_BERT: dict[str, Theirs] = {
     "attention_norm": "attn_output_norm",
     "mlp_norm": "layer_output_norm",
 }
-"""What `GGUF` lacks or has otherwise. RoBERTa has these names too; its file lacks the table's rows before the first
-position."""
+"""Differences from `GGUF`. RoBERTa has the same names, but its table lacks the rows before the
+first position."""
 DISTILBERT: dict[str, Theirs] = {
     "embed": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",

@@ -18,6 +18,8 @@ from slipstream.spec.model import (
     LongRopeScaling,
     ModelSpec,
     NormSpec,
+    ProportionalScaling,
+    RopeScaling,
     RopeSpec,
     SequentialBlock,
     YarnScaling,
@@ -79,8 +81,8 @@ def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
     return DenseSpec(intermediate_size=size, activation=act, gated=False, bias=bias)
 
 
-def rms(size: int, eps: float, *, weight_offset: float = 0.0) -> NormSpec:
-    return NormSpec(kind="rms", size=size, eps=eps, weight_offset=weight_offset)
+def rms(size: int, eps: float, *, weight_offset: float = 0.0, gain: float = 1.0) -> NormSpec:
+    return NormSpec(kind="rms", size=size, eps=eps, weight_offset=weight_offset, gain=gain)
 
 
 def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
@@ -238,12 +240,18 @@ def rope_of_kind(
     theta: float,
     theta_key: str = "rope_theta",
     scaled: bool = True,
+    default: dict[str, Any] | None = None,
+    proportional: bool = False,
 ) -> RopeSpec:
     """The rotary embedding of one kind of layer in families where each kind has its own, by the rule of transformers 5.
 
     1. `rope_parameters` has an object for each kind. The base that it lacks is `theta_key`'s, next to it.
-    2. `rope_scaling` changes the object if `scaled`."""
+    2. `rope_scaling` changes the object if `scaled`.
+    3. Without `rope_parameters` there is `default`.
+
+    `proportional`: the family has this rope_type, too."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
+    own = default if own is None else own
     kinds, key = ("full_attention", "sliding_attention"), "rope_parameters"
     if own is not None and (others := sorted(own.keys() - {*kinds})):
         raise c.unsupported(key, f"has {', '.join(others)}; its keys are {' and '.join(kinds)}")
@@ -261,10 +269,18 @@ def rope_of_kind(
     }
     if raw.get("truncate") is False:  # transformers looks for it next to the kinds
         raise c.unsupported(key, "truncate has no effect in transformers in a kind of layer")
-    if raw["partial_rotary_factor"] not in (None, 1):
+    is_proportional = proportional and raw.get("rope_type") == "proportional"
+    if raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:
         raise c.unsupported(key, "transformers rotates whole heads in this family")
     return _rope_from(
-        c, key, raw, head_dim, max_position=max_position, style="half", sectioned=False
+        c,
+        key,
+        raw,
+        head_dim,
+        max_position=max_position,
+        style="half",
+        sectioned=False,
+        proportional=is_proportional,
     )
 
 
@@ -277,6 +293,7 @@ def _rope_from(
     max_position: int,
     style: Style,
     sectioned: bool,
+    proportional: bool = False,
 ) -> RopeSpec:
     """The rotary embedding that the object `raw`, the config's `key`, describes. Keys that are left in it raise an error."""
     kind = raw.pop("rope_type", raw.get("type", "default"))
@@ -297,7 +314,7 @@ def _rope_from(
         return float(value)
 
     theta, partial = number("rope_theta"), number("partial_rotary_factor", 1.0)
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = head_dim if proportional else int(head_dim * partial)
 
     def factors(name: str) -> tuple[float, ...]:
         values = raw.pop(name, None)
@@ -312,8 +329,11 @@ def _rope_from(
     def original_length() -> int:
         return int(number("original_max_position_embeddings", max_position))
 
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
-    if kind in ("default", "dynamic"):
+    scaling: RopeScaling = None
+    if proportional:
+        turned = int(partial * head_dim // 2)
+        scaling = ProportionalScaling(num_turned=turned, factor=number("factor", 1.0))
+    elif kind in ("default", "dynamic"):
         # A dynamic base grows with contexts beyond max_position_embeddings, which an engine refuses.
         factor = number("factor", 1.0 if kind == "default" else None)
         if kind == "dynamic" and rotary_dim < 4:

@@ -126,6 +126,9 @@ def _sandwich(
     """Gemma 2 and 3. `caps`: the defaults of the soft caps of scores and of logits."""
     hidden, eps = c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6)
     window, bias = c.size("sliding_window", 4096), c.take("attention_bias", bool, False)
+    # An encoder (EmbeddingGemma) sees half the window on either side, as transformers counts it.
+    both = family == "gemma3" and c.take("use_bidirectional_attention", bool, False)
+    window = window // 2 + 1 if both else window
     scale = c.take("query_pre_attn_scalar", float, 256.0) ** -0.5
     softcap, logit_softcap = (
         c.maybe(key, float) if c.says(key) else cap
@@ -145,11 +148,13 @@ def _sandwich(
             out_bias=bias,
             window=window if kinds[i] == "sliding_attention" else None,
             softcap=softcap,
+            causal=not both,
             qk_norm=QKNormSpec(over="head", eps=eps, weight_offset=1.0) if qk_norm else None,
         )
         return LayerSpec(attention=of, mlp=mlp, block=block)
 
-    c.require("use_bidirectional_attention", False)
+    if not both:
+        c.require("use_bidirectional_attention", False)
     c.ignore("cache_implementation", "sliding_window_size")
     c.require("hidden_act", TANH)  # Gemma 2's repeat it under Gemma 1's name
     more = {"embed_scale": hidden**0.5, "logit_softcap": logit_softcap, "tied": True}
@@ -336,7 +341,13 @@ FAMILIES = (
                 SANDWICH,
                 gemma2_gguf_config,
             ),
-            ("gemma3_text", ("Gemma3ForCausalLM",), read_gemma3, SANDWICH, gemma3_gguf_config),
+            (
+                "gemma3_text",
+                ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
+                read_gemma3,
+                SANDWICH,
+                gemma3_gguf_config,
+            ),
         )
     ),
     Family(

@@ -15,6 +15,7 @@ from slipstream.spec.parameters import (
     SwapGateUp,
     Transform,
     Transpose,
+    Turnable,
     Ungroup,
     Unpermute,
     parameters,
@@ -23,7 +24,14 @@ from slipstream.spec.parameters import (
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 Change: TypeAlias = (
     Literal[
-        "transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
+        "transpose",
+        "turn",
+        "ungroup",
+        "unpermute",
+        "minus_one",
+        "swap",
+        "untwine",
+        "untwine_transpose",
     ]
     | Callable[[LayerSpec, int], Transform | None]
 )
@@ -145,7 +153,7 @@ def table(
             tensors = (
                 ((parts, each),)
                 if isinstance(parts, str)
-                else tuple(zip(parts, _rows(of, stem, each, len(parts)), strict=True))
+                else tuple(zip(parts, _rows(of, stem, each, len(parts)), strict=False))
             )
             separate = "{e}" in tensors[0][0]  # each expert is a tensor
             for e in range(copies or 1 if separate else 1):
@@ -191,7 +199,7 @@ def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int,
         return whole // 2, whole // 2
     a = layer.attention
     assert isinstance(a, AttentionSpec)
-    return a.gate_size + a.q_size, a.kv_size, a.kv_size
+    return a.qkv_rows
 
 
 def _transform(
@@ -203,8 +211,8 @@ def _transform(
         assert layer is not None
         made = change(layer, part)
         return None if kind == "bias" and isinstance(made, Flatten) else made
-    if change == "transpose":
-        return Transpose()
+    if change in ("transpose", "turn"):
+        return Transpose() if change == "transpose" else Turnable()
     if change in ("minus_one", "swap"):
         return MinusOne() if change == "minus_one" else SwapGateUp()
     if change in ("untwine", "untwine_transpose"):
@@ -219,7 +227,7 @@ def _transform(
 
 
 BASES = ("model.", "transformer.", "gpt_neox.")
-"""What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
+"""Prefixes of the names of a family's decoder. A decoder that is stored alone has none."""
 
 
 def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:

@@ -64,7 +64,8 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
 
 
 def _positions(c: ConfigReader, head_dim: int, max_position: int) -> dict[str, RopeSpec]:
-    """In OLMo 3 rope scaling is for layers without a window."""
+    """The positions of OLMo's layers by kind. In OLMo 3, rope scaling applies only to layers
+    without a window."""
     made = {
         kind: rope_of_kind(
             c,

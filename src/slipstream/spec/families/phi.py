@@ -23,7 +23,7 @@ from slipstream.spec.families.metadata import (
     llama_gguf_config,
 )
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock
+from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock, QKNormSpec
 
 
 def read_phi(c: ConfigReader) -> ModelSpec:
@@ -31,12 +31,13 @@ def read_phi(c: ConfigReader) -> ModelSpec:
     max_position = c.size("max_position_embeddings", 2048)
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
     position = rope(c, h.head_dim, partial=0.5, max_position=max_position)
+    normed = c.take("qk_layernorm", bool, False)
+    qk_norm = QKNormSpec(over="layer", eps=norm.eps) if normed else None
     layer = LayerSpec(
-        attention=attention(h, position, qkv_bias=True, out_bias=True),
+        attention=attention(h, position, qkv_bias=True, out_bias=True, qk_norm=qk_norm),
         mlp=plain(c.size("intermediate_size"), activation(c, "hidden_act", "gelu_new")),
         block=ParallelBlock(norm=norm),
     )
-    c.require("qk_layernorm", False)
     return model(c, "phi", layer, norm, max_position, head_bias=True)
 
 
@@ -70,6 +71,8 @@ PHI = {
     **LLAMA,
     "final_norm": "model.final_layernorm",
     "norm": "input_layernorm",
+    "attention.q_norm": "self_attn.q_layernorm",
+    "attention.k_norm": "self_attn.k_layernorm",
     "attention.out": "self_attn.dense",
     "mlp.up": "mlp.fc1",
     "mlp.down": "mlp.fc2",

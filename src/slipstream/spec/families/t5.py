@@ -40,8 +40,11 @@ def _activation(c: ConfigReader, default: str) -> tuple[Activation, bool]:
 
 
 def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec:
-    """`own`: each layer has its position biases."""
-    c.require("is_encoder_decoder", True)
+    """`own`: each layer has its position biases. An architecture called …EncoderModel has the encoder alone."""
+    alone = str(next(iter(c.take("architectures", list, [])), "")).endswith("EncoderModel")
+    if not alone:
+        c.require("is_encoder_decoder", True)
+    c.ignore("is_encoder_decoder")
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor")
     hidden = c.size("d_model")
@@ -68,25 +71,38 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
         attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False)
     )
     num_layers = c.size("num_layers")
+    start = c.take("decoder_start_token_id", int, 0)
+    num_answering = c.size("num_decoder_layers", num_layers)
     # v1.0 ties the embeddings and scales the states, v1.1 does neither. transformers 5 sets `tie_word_embeddings` for all
     # models and adds `scale_decoder_outputs`; `description` looks for a head in the checkpoint. It never scales an mT5.
     tied = c.take("tie_word_embeddings", bool, True)
     if family == "mt5":
         c.require("scale_decoder_outputs", False)
     scaled = family != "mt5" and c.take("scale_decoder_outputs", bool, tied)
+    if alone:
+        spec = ModelSpec(
+            family=family,
+            vocab_size=c.size("vocab_size"),
+            hidden_size=hidden,
+            max_position=c.size("n_positions", 512),
+            layers=(reader,) * num_layers,
+            final_norm=norm,
+        )
+        c.finish()
+        return spec
     spec = ModelSpec(
         family=family,
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
         max_position=c.size("n_positions", 512),
-        layers=(writer,) * c.size("num_decoder_layers", num_layers),
+        layers=(writer,) * num_answering,
         final_norm=norm,
         tied_embeddings=tied,
         logit_scale=hidden**-0.5 if scaled else 1.0,
         encoder=EncoderSpec(
             layers=(reader,) * num_layers,
             final_norm=norm,
-            start_token_id=c.take("decoder_start_token_id", int, 0),
+            start_token_id=start,
         ),
     )
     c.finish()
@@ -106,6 +122,13 @@ def names(spec: ModelSpec) -> Names:
         return {"pre_mlp": at + "layer_norm", "mlp.up": parts, "mlp.down": at + "DenseReluDense.wo"}
 
     theirs = {**T5, **feed(2), **{f"encoder.{name}": part for name, part in feed(1).items()}}
+    if spec.is_encoder:  # stored alone
+        own = {
+            name.removeprefix("encoder."): part
+            for name, part in theirs.items()
+            if name.startswith("encoder.")
+        }
+        return table({"embed": "shared", **own}, layer="encoder.block.{i}.")(spec)
     return table(theirs, layer="decoder.block.{i}.", encoder_layer="encoder.block.{i}.")(spec)
 
 
@@ -201,7 +224,10 @@ COPIES = (
 FAMILIES = tuple(
     Family(
         model_type=kind,
-        architectures=(architecture,),
+        architectures=(
+            architecture,
+            architecture.replace("ForConditionalGeneration", "EncoderModel"),
+        ),
         read=partial(read, family=kind, own=kind == "umt5"),
         names=names,
         ignored=COPIES,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class _Mixture:
     router: Linear
-    correction: Tensor | None
+    numbers: list[Tensor]  # a correction, scales: [all experts] each
     weights: list[Tensor]  # [local experts, …] each
 
 
@@ -89,8 +89,8 @@ class ExpertPlaces:
             if (mixture := self._mixtures.get(layer)) is None:
                 continue
             swap_outputs(mixture.router, a, b)
-            if mixture.correction is not None:
-                swap_rows(mixture.correction, a, b)
+            for numbers in mixture.numbers:
+                swap_rows(numbers, a, b)
             self._load.swap(layer, a, b)
             self._swap_weights(mixture, self._rank_of[layer], a, b)
 
@@ -123,7 +123,8 @@ def _mixture(mlp: MoE) -> _Mixture | None:
     parts = [expert_rows(w, mlp.spec.num_local_experts) for w in (mlp.up, mlp.down)]
     if not can_swap_outputs(mlp.router) or any(part is None for part in parts):
         return None
-    return _Mixture(mlp.router, mlp.experts.correction, [x for part in parts for x in part or ()])
+    numbers = [x for x in (mlp.experts.correction, mlp.experts.scales) if x is not None]
+    return _Mixture(mlp.router, numbers, [x for part in parts for x in part or ()])
 
 
 def _layout(mlp: MoE) -> str:

@@ -61,6 +61,7 @@ class RequestOwners:
                 released=tuple(released[rank]),
                 block_copies=tuple([copy for copy, owner in copies if owner == rank]),
                 largest=largest,
+                state_marks=tuple([m for m in plan.state_marks if of[m.request_id] == rank]),
             )
             for rank in ranks
         ]

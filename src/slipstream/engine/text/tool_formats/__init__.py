@@ -6,28 +6,62 @@ A format is found in the text of the model's chat template, or named. A new one 
 
 from __future__ import annotations
 
+from slipstream.engine.text.tool_formats import json_calls, tagged
 from slipstream.engine.text.tool_formats.base import ToolFormat
 from slipstream.engine.text.tool_formats.deepseek import DeepSeekV3, DeepSeekV31
-from slipstream.engine.text.tool_formats.glm import Glm
+from slipstream.engine.text.tool_formats.gemma import THOUGHT, THOUGHT_END, FunctionGemma, Gemma4
+from slipstream.engine.text.tool_formats.glm import Glm, HyV3, HyV3Open
 from slipstream.engine.text.tool_formats.harmony import Harmony
-from slipstream.engine.text.tool_formats.hermes import Hermes
-from slipstream.engine.text.tool_formats.llama3 import Llama3Json, Pythonic
+from slipstream.engine.text.tool_formats.kimi import KimiK2
+from slipstream.engine.text.tool_formats.llama3 import Llama3Json
 from slipstream.engine.text.tool_formats.mistral import Mistral, MistralArgs
-from slipstream.engine.text.tool_formats.qwen3_coder import Qwen3Coder
+from slipstream.engine.text.tool_formats.pythonic import Lfm2, Olmo3, Pythonic
 from slipstream.errors import ConfigError
 
-_ORDER: tuple[type[ToolFormat], ...] = (
-    *(
-        Harmony,
-        Glm,
-        Qwen3Coder,
-        Hermes,
-    ),  # the special ones first: all but the first begin with <tool_call>
-    *(MistralArgs, Mistral, DeepSeekV3, DeepSeekV31, Pythonic, Llama3Json),
+_ORDER: tuple[type[ToolFormat], ...] = (  # special ones first: many templates have <tool_call>
+    *(Harmony, Gemma4, FunctionGemma, KimiK2, HyV3, HyV3Open, Glm),
+    *(tagged.DeepSeekV32, tagged.DeepSeekV41, tagged.DeepSeekV4, tagged.Step3, tagged.MiniMaxM2),
+    *(tagged.SeedOss, tagged.Dots, tagged.MiniCpm5, tagged.Qwen3Coder),
+    *(json_calls.Apertus, json_calls.Cohere, json_calls.InternLm, json_calls.LongCat),
+    *(json_calls.Nemotron, json_calls.Phi4Mini, json_calls.Granite, json_calls.HunyuanA13b),
+    *(MistralArgs, Mistral, DeepSeekV3, DeepSeekV31, Lfm2, json_calls.Ernie45, json_calls.Hermes),
+    *(Olmo3, Pythonic, Llama3Json),
 )
 FORMATS = {form.name: form for form in _ORDER}
 
-REASONING = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+_ALIASES = {
+    "glm": "glm45 glm47 poolside_v1 ling3",
+    "qwen3_coder": "qwen3_xml qwen3_5 nemotron3 nemotron_v3 step3p5 mimo",
+    "hermes": "qwen qwen25 granite4 trinity",
+    "harmony": "openai gpt_oss",
+    "llama3_json": "llama3 llama4_json",
+    "pythonic": "llama4_pythonic",
+    "hunyuan_a13b": "hunyuan jamba",
+    "nemotron": "nemotron_json",
+    "phi4_mini": "phi4_mini_json",
+    "deepseek_v3": "deepseekv3",
+    "deepseek_v31": "deepseekv31",
+    "deepseek_v32": "deepseekv32",
+    "deepseek_v4": "deepseekv4",
+    "apertus": "apertus2509",
+    "cohere": "cohere_command3 cohere_command4",
+    "internlm": "interns1",
+}
+ALIASES = {other: name for name, others in _ALIASES.items() for other in others.split()}
+"""Names that other servers give these formats."""
+
+REASONING = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "gemma4": (THOUGHT, THOUGHT_END),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "hy_v3_open": ("<think:opensource>", "</think:opensource>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "exaone_deep": ("<thought>", "</thought>"),
+}
 """The markers around reasoning. Harmony's is part of its format."""
 
 
@@ -36,6 +70,7 @@ def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
     if named == "none":
         return None
     if named is not None:
+        named = ALIASES.get(named.replace("-", "_"), named)
         if named not in FORMATS:
             known = ", ".join((*FORMATS, "none"))
             raise ConfigError(

@@ -6,11 +6,13 @@ A format is one class for the way in which a family of models writes its calls. 
 `parser.begin_call(…)` and `parser.arguments(…)`. So the findings depend on the text alone, and not on how the text was cut into
 pieces.
 
-Whitespace around calls and reasoning is no content.
+Whitespace around calls and reasoning is no content. Nor is a call that the end of the answer cut: it is dropped, or is a call
+with a part of its arguments.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -94,7 +96,8 @@ class _Text:
 
 class Parser:
     """Reads one answer piece by piece. What stands between `think`'s markers is reasoning; with `thinking` the prompt has
-    opened it. The rest is `script`'s."""
+    opened it. A text of `interrupts` ends it, too, and is read on. The rest is `script`'s. Texts of `wraps` stand around an
+    answer, and are no content."""
 
     def __init__(
         self,
@@ -102,8 +105,11 @@ class Parser:
         think: tuple[str, str] | None = None,
         *,
         thinking: bool = False,
+        interrupts: Sequence[str] = (),
+        wraps: Sequence[str] = (),
     ) -> None:
-        self._buffer, self._ended = "", False
+        self._buffer, self._ended, self._cut = "", False, False
+        self._interrupts, self._wraps = tuple(interrupts), tuple(wraps)
         self._events: list[Event] = []
         self._content, self._reasoning = (
             _Text(Content, self._events),
@@ -117,9 +123,9 @@ class Parser:
         self._buffer += text
         return self._go_on()
 
-    def finish(self) -> list[Event]:
-        """The answer has ended."""
-        self._ended = True
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """End the answer. `cut`: it had reached its length, so the beginning of a marker at its end is none of its text."""
+        self._ended, self._cut = True, cut
         events = self._go_on()
         self._content.end()
         return events + self._take()
@@ -146,11 +152,15 @@ class Parser:
         yield from self.until((), self.content)
 
     def _think(self, begin: str, end: str, thinking: bool) -> Script:
-        if not thinking and not (yield from self.opens_with(begin)):
+        opened = yield from self.opens_with(begin)  # some models write it again
+        if not thinking and not opened:
+            yield from self.opens_with(end)  # of reasoning that the prompt has ended
             return
         self._reasoning.cut()
-        if (yield from self.until((end,), self.reasoning)):
+        if marker := (yield from self.until((end, *self._interrupts), self.reasoning)):
             self._content.cut()
+            if marker != end:
+                self.put_back(marker)
 
     # --- What scripts read ------------------------------------------------------------------------------------------
 
@@ -158,26 +168,48 @@ class Parser:
         self, markers: Sequence[str], out: Callable[[str], None]
     ) -> Generator[None, None, str]:
         """Give `out` the text up to the first of the markers, which is taken and returned; "" if the text ends before."""
+        wraps = self._wraps if out == self.content else ()
+        search = _search((*markers, *wraps))
         while True:
-            found = min(
-                ((at, m) for m in markers if (at := self._buffer.find(m)) >= 0), default=None
-            )
-            held = (
-                0 if self._ended else max((_overlap(self._buffer, m) for m in markers), default=0)
-            )
-            if found is not None and found[0] <= len(self._buffer) - held:
-                at, marker = found
-                text, self._buffer = self._buffer[:at], self._buffer[at + len(marker) :]
+            found = search.first(self._buffer)
+            held = 0 if self._ended else search.num_begun(self._buffer)
+            if found is not None and found.start() <= len(self._buffer) - held:
+                text, self._buffer = self._buffer[: found.start()], self._buffer[found.end() :]
                 if text:
                     out(text)
-                return marker
+                if found[0] in wraps:
+                    self._content.cut()
+                    continue
+                return found[0]
             given = len(self._buffer) - held
             text, self._buffer = self._buffer[:given], self._buffer[given:]
+            if self._cut and (begun := search.num_begun(text)) > 1:
+                text = text[:-begun]  # a single character may be anything
             if text:
                 out(text)
             if self._ended:
                 return ""
             yield
+
+    def put_back(self, text: str) -> None:
+        """Text that was taken, and is to be read again."""
+        self._buffer = text + self._buffer
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the answer has ended, and all of it was read but whitespace."""
+        return self._ended and not self._buffer.strip()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended at its length."""
+        return self._cut
+
+    def refuse(self, opening: str, more: str = "") -> None:
+        """Take text that opened a call, and is none, for content. A call that the answer's end cut is dropped. An opening
+        marker alone is dropped only if the answer had reached its length."""
+        if not self.at_end or not (more.strip() or self.is_cut):
+            self.content(opening + more)
 
     def peek(self) -> Generator[None, None, str]:
         """The next character; "" at the end."""
@@ -191,14 +223,17 @@ class Parser:
         self._buffer = self._buffer[1:]
         return c
 
-    def opens_with(self, marker: str) -> Generator[None, None, bool]:
-        """Whether the text begins with whitespace and `marker`, which are taken then."""
+    def opens_with(self, marker: str, *, take: bool = True) -> Generator[None, None, bool]:
+        """Whether the text begins with whitespace and `marker`, which are taken then, unless `take` is false."""
         while True:
             text = self._buffer.lstrip()
             if text.startswith(marker):
-                self._buffer = text[len(marker) :]
+                if take:
+                    self._buffer = text[len(marker) :]
                 return True
             if self._ended or not marker.startswith(text):
+                if text and self._cut and marker.startswith(text):
+                    self._buffer = ""
                 return False
             yield
 
@@ -221,16 +256,17 @@ class Parser:
             first = False
             out((yield from self.char()))
             if c == '"':
-                yield from self._rest_of_string(out)
+                yield from self.rest_of_string(out)
             else:
                 depth += (c in "{[") - (c in "}]")
 
     def value_after(self, begin: str, out: Callable[[str], None]) -> Script:
         """`value`, of which `begin` was taken already."""
-        self._buffer = begin + self._buffer
+        self.put_back(begin)
         yield from self.value(out)
 
-    def _rest_of_string(self, out: Callable[[str], None]) -> Script:
+    def rest_of_string(self, out: Callable[[str], None]) -> Script:
+        """The text of a JSON string behind its first quote, and the other, go to `out`."""
         while c := (yield from self.char()):
             out(c)
             if c == '"':
@@ -238,12 +274,21 @@ class Parser:
             if c == "\\":
                 out((yield from self.char()))
 
-    def call_object(
-        self, begin: str, arguments: tuple[str, ...] = ("arguments",)
-    ) -> Generator[None, None, bool]:
-        """A call as one JSON object with "name" and one of `arguments`. Its arguments go out as they come, once the name is
-        known. False: it is none, and what was read, behind `begin`, is content."""
-        raw, name, kept = [begin], "", list[str]()
+    def name(self) -> Generator[None, None, str]:
+        """The characters of a function's name that come next."""
+        found = list[str]()
+        while (
+            (c := (yield from self.peek()))
+            and (c.isalnum() or c in "_.-")
+            and len(found) < MAX_NAME
+        ):
+            found.append((yield from self.char()))
+        return "".join(found)
+
+    def call_object(self, begin: str) -> Generator[None, None, bool]:
+        """A call as one JSON object with one of `NAMES` and one of `ARGUMENTS`. Its arguments go out as they come, once the
+        name is known. False: it is none, and what was read, behind `begin`, is content, or was cut."""
+        raw, name, kept = list[str](), "", list[str]()
         out, begun, given, closed = raw.append, False, False, False
         yield from self.spaces(out)
         if (yield from self.peek()) == "{":
@@ -265,7 +310,7 @@ class Parser:
                 out((yield from self.char()))
                 yield from self.spaces(out)
                 what = _loads("".join(key))
-                if what in arguments and not given:
+                if what in ARGUMENTS and not given:
                     given = True
                     c = yield from self.peek()
                     if name and c == "{":
@@ -278,21 +323,29 @@ class Parser:
                 else:
                     yield from self.value(value.append)
                     out("".join(value))
-                    if what == "name" and not name:
+                    if what in NAMES and not name:
                         found = _loads("".join(value))
-                        name = found if isinstance(found, str) and len(found) <= MAX_NAME else ""
+                        is_one = isinstance(found, str) and len(found) <= MAX_NAME
+                        name = found if is_one and found.isprintable() else ""
             closed = (yield from self.peek()) == "}"
             if closed:
                 out((yield from self.char()))
         if begun:
             return True
         if not (name and closed):
-            self.content("".join(raw))
+            read = "".join(raw)
+            opened = read.strip().removeprefix("{").lstrip()
+            if not closed and (begin or opened.startswith(_KEYS)):
+                self.refuse(begin, read)
+            elif closed or not (self.is_cut and any(k.startswith(opened) for k in _KEYS)):
+                self.content(begin + read)
             return False
         self.begin_call(name)
         text = "".join(kept)
         spelled = _loads(text) if text.startswith('"') else None
-        self.arguments(spelled if isinstance(spelled, str) else text or "{}")
+        if isinstance(spelled, str) and _is_text(spelled):
+            text = spelled
+        self.arguments("{}" if text in ("", "null") else text)
         return True
 
     # --- What scripts find ------------------------------------------------------------------------------------------
@@ -315,22 +368,57 @@ class Parser:
     def call(self, name: str, arguments: Mapping[str, Any]) -> None:
         """A whole call."""
         self.begin_call(name)
-        self.arguments(json.dumps(arguments, ensure_ascii=False))
+        self.arguments(dumps(arguments))
+
+
+NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+"""Keys of a call that is a JSON object. Models mix them."""
+
+_KEYS = tuple(f'"{key}"' for key in (*NAMES, *ARGUMENTS, "tool_call_id"))
 
 
 def drop(text: str) -> None:
     """Receiver of text that is dropped."""
 
 
+def dumps(value: Any) -> str:
+    """JSON of a value. Halves of characters, which no text can hold, stay escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _is_text(text) else json.dumps(value)
+
+
+def _is_text(text: str) -> bool:
+    """Whether there are no halves of characters in it, which JSON can escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_name(text: str) -> bool:
     return re.fullmatch(r"[\w.-]{1,256}", text) is not None
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the end of `text` that may be the beginning of `marker`."""
-    return next(
-        (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0
-    )
+class _Search:
+    """Several texts that are looked for at once."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        words = "|".join(map(re.escape, sorted(texts)))
+        self.first = re.compile(words if texts else "(?!)").search
+        self._begins = frozenset(text[:n] for text in texts for n in range(1, len(text)))
+        self._firsts = frozenset(text[:1] for text in texts)
+        self._longest = max(map(len, texts), default=0)
+
+    def num_begun(self, text: str) -> int:
+        """Characters at the end of `text` that may begin one of the texts."""
+        for i in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[i] in self._firsts and text[i:] in self._begins:
+                return len(text) - i
+        return 0
+
+
+_search = functools.lru_cache(maxsize=256)(_Search)
 
 
 def _loads(text: str) -> Any:
@@ -345,16 +433,29 @@ def _loads(text: str) -> Any:
 
 class Writer:
     """Grammars in Lark's form. `special` gives the id of a special token by its text: the grammar then names the token, since
-    its text alone would not be it."""
+    its text alone would not be it. Special tokens among `markers` are found within longer texts, too."""
 
-    def __init__(self, special: Callable[[str], int | None]) -> None:
+    def __init__(self, special: Callable[[str], int | None], markers: Sequence[str] = ()) -> None:
         self._special = special
+        tokens = sorted((m for m in markers if special(m) is not None), key=len, reverse=True)
+        self._tokens = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
         self.rules: dict[str, str] = {}
         self._num_characters = 0  # of schemas
 
     def text(self, text: str) -> str:
-        token = self._special(text)
-        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+        written = [
+            json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
+            for part, token in self._parts(text)
+        ]
+        return written[0] if len(written) == 1 else f"({' '.join(written)})"
+
+    def _parts(self, text: str) -> list[tuple[str, int | None]]:
+        """The text cut at its special tokens, each with its id."""
+        if (token := self._special(text)) is not None or self._tokens is None:
+            return [(text, token)]
+        return [(part, self._special(part)) for part in self._tokens.split(text) if part] or [
+            (text, None)
+        ]
 
     def texts(self, *parts: str) -> str:
         """One behind the other; each that is a special token is one."""
@@ -362,13 +463,17 @@ class Writer:
 
     def up_to(self, marker: str) -> str:
         """Any text, and then the marker, which is not in it."""
-        name = f"to_{len(self.rules)}"
-        if self._special(marker) is not None:
-            self.rules["ANY"] = "/(?s:.*)/"
-            self.rules[name] = f"ANY {self.text(marker)}"
-        else:
-            escaped = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
+        name, parts = f"to_{len(self.rules)}", self._parts(marker)
+        first = next((i for i, (_, token) in enumerate(parts) if token is not None), None)
+        before = "".join(part for part, _ in parts[:first])
+        escaped = re.escape(before).replace("/", r"\/").replace("\\\n", r"\n")
+        if first is None:
             self.rules[f"{name}[lazy]"] = f"/(?s:.*){escaped}/"
+        else:  # text can't hold the token
+            text = "ANY" if not before else f"ANY_{name.upper()}"
+            self.rules[text] = f"/(?s:.*){escaped}/"
+            rest = "".join(part for part, _ in parts[first:])
+            self.rules[name] = f"{text} {self.text(rest)}"
         return name
 
     def spaces(self) -> str:
@@ -413,6 +518,9 @@ class ToolFormat(ABC):
     reasons: ClassVar[bool] = False
     """Reasoning is part of the format."""
 
+    wraps: ClassVar[tuple[str, ...]] = ()
+    """Texts around an answer that are none of its content. The first opens it."""
+
     @classmethod
     @abstractmethod
     def matches(cls, template: str) -> bool:
@@ -424,16 +532,15 @@ class ToolFormat(ABC):
         for i, tool in enumerate(tools):
             writer.rules[f"call_{i}"] = self.call(tool, writer)
         writer.rules["call"] = " | ".join(f"call_{i}" for i in range(len(tools)))
-        between = self.between(writer) if parallel else ""
-        return self.whole(f"call ({between} call)*" if between else "call", writer)
+        between = self.between(writer) if parallel else None
+        return self.whole("call" if between is None else f"call ({between} call)*", writer)
 
     @abstractmethod
     def call(self, tool: Tool, writer: Writer) -> str:
         """The grammar of a call."""
 
-    def between(self, writer: Writer) -> str:
-        """Grammar of the text before each call but the first. Empty if there can be only one
-        call."""
+    def between(self, writer: Writer) -> str | None:
+        """Grammar of the text before each call but the first. None if there can be only one call."""
         return f'"\\n" {writer.text(self.trigger)}'
 
     def whole(self, calls: str, writer: Writer) -> str:
@@ -446,7 +553,11 @@ class ToolFormat(ABC):
 
     def final(self, writer: Writer) -> str:
         """Grammar of the text that an answer without calls begins with."""
-        return ""
+        return f"({writer.text(self.wraps[0])} {writer.spaces()})?" if self.wraps else ""
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        """Texts within reasoning that begin calls, of models that forget to end it."""
+        return ()
 
     def free(self, writer: Writer) -> str:
         """The grammar of an answer without calls, where calls are the whole answer."""

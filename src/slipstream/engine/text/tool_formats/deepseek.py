@@ -31,11 +31,14 @@ class DeepSeekV3(ToolFormat):
         head = writer.texts(CALL, "function", SEP, f"{tool.name}\n```json\n")
         return f"{head} {writer.schema(tool.parameters)} {writer.texts(chr(10) + '```', CALL_END)}"
 
-    def between(self, writer: Writer) -> str:
+    def between(self, writer: Writer) -> str | None:
         return '"\\n"?'
 
     def whole(self, calls: str, writer: Writer) -> str:
         return f"{calls} {writer.text(CALLS_END)}"
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        return (CALLS,)
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until((CALLS,), parser.content)):
@@ -44,11 +47,14 @@ class DeepSeekV3(ToolFormat):
                 marker = yield from parser.until(("{", CALL_END), head.append)
                 text = "".join(head)
                 name = self.function("".join(text.split("```json")[0]))
-                if marker != "{" or not is_name(name):
-                    parser.content(CALL + text + marker)
+                if not marker or not is_name(name):
+                    parser.refuse(CALL, text + marker)
                     continue
                 parser.begin_call(name)
-                yield from parser.value_after("{", parser.arguments)
+                if marker == "{":
+                    yield from parser.value_after("{", parser.arguments)
+                else:
+                    parser.arguments("{}")
 
     def function(self, head: str) -> str:
         """Name of a function, from the text between the beginning of its call and its arguments."""

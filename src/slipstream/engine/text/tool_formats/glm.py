@@ -1,9 +1,9 @@
-"""GLM 4.5's: <tool_call>name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> for each argument."""
+"""Formats with a tag for the key of each argument and one for its value: GLM's and Hunyuan 3's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from slipstream.engine.text.tool_formats.base import (
     Parser,
@@ -21,48 +21,128 @@ from slipstream.engine.text.tool_formats.values import (
     text_rule,
 )
 
+Tag: TypeAlias = tuple[str, str]
+
+
+def _tag(name: str, suffix: str = "") -> Tag:
+    return f"<{name}{suffix}>", f"</{name}{suffix}>"
+
 
 class Glm(ToolFormat):
+    """<tool_call>name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> for each argument. GLM 4.5 and 4.6 write
+    lines, 4.7 and 5 write none. Ling 3 and Laguna write it, too."""
+
     name = "glm"
-    markers = (
-        "<tool_call>",
-        "</tool_call>",
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-    )
-    trigger = "<tool_call>"
+    section: ClassVar[Tag] = ("", "")
+    """Around all calls."""
+    call_tag, key_tag, value_tag = _tag("tool_call"), _tag("arg_key"), _tag("arg_value")
+    separator: ClassVar[str] = ""
+    """Text behind the function's name."""
+    trigger = call_tag[0]
+    markers: ClassVar[tuple[str, ...]] = (*call_tag, *key_tag, *value_tag)
 
     @classmethod
     def matches(cls, template: str) -> bool:
         return "<arg_key>" in template
 
     def call(self, tool: Tool, writer: Writer) -> str:
+        writer.rules["LINE"] = r"/\n/"
+        begin, end = self.value_tag
+
         def argument(name: str, schema: Mapping[str, Any]) -> str:
-            key = f'{writer.texts("<arg_key>", name, "</arg_key>")} "\\n" {writer.text("<arg_value>")}'
+            key = f"{writer.text(name.join(self.key_tag))} LINE? {writer.text(begin)}"
             if is_text(schema):
-                return f'{key} {text_rule(schema, writer, f"{tool.name}.{name}", "</arg_value>")} "\\n"'
-            return f'{key} {writer.schema(schema)} {writer.text("</arg_value>")} "\\n"'
+                return f"{key} {text_rule(schema, writer, f'{tool.name}.{name}', end)} LINE?"
+            return f"{key} {writer.schema(schema)} {writer.text(end)} LINE?"
 
         arguments = properties(tool, argument, self.name)
-        return f"{writer.text(tool.name + chr(10))} {arguments} {writer.text('</tool_call>')}"
+        head = writer.text(tool.name + self.separator)
+        return f"{head} LINE? {arguments} {writer.text(self.call_tag[1])}"
+
+    def between(self, writer: Writer) -> str | None:
+        return f"LINE? {writer.text(self.call_tag[0])}"
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        begin, end = self.section
+        if not begin:
+            return calls
+        return f"LINE? {writer.text(self.call_tag[0])} {calls} LINE? {writer.text(end)}"
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        if self.section[0]:
+            return (self.trigger,)
+        heads = ("\n", self.key_tag[0], self.call_tag[1])
+        return [f"{self.trigger}{tool.name}{head}" for tool in tools for head in heads]
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
-        while (yield from parser.until(("<tool_call>",), parser.content)):
-            head = list[str]()
-            marker = yield from parser.until(("<arg_key>", "</tool_call>"), head.append)
-            function = "".join(head).strip()
-            if not (marker and is_name(function)):
-                parser.content("<tool_call>" + "".join(head) + marker)
-                continue
-            call = ArgumentsInParts(parser, tools, function)
-            while marker == "<arg_key>":
-                name, value = list[str](), list[str]()
-                yield from parser.until(("</arg_key>",), name.append)
-                yield from parser.until(("<arg_value>",), drop)
-                if (yield from parser.until(("</arg_value>",), value.append)):
-                    call.add("".join(name), "".join(value))
-                marker = yield from parser.until(("<arg_key>", "</tool_call>"), drop)
-            if marker:
-                call.end()
+        begin, section = self.call_tag[0], self.section[0]
+        openings = (section, begin) if section else (begin,)
+        while opening := (yield from parser.until(openings, parser.content)):
+            if opening == section:
+                if not (yield from parser.opens_with(begin)):
+                    parser.refuse(opening)
+                    continue
+                opening += begin
+            while (yield from self._call(parser, tools, opening)):
+                opening = begin
+                if not (yield from parser.opens_with(begin)):
+                    if section:
+                        yield from parser.opens_with(self.section[1])
+                    break
+
+    def _call(
+        self, parser: Parser, tools: Sequence[Tool], opening: str
+    ) -> Generator[None, None, bool]:
+        """A call behind its opening. False: it is none, or was cut."""
+        key_begin, end = self.key_tag[0], self.call_tag[1]
+        head = list[str]()
+        marker = yield from parser.until((key_begin, end), head.append)
+        function = "".join(head).strip().removesuffix(self.separator).strip()
+        if not (marker and is_name(function)):
+            begun = function.partition("<")[0].strip()
+            if marker or not begun or is_name(begun):
+                parser.refuse(opening, "".join(head) + marker)
+            else:
+                parser.content(opening + "".join(head))
+            return False
+        call = ArgumentsInParts(parser, tools, function)
+        while marker == key_begin:
+            name, value = list[str](), list[str]()
+            yield from parser.until((self.key_tag[1],), name.append)
+            marker = yield from parser.until((self.value_tag[0], key_begin, end), drop)
+            if marker == self.value_tag[0]:
+                if (yield from parser.until((self.value_tag[1],), value.append)):
+                    call.add("".join(name).strip(), "".join(value))
+                marker = yield from parser.until((key_begin, end), drop)
+        if marker:
+            call.end()
+        return bool(marker)
+
+
+class HyV3(Glm):
+    """Hunyuan 3's: the same in a section of all calls."""
+
+    name = "hy_v3"
+    section = _tag("tool_calls")
+    separator = "<tool_sep>"
+    trigger = section[0]
+    markers = (*Glm.markers, *section, separator)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<tool_sep" in template and ":opensource" not in template
+
+
+class HyV3Open(Glm):
+    """The same with the suffix that the tags of the published model have."""
+
+    name = "hy_v3_open"
+    section, call_tag = _tag("tool_calls", ":opensource"), _tag("tool_call", ":opensource")
+    key_tag, value_tag = _tag("arg_key", ":opensource"), _tag("arg_value", ":opensource")
+    separator = "<tool_sep:opensource>"
+    trigger = section[0]
+    markers = (*section, *call_tag, *key_tag, *value_tag, separator)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<tool_sep" in template and ":opensource" in template

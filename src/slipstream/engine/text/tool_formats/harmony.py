@@ -38,8 +38,8 @@ class Harmony(ToolFormat):
         )
         return f"{head} {writer.schema(tool.parameters)}"
 
-    def between(self, writer: Writer) -> str:
-        return ""
+    def between(self, writer: Writer) -> str | None:
+        return None
 
     def free(self, writer: Writer) -> str:
         writer.rules["ANY"] = "/(?s:.*)/"
@@ -51,7 +51,8 @@ class Harmony(ToolFormat):
             marker = yield from parser.until((MESSAGE,), head.append)
             text = "".join(head)
             if not marker:
-                if CHANNEL not in text and START not in text:
+                is_begun = parser.is_cut and any(m.startswith(text) for m in (CHANNEL, START))
+                if CHANNEL not in text and START not in text and not is_begun:
                     parser.content(text)
                 return
             call = _CALL.search(text)

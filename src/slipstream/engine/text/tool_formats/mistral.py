@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Generator
 
-from slipstream.engine.text.tool_formats.base import (
-    Parser,
-    Script,
-    Tool,
-    ToolFormat,
-    Writer,
-    drop,
-    is_name,
-)
+from slipstream.engine.text.tool_formats.base import Parser, Tool, Writer, drop, is_name
+from slipstream.engine.text.tool_formats.json_calls import JsonList
 
 
-class Mistral(ToolFormat):
+class Mistral(JsonList):
     name = "mistral"
-    markers: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")  # type: ignore[misc]
-    trigger = "[TOOL_CALLS]"
+    trigger, end = "[TOOL_CALLS]", ""
+    openings = (trigger,)
+    markers = (trigger, "[ARGS]", "[CALL_ID]")
 
     @classmethod
     def matches(cls, template: str) -> bool:
         return "[TOOL_CALLS]" in template and "[ARGS]" not in template
 
-    def call(self, tool: Tool, writer: Writer) -> str:
-        begin = '{"name": ' + json.dumps(tool.name) + ', "arguments": '
-        return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
-
-    def between(self, writer: Writer) -> str:
-        return '", "'
-
     def whole(self, calls: str, writer: Writer) -> str:
         return f'" "? "[" {calls} "]"'
 
-    def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
-        while (yield from parser.until(("[TOOL_CALLS]",), parser.content)):
-            if (yield from parser.opens_with("[")):
-                begin = "[TOOL_CALLS]["
-                while (yield from parser.call_object(begin)):
-                    begin = ","
-                    if not (yield from parser.opens_with(",")):
-                        yield from parser.opens_with("]")
-                        break
-                continue
-            yield from self._named(parser)
-
-    def _named(self, parser: Parser) -> Script:
+    def calls_behind(self, parser: Parser, opening: str) -> Generator[None, None, bool]:
+        if (yield from parser.opens_with("[", take=False)) and not (
+            yield from parser.opens_with("[ARGS]", take=False)
+        ):
+            return (yield from super().calls_behind(parser, opening))
         head = list[str]()
         marker = yield from parser.until(("[ARGS]", "{"), head.append)
         name = "".join(head).split("[CALL_ID]")[0].strip()
         if marker == "[ARGS]":
             yield from parser.spaces(drop)
-        if not (marker and is_name(name)) or (
-            marker == "[ARGS]" and (yield from parser.peek()) != "{"
-        ):
-            parser.content("[TOOL_CALLS]" + "".join(head) + marker)
-            return
-        parser.begin_call(name)
         if marker == "{":
-            yield from parser.value_after("{", parser.arguments)
+            parser.put_back(marker)
+        bare = (
+            marker == "[ARGS]" and parser.at_end and not parser.is_cut
+        )  # a call without arguments
+        if not (marker and is_name(name)) or not (bare or (yield from parser.peek()) == "{"):
+            parser.refuse(opening, "".join(head) + (marker if marker != "{" else ""))
+            return False
+        parser.begin_call(name)
+        if bare:
+            parser.arguments("{}")
         else:
             yield from parser.value(parser.arguments)
+        return True
 
 
 class MistralArgs(Mistral):
@@ -75,7 +57,7 @@ class MistralArgs(Mistral):
     def call(self, tool: Tool, writer: Writer) -> str:
         return f"{writer.texts(tool.name, '[ARGS]')} {writer.schema(tool.parameters)}"
 
-    def between(self, writer: Writer) -> str:
+    def between(self, writer: Writer) -> str | None:
         return writer.text(self.trigger)
 
     def whole(self, calls: str, writer: Writer) -> str:

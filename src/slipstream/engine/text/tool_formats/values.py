@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.grammars.schema_promises import translate
-from slipstream.engine.text.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer
+from slipstream.engine.text.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer, dumps
 from slipstream.errors import RequestError
 
 _NOTES = {
@@ -184,22 +184,35 @@ _WORDS = {"True": True, "False": False, "None": None}
 """Python's words, which models write for JSON's."""
 
 
-def value_of(text: str, tools: Sequence[Tool], function: str, name: str) -> Any:
-    """An argument as a model wrote it, by its schema: a string where one is allowed, else JSON, else the text."""
+def _schema_of(tools: Sequence[Tool], function: str, name: str) -> Mapping[str, Any]:
+    """Schema of an argument, with the definitions that it refers to."""
     schema = next((t.parameters for t in tools if t.name == function), {})
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, dict) else None
-    defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-    parts = alternatives(_with(own, defs))
+    return _with(own, {k: schema[k] for k in ("$defs", "definitions") if k in schema})
+
+
+def value_of(
+    text: str, tools: Sequence[Tool], function: str, name: str, is_string: bool | None = None
+) -> Any:
+    """An argument as a model wrote it, by its schema: a string where one is allowed, else JSON, else the text. `is_string`:
+    what the model said of it, which counts where the schema says nothing."""
+    parts = alternatives(_schema_of(tools, function, name))
     word = text.strip()
     if any(map(_is_text, parts)):
         return None if word in ("null", "None") and any(map(_is_null, parts)) else text
+    if is_string and not any({*part} - {"$defs", "definitions"} for part in parts):
+        return text
     if word in _WORDS:
         return _WORDS[word]
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refused)
     except (ValueError, RecursionError):
         return text
+
+
+def _refused(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 class ArgumentsInParts:
@@ -210,9 +223,12 @@ class ArgumentsInParts:
         self._before = "{"
         parser.begin_call(function)
 
-    def add(self, name: str, text: str) -> None:
-        value = json.dumps(value_of(text, self._tools, self._function, name), ensure_ascii=False)
-        self._parser.arguments(f"{self._before}{json.dumps(name, ensure_ascii=False)}: {value}")
+    def add(self, name: str, text: str, is_string: bool | None = None) -> None:
+        """Add an argument as it was written."""
+        self.add_value(name, value_of(text, self._tools, self._function, name, is_string))
+
+    def add_value(self, name: str, value: Any) -> None:
+        self._parser.arguments(f"{self._before}{dumps(name)}: {dumps(value)}")
         self._before = ", "
 
     def end(self) -> None:

@@ -1,13 +1,14 @@
-"""Attention of whole texts, in which every token sees every other (encoders), of a picture's windows, and the mean of a text's
-states.
+"""Attention in which every token sees every other: whole texts (encoders), and a picture's windows.
+Also the mean of a text's states.
 
-A step's texts lie one behind another. Attention reads q, k and v in the rows of the qkv product; no cache is written. A
-thread block takes BLOCK_M consecutive tokens of a head, of whatever texts, and walks from the start of its first token's
-text to the end of its last one's. A mask separates the texts. Short texts thus share a tile, and the grid depends on the
-number of tokens only, as CUDA graphs need. The rest is FlashAttention-2 (Dao 2023) with scores in units of log 2.
+A step's texts are concatenated. Attention reads q, k and v in the rows of the qkv product; it
+writes no cache. A thread block takes BLOCK_M consecutive tokens of a head, of one text or several,
+and walks from the start of its first token's text to the end of its last token's. A mask separates
+the texts. Short texts thus share a tile, and the grid depends on the number of tokens only, as CUDA
+graphs need. The rest is FlashAttention-2 (Dao 2023) with scores in units of log 2.
 
-A text's sums depend on its place in the step, so `deterministic` mode uses the paged kernel, and torch for
-windows."""
+A text's sums depend on its place in the step, so `deterministic` mode uses the paged kernel, and
+torch for windows."""
 
 from __future__ import annotations
 
@@ -25,14 +26,15 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import rope_and_cache
 
 SHORT_PART = 256
-"""Tokens of the longest part of a picture that `attend` takes."""
+"""Longest part of a picture, in tokens, that `attend` takes."""
 
 LONG_TEXT = 1024
-"""Tokens of a text from which tiles are taller: most keys of a tile then belong to all its rows' text."""
+"""Length of a text from which tiles are taller: most keys of a tile then belong to the text of all
+its rows."""
 
 
 def default_tile(dtype: torch.dtype, block_d: int, longest: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages), within 99 KB of shared memory."""
+    """(BLOCK_M, BLOCK_N, warps, stages) that need at most 99 KB of shared memory."""
     if dtype == torch.float32:
         return 32, 32, 4, 2
     if block_d > 128:
@@ -84,7 +86,8 @@ def _attention_kernel(
         mask = (keys < high)[:, None] & (ds < D)[None, :]
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         v = tl.load(v_ptr + at, mask=mask, other=0.0)
-        # A text with NaN or infinity must not harm others: their weight for it is 0, and 0 · inf is NaN.
+        # NaN or infinity in one text must not harm others: their weight for it is 0, and 0 · inf is
+        # NaN.
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         distance = rows[:, None] - keys[None, :]
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -105,12 +108,13 @@ def _attention_kernel(
 def bidirectional_attention(
     qkv: Tensor, meta: AttentionMetadata, heads: QKVLayout, s: AttentionParams
 ) -> Tensor:
-    """`OpSet.bidirectional_attention`. Heads with rotary or norm are first written to rows of their own."""
+    """`OpSet.bidirectional_attention`. Heads with rotary or norm are first written to separate
+    rows."""
     num_tokens, h = len(qkv), heads
     if h.cos_sin is None and h.q_norm is None:
         given = qkv.view(num_tokens, -1, h.head_dim)
         q, k, v = given.split((h.num_heads, h.num_kv_heads, h.num_kv_heads), dim=1)
-    else:  # written as a cache with one token per block
+    else:  # written like a cache with one token per block
         k, v = (qkv.new_empty(num_tokens, h.num_kv_heads, 1, h.head_dim) for _ in range(2))
         slots = torch.arange(num_tokens, device=qkv.device)
         q = rope_and_cache(qkv, LayerKV(k, v), dataclasses.replace(meta, slot_mapping=slots), h)
@@ -120,7 +124,8 @@ def bidirectional_attention(
 
 
 def covers(parts: PackedParts) -> bool:
-    """Whether `attend` is the faster way for these: several lengths, which torch takes in turn, all of them short."""
+    """Whether `attend` is faster for these parts: several lengths, which torch computes one after
+    another, and all short."""
     return len(parts.by_length) > 1 and max(length for length, _ in parts.by_length) <= SHORT_PART
 
 
@@ -134,8 +139,8 @@ def attend(
     *,
     longest: int = 0,
 ) -> Tensor:
-    """q [T, H, D], k and v [T, K, D] → [T, H, D]. `positions` (int64) and `ends` (int32) [T] are a token's place in its text
-    and the text's end; `longest`: tokens of the longest text."""
+    """q [T, H, D], k and v [T, K, D] → [T, H, D]. `positions` (int64) and `ends` (int32) [T] are
+    each token's place in its text and its text's end. `longest`: tokens of the longest text."""
     num_tokens, num_heads, head_dim = q.shape
     assert all(x.stride(1) == head_dim for x in (q, k, v)), "a token's heads lie side by side"
     assert k.stride(0) == v.stride(0)
@@ -165,7 +170,7 @@ def text_ends(meta: AttentionMetadata) -> Tensor:
 def _mean_kernel(
     x_ptr, starts_ptr, out_ptr, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One thread block: BLOCK_E columns of a text's mean."""
+    """Compute BLOCK_E columns of one text's mean per thread block."""
     if PDL:
         pdl_wait()
     text = tl.program_id(0)

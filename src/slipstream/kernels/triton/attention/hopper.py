@@ -42,9 +42,9 @@ from slipstream.platform import platform_of
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
 MAX_PARTS = gl.constexpr(16)
-"""Of a tile's keys. With fewer key tiles than that there are fewer parts, in proportion: merging them takes as long as some
-key tiles (GPU_NOTES.md)."""
-# Gluon's names change between Triton's versions (`gluon_support.py`); both known names are looked for.
+"""Most parts of a tile's keys. With fewer key tiles there are fewer parts, in proportion: merging
+parts takes as long as some key tiles (GPU_NOTES.md)."""
+# Gluon's names change between Triton's versions (`gluon_support.py`); both known names are tried.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
@@ -75,8 +75,8 @@ def _num_tiles(starts_ptr, seq, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _find_sequence(tile, seq, base, last_seq, starts_ptr, TOKENS: gl.constexpr):
-    """The sequence with query tile `tile`, from `seq` on, its first tile and its number of tiles; `last_seq` if there is
-    none."""
+    """(sequence, first tile, number of tiles) of query tile `tile`, searched from `seq` on;
+    `last_seq` if there is none."""
     tiles = _num_tiles(starts_ptr, seq, TOKENS)
     while (tile >= base + tiles) & (seq < last_seq):
         base += tiles
@@ -90,7 +90,8 @@ def _tile_bounds(
     tile, seq, base, tiles, starts_ptr, lens_ptr, window,
     TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Of a query tile: first token, tokens left, first position; first and end key tile; end of the keys."""
+    """(first token, tokens left, first position, first key tile, end key tile, end of the keys) of
+    a query tile."""
     begin = gl.load(starts_ptr + seq)
     num_queries = gl.load(starts_ptr + seq + 1) - begin
     length = gl.load(lens_ptr + seq)
@@ -105,8 +106,8 @@ def _tile_bounds(
 
 @gluon.jit
 def _part_bounds(part, low, high, splits):
-    """Of a query tile with keys in tiles low … high: in how many parts, and the first and end key tile of part `part`. Both are
-    0 if there is no such part."""
+    """(number of parts, first key tile, end key tile) of part `part` of a query tile with keys in
+    tiles low … high. The tiles are both 0 if there is no such part."""
     num = high - low
     parts = gl.maximum(gl.minimum(splits, num * splits // MAX_PARTS), 1)
     span = (num + parts - 1) // parts
@@ -196,13 +197,14 @@ def _producer(
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings. A 16-bit cache is read through descriptors of its rows of D numbers, an 8-bit one (SCALED) through
-    pointers. Loads that don't depend on the consumers are issued before waiting for them."""
+    """Fill the rings. A 16-bit cache is read through descriptors of its rows of D numbers, an 8-bit
+    one (SCALED) through pointers. Loads that don't depend on the consumers are issued before the
+    wait for them."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    n = 0  # tiles so far: gives the slot in the ring and the phase
+    n = 0  # tiles so far; gives the slot in the ring and the phase
     round_ = 0
     work = gl.program_id(0)
-    each = K  # thread blocks' work of a query tile
+    each = K  # work items of a query tile
     if SPLIT:
         each = K * splits
     seq, base, tiles = _find_sequence(
@@ -344,8 +346,8 @@ def _softcap(s, factor):
 
 @gluon.jit
 def _online_softmax(s, m_i, l_i, tile):
-    """Scores, their factor to units of log 2, and a row's running maximum and sum → weights, new maximum and sum, and
-    the factor for earlier sums."""
+    """Step of the running softmax: scores, their factor to units of log 2, and the rows' maximum
+    and sum → weights, new maximum and sum, and the factor for earlier sums."""
     new = gl.maximum(m_i, gl.max(s, 1) * tile)
     safe = gl.where(new == float("-inf"), 0.0, new)
     p = gl.exp2(s * tile - safe[:, None])
@@ -361,7 +363,8 @@ def _consumer(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Compute rows 64 C … of a query tile. Row r is token r // BLOCK_G and query head r % BLOCK_G, of which G exist."""
+    """Compute rows 64 C … of a query tile. Row r is token r // BLOCK_G and query head r % BLOCK_G,
+    of which the first G exist."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -401,7 +404,7 @@ def _consumer(
                 sinks_ptr + head * G + rows % BLOCK_G, mask=rows % BLOCK_G < G, other=0.0
             )
             m_i, l_i = sinks.to(gl.float32) * LOG2E, l_i + 1.0
-            if SPLIT:  # counted once
+            if SPLIT:  # counted once, in the first part
                 m_i, l_i = gl.where(part == 0, m_i, float("-inf")), gl.where(part == 0, l_i, 0.0)
         acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         # every row sees all keys from `mask_until` up to `mask_from`
@@ -445,7 +448,7 @@ def _consumer(
                 s = _mask(s, start, positions, window, HAS_WINDOW)
             p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, to_log2)
             n += 1
-            # This wait keeps the compiler from moving the exponents behind the tensor cores' work.
+            # This wait keeps the compiler from moving the exponents after the tensor cores' work.
             mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=j + 1 < high - low)
             acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
             weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
@@ -469,9 +472,8 @@ def _consumer(
             if parts > 1:
                 tokens = C * (TOKENS // 2) + rows // BLOCK_G
                 live = (tokens < left) & (rows % BLOCK_G < G)
-                tokens += (
-                    token - first_seq
-                )  # decodes have a token each, so this counts from the first prompt's
+                # decodes have one token each, so this counts from the first prompt's
+                tokens += token - first_seq
                 at = (tokens * (K * G) + head * G + rows % BLOCK_G) * splits + part
                 lse = gl.where(
                     l_i == 0.0, float("-inf"), m_i + gl.log2(gl.where(l_i == 0.0, 1.0, l_i))
@@ -482,9 +484,8 @@ def _consumer(
                     parts + 0 * tokens,
                     mask=live & (rows % BLOCK_G == 0),
                 )
-                at = gl.convert_layout(at * D, gl.SliceLayout(1, O_LAYOUT))[
-                    :, None
-                ]  # `num_parts` keeps it far below 2³¹
+                # `num_parts` keeps it far below 2³¹
+                at = gl.convert_layout(at * D, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 at += gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))[None, :]
                 gl.store(
                     partial_ptr + at,
@@ -555,12 +556,13 @@ def _prefill_kernel(
 
 QUERIES, KEYS = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(128, 16, 2)
 TILES = {64: (128, 4, 104), 128: (128, 2, 104), 256: (64, 2, 88)}
-"""Head dim → keys in a tile; tiles in the ring (with the queries they fill 227 KB of shared memory); registers per
-thread of a producer that converts. The consumers' threads get the rest of 504."""
+"""Head dim → (keys in a tile, tiles in the ring, registers per thread of a converting producer).
+The ring and the queries fill 227 KB of shared memory. The consumers' threads get the rest of 504
+registers."""
 
 
 def covers(q: Tensor, kv: LayerKV) -> bool:
-    """Whether `prefill` has these dtypes and shapes."""
+    """Whether `prefill` supports these dtypes and shapes."""
     (num_kv_heads, block_size, dim), small = kv.k.shape[1:], kv.k_scale is not None
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -581,7 +583,8 @@ def prefill(
     *,
     first_seq: int,
 ) -> None:
-    """Causal attention of sequences `first_seq` … into their rows of `out` [T, H, D]. No ALiBi, no bias by distance."""
+    """Causal attention of sequences `first_seq` … into their rows of `out` [T, H, D]. No ALiBi, no
+    bias by distance."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
     group = num_heads // num_kv_heads
@@ -602,7 +605,8 @@ def prefill(
     max_tiles = num_prompt // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # upper bound
     splits = num_parts(triton.cdiv(num_prompt, 2 * rows) * num_kv_heads, processors)
     partial, lse = scratch(num_prompt, q, dim, splits) if splits > 1 else (out, out)
-    # A counter for each launch, since launches may overlap, and behind it the number of parts of each token and kv head.
+    # One counter per launch, because launches may overlap; after it the number of parts of each
+    # token and kv head.
     counts = torch.zeros(
         1 + (num_prompt * num_kv_heads if splits > 1 else 0), dtype=torch.int32, device=q.device
     )
@@ -620,5 +624,5 @@ def prefill(
 
 
 def num_parts(num_programs: int, num_processors: int) -> int:
-    """Parts that the keys of query tiles are split into, so that the chip has work for each thread block once."""
+    """Parts per query tile's keys such that the chip has one work item for each thread block."""
     return max(1, min(int(MAX_PARTS.value), num_processors // num_programs))

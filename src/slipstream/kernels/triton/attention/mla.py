@@ -1,12 +1,16 @@
-"""Multi-head latent attention (DeepSeek) over the paged cache of latents, and the small kernels around it.
+"""Multi-head latent attention (DeepSeek) over the paged cache of latents, and the small kernels
+around it.
 
-A cached row is [rotated key R, latent C], one per token for all heads; the latent is also the value, so a tile of rows
-is read once for both. out [T, H, C] = softmax(scale · q rowᵀ) latent, with q [T, H, R + C].
+A cached row is [rotated key R, latent C], one per token for all heads. The latent is also the
+value, so a tile of rows is read once for both. out [T, H, C] = softmax(scale · q rowᵀ) latent, with
+q [T, H, R + C].
 
-1. One kernel serves decodes and prefill chunks. A token's heads are rows of one tile, so 16 to 128 heads fill a tensor
-   core with a single token. With few sequences the keys are split (`split_keys.py`).
-2. Up to SMALL_BATCH tokens, the work before it (norm, rotary, cache write, queries times `keys`) is one kernel, and so
-   is the work behind it (merging splits, times `values`). For more tokens the two products are cuBLAS's.
+1. One kernel serves decodes and prefill chunks. A token's heads are rows of one tile, so 16 to 128
+   heads fill a tensor core with a single token. With few sequences the keys are split
+   (`split_keys.py`).
+2. Up to SMALL_BATCH tokens, the work before it (norm, rotary, cache write, queries times `keys`) is
+   one kernel, and so is the work after it (merging splits, times `values`). For more tokens cuBLAS
+   computes the two products.
 3. Whole prompts of many tokens go to `mla_prefill.py`.
 
 Limits: no 8-bit cache, window, soft cap or ALiBi; no such model has them."""
@@ -33,16 +37,17 @@ from slipstream.kernels.triton.pointwise import _to_cache
 from slipstream.platform import platform_of
 
 SPLIT_KEYS = 32
-"""A split has at least twice as many keys."""
+"""Half of the fewest keys of a split."""
 SMALL_BATCH = 8
-"""Up to so many tokens each is multiplied by itself, without tensor cores."""
+"""Largest number of tokens that are multiplied one by one, without tensor cores."""
 TOKENS_PER_PROGRAM = 4
-"""Tokens per thread block of `_rows_kernel` that writes the cache: a latent of 512 numbers for each of its four warps."""
+"""Tokens per thread block of `_rows_kernel` that writes the cache: a latent of 512 numbers for each
+of its four warps."""
 
 
 @triton.jit
 def _load_cos_sin(table_ptr, positions, live, R: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines [N, HALF] of `positions` [N]; R // 2 of them exist."""
+    """Cosines and sines [N, HALF] of `positions` [N]; the first R // 2 exist."""
     i = tl.arange(0, HALF)
     at, mask = (
         table_ptr + (positions * R)[:, None] + i[None, :],
@@ -53,7 +58,8 @@ def _load_cos_sin(table_ptr, positions, live, R: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def _rotate(at, live, cos, sin, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The R rotary numbers at `at` [N], rotated: the first of each pair and the second, float32 [N, HALF] each."""
+    """The R rotary numbers at `at` [N], rotated: the first of each pair and the second, float32 [N,
+    HALF] each."""
     if INTERLEAVED:
         r = tl.arange(0, 2 * HALF)
         x = tl.load(at[:, None] + r[None, :], mask=live[:, None] & (r < R)[None, :], other=0.0)
@@ -75,7 +81,7 @@ def _interleave(a, b):
 
 @triton.jit
 def _store_pairs(at, live, a, b, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Store pairs in the order that `_rotate` read them in."""
+    """Store pairs in the order in which `_rotate` read them."""
     if INTERLEAVED:
         r = tl.arange(0, 2 * HALF)
         tl.store(at[:, None] + r[None, :], _interleave(a, b), mask=live[:, None] & (r < R)[None, :])
@@ -91,7 +97,8 @@ def _rotate_queries(
     q_ptr, out_ptr, positions_ptr, table_ptr, rows, live,
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the rotary numbers of `rows` [N] (a token and head each) and store them in front of the latent part."""
+    """Rotate the rotary numbers of `rows` [N] (a token and head each) and store them before the
+    latent part."""
     cos, sin = _load_cos_sin(
         table_ptr, tl.load(positions_ptr + rows // H, mask=live, other=0), live, R, HALF
     )
@@ -107,10 +114,10 @@ def _cache_latents(
     R: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr, INTERLEAVED: tl.constexpr,
     RETURN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For `tokens` [N]: rotate the key, norm the latent, write both into the cache. RETURN_ROWS: also into rows of their
-    own from token `first` on, the key pair by pair."""
+    """Rotate the keys and norm the latents of `tokens` [N], and write both to the cache.
+    RETURN_ROWS: also write them to separate rows from token `first` on, the key pair by pair."""
     row = row_ptr + tokens * (C + R)
-    # with one kv head, slots are contiguous through all blocks
+    # there is one kv head, so slots are contiguous through all blocks
     cached = k_ptr + tl.load(slots_ptr + tokens, mask=live, other=0) * (R + C)
     cos, sin = _load_cos_sin(
         table_ptr, tl.load(positions_ptr + tokens, mask=live, other=0), live, R, HALF
@@ -137,8 +144,9 @@ def _small_batch_kernel(
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_NOPE: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For one token. Thread block 0 rotates all heads' queries and the key, norms the latent and writes the cache. The
-    others multiply a head's non-rotary numbers with BLOCK_COLS columns of its `keys`."""
+    """Process one token. Thread block 0 rotates all heads' queries and the key, norms the latent
+    and writes the cache. The others multiply a head's non-rotary numbers with BLOCK_COLS columns of
+    its `keys`."""
     token, pid = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if pid > 0:
         slices: tl.constexpr = (C + BLOCK_COLS - 1) // BLOCK_COLS
@@ -185,8 +193,9 @@ def _rows_kernel(
     RETURN_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """For tokens `first` … T − 1. The first `row_programs` thread blocks cache BLOCK_T tokens each. The others, if any,
-    rotate BLOCK_Q queries each; a token's heads count one by one."""
+    """Process tokens `first` … T − 1. The first `row_programs` thread blocks cache BLOCK_T tokens
+    each. The others, if any, rotate BLOCK_Q queries each, where every head of a token counts as
+    one."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)
@@ -246,8 +255,8 @@ def mla_queries(
 def cache_latents(
     row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams, *, first: int
 ) -> tuple[Tensor, Tensor]:
-    """For row [T, C + R], tokens from `first` on: cache them as `mla_queries` does, and return latents [T − first, C]
-    and rotated keys [T − first, R], pair by pair."""
+    """Cache tokens from `first` on of row [T, C + R] like `mla_queries`. Returns latents [T −
+    first, C] and rotated keys [T − first, R], pair by pair."""
     num_tokens, cos_sin, rope_dim = len(row), params.cos_sin, params.rotary_dim
     rank, count = row.shape[1] - rope_dim, num_tokens - first
     latents, rotary_keys = row.new_empty(count, rank), row.new_empty(count, rope_dim)
@@ -272,7 +281,8 @@ def _combine_values_kernel(
     H: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V values of a (sequence, head): its splits merged as in `split_keys`, times `values`."""
+    """Compute BLOCK_V values of a (sequence, head): its splits merged as in `split_keys`, times
+    `values`."""
     row = tl.program_id(0)
     cs, vs, at = (
         tl.arange(0, BLOCK_C),
@@ -306,9 +316,9 @@ def _mla_kernel(
     H: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One thread block: BLOCK_M (token, head) rows of a sequence, one split of its keys. R numbers are rotary, C the
-    latent's. Sequences and tiles share the grid's first dimension: the others end at 65,535, and 16,384 tokens of 128
-    heads are more tiles."""
+    """Compute BLOCK_M (token, head) rows of a sequence over one split of its keys. Of a row, R
+    numbers are rotary and C the latent's. Sequences and tiles share the grid's first dimension: the
+    others end at 65,535, and 16,384 tokens of 128 heads are more tiles."""
     D: tl.constexpr = R + C
     if PDL:
         pdl_wait()
@@ -350,7 +360,8 @@ def _mla_kernel(
         at = first + tl.arange(0, BLOCK_N)
         block, slot = _locate_keys(table, first, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * BLOCK_SIZE + slot) * D
-        # Not masked by `end`: the cache holds finite numbers only, and keys beyond the end get weight 0.
+        # Not masked by `end`: the cache has finite numbers only, and keys beyond the end get weight
+        # 0.
         rotary_keys = _load_tile(
             k_ptr + base[:, None] + rs[None, :], (rs < R)[None, :], BLOCK_R == R
         )
@@ -397,8 +408,8 @@ def mla_paged_attention(
     values: Tensor | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]. With `values` it is `OpSet.mla_paged_attention`.
-    `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
+    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]. With `values` it is
+    `OpSet.mla_paged_attention`. `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
     reject_8bit_cache(kv)
     q = q.contiguous()
     (num_tokens, num_heads, head_dim), width = q.shape, kv.v.shape[3]
@@ -415,7 +426,7 @@ def mla_paged_attention(
     wide = q.dtype == torch.float32
 
     def default_tile(count: int) -> tuple[int, int, int, int]:
-        """Measured on an H200 (benchmarks/GPU_NOTES.md)."""
+        """Tile measured on an H200 (benchmarks/GPU_NOTES.md)."""
         if wide:
             return 16, 16, 4, 2
         return (16, 16, 2, 3) if count <= 16 else (32, 32, 4, 2)

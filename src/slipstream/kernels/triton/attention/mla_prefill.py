@@ -1,11 +1,13 @@
 """Multi-head latent attention (DeepSeek) of whole prompts, which have nothing in the cache yet.
 
-Over latents (`mla.py`) a key costs R + C multiplications a head and a value C. That suits decodes, which read one row a
-token for all heads. A prompt's tokens share what they read, so keys and values are expanded first, by one product each;
-then they cost NOPE + R and V, 3.4 times fewer at DeepSeek's sizes. The cache gets the same rows either way.
+Over latents (`mla.py`) a key costs R + C multiplications per head and a value C. That suits
+decodes, which read one row per token for all heads. A prompt's tokens share what they read, so keys
+and values are expanded first, by one product each. Then they cost NOPE + R and V, 3.4 times less at
+DeepSeek's sizes. The cache gets the same rows either way.
 
-The kernel is FlashAttention-2 (Dao 2023) with scores in units of log 2; it is bound by the tensor cores. A key is two
-tiles: a head's own non-rotary part and the rotary part that all heads share. Queries are rotated as they are read."""
+The kernel is FlashAttention-2 (Dao 2023) with scores in units of log 2; it is bound by the tensor
+cores. A key is two tiles: a head's own non-rotary part, and the rotary part that all heads share.
+Queries are rotated when they are read."""
 
 from __future__ import annotations
 
@@ -34,19 +36,23 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.platform import platform_of
 
 MIN_TOKENS = 256
-"""Tokens of whole prompts in a step from which this is used. Beside decodes it takes four more launches."""
+"""Tokens of whole prompts in a step from which this is used. Together with decodes it takes four
+more launches."""
 HEADS_PER_WAVE = 16
-"""Heads that run side by side. With all 128 of DeepSeek V3, no two tiles of a head would share reads in L2."""
+"""Heads that run at the same time. With all 128 of DeepSeek V3, no two tiles of a head would share
+reads in L2."""
 SHORT_PROMPT = 256
-"""Up to this longest prompt, tiles are lower: less of each lies ahead of the queries."""
+"""Longest prompt, in tokens, for which tiles are lower, so that less of each lies ahead of the
+queries."""
 THREE_STAGES_BYTES = 168 * 1024
 """Shared memory of a high tile with three stages on Hopper (elsewhere 128 KiB). With two stages it takes 88 KiB."""
 
 
 @triton.jit
 def _find_tile(index, starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M: tl.constexpr):
-    """The sequence of tile `index` (`last_seq` if there is none) and its tile of BLOCK_M tokens, longest first. Each
-    sequence has `tiles_per_seq` tiles, some of them empty; with 0, as many as it needs."""
+    """(sequence, tile of BLOCK_M tokens) of tile `index`, longest first; `last_seq` if there is
+    none. Each sequence has `tiles_per_seq` tiles, some of them empty; with 0, as many as it needs.
+    """
     num_seqs = last_seq - first_seq
     seq, tile = first_seq + index % num_seqs, tiles_per_seq - 1 - index // num_seqs
     if tiles_per_seq == 0:
@@ -86,7 +92,8 @@ def _prefill_step(
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr,
     HALF: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys first … first + BLOCK_N. MASKED: some lie ahead of a query or beyond the prompt's end."""
+    """Process keys first … first + BLOCK_N. MASKED: some are ahead of a query or beyond the
+    prompt's end."""
     keys = first + tl.arange(0, BLOCK_N)
     nope = _load_rows(k, keys, n, H * NOPE, NOPE, BLOCK_NOPE, MASKED)
     rotary = _load_rows(rotary_keys, keys, n, R, R, 2 * HALF, MASKED)
@@ -107,7 +114,8 @@ def _mla_prefill_kernel(
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, V: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr, HALF: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One thread block: BLOCK_M tokens of a (prompt, head). Keys and values begin with token `first_token`."""
+    """Compute BLOCK_M tokens of a (prompt, head) per thread block. Keys and values begin with token
+    `first_token`."""
     if PDL:
         pdl_wait()
     head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -129,9 +137,8 @@ def _mla_prefill_kernel(
     offset = (start + rows).to(tl.int64) * H + head
     at = q_ptr + offset * (NOPE + R)
     q = tl.load(at[:, None] + ps[None, :], mask=live[:, None] & (ps < NOPE)[None, :], other=0.0)
-    cos, sin = _load_cos_sin(
-        table_ptr, rows, live, R, HALF
-    )  # a token's position is its to_log2 in the prompt
+    # a token's position is its place in the prompt
+    cos, sin = _load_cos_sin(table_ptr, rows, live, R, HALF)
     a, b = _rotate(at + NOPE, live, cos, sin, R, HALF, INTERLEAVED)
     q_rotary = _interleave(a, b).to(q.dtype)
     row = (start - first_token).to(tl.int64)
@@ -162,8 +169,8 @@ def _mla_prefill_kernel(
 def default_tile(
     dtype: torch.dtype, width: int, longest: int, shared: int
 ) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (study `kernels_cuda_mla`). `width`: numbers of a
-    key and a value together; `shared`: bytes of shared memory per thread block."""
+    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (study `kernels_cuda_mla`). `width`:
+    numbers of a key and a value together. `shared`: bytes of shared memory per thread block."""
     if dtype == torch.float32:
         return 32, 16, 4, 2
     if width > 320:
@@ -186,10 +193,10 @@ def prefill_attention(
     *,
     tile: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """Causal attention of the sequences behind the decodes, into their rows of `out` [T, H · V].
+    """Causal attention of the sequences after the decodes, into their rows of `out` [T, H · V].
 
-    q [T, H, NOPE + R] is not yet rotated. For those sequences' N tokens: k [N, H, NOPE], rotary_keys [N, R], pair by
-    pair, and v [H, N, V]. `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
+    q [T, H, NOPE + R] is not yet rotated. For those sequences' N tokens: k [N, H, NOPE],
+    rotary_keys [N, R], pair by pair, and v [H, N, V]. `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
     (num_keys, num_heads, nope), rotary, width = k.shape, rotary_keys.shape[1], v.shape[2]
     first_seq, last_seq = meta.num_decodes, len(meta.seq_lens)
     block_p, block_v = (max(16, triton.next_power_of_2(n)) for n in (nope, width))
@@ -200,7 +207,8 @@ def prefill_attention(
         meta.max_query_len,
         platform_of(q.device).shared_bytes,
     )
-    # Tiles per sequence: what the longest needs; if that leaves more empty, each as many as it needs.
+    # Tiles per sequence: as many as the longest needs. If more of them would be empty, each
+    # sequence has as many as it needs.
     tiles_per_seq, num_seqs = triton.cdiv(meta.max_query_len, block_m), last_seq - first_seq
     max_tiles = num_keys // block_m + num_seqs
     if tiles_per_seq * num_seqs <= max_tiles:
@@ -224,8 +232,9 @@ def covers(meta: AttentionMetadata) -> bool:
 def mla_attention(
     q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
 ) -> Tensor:
-    """`OpSet.mla_attention` for `meta.from_start`: decodes over latents, prompts with expanded keys and values. All rows
-    are cached before anything attends: a one-token sequence may share blocks that a prompt of this step fills."""
+    """`OpSet.mla_attention` for `meta.from_start`: decodes over latents, prompts with expanded keys
+    and values. All rows are cached before any attention, because a one-token sequence may share
+    blocks that a prompt of this step fills."""
     reject_8bit_cache(kv)
     keys, values = params.keys, params.values
     num_heads, nope, rank = keys.shape

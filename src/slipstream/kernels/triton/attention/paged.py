@@ -1,19 +1,23 @@
 """Exact attention over the paged KV cache: softmax(scale · q kᵀ) v.
 
-q and out are [T, H, D]; k and v are [blocks, K, block_size, D]. G = H / K query heads share a kv head.
+q and out are [T, H, D]; k and v are [blocks, K, block_size, D]. G = H / K query heads share a kv
+head.
 
-1. Decode (one query a sequence) is bound by reading the cache. One thread block takes a sequence and the G query heads
-   of a kv head, so each KV block is read once. The keys of sequences that are longer than others, or of all if there are
-   too few to fill the chip, are split over several thread blocks (`split_keys.py`). Where sequences
-   begin with the same blocks (`SharedPrefixes`), a thread block takes several of them and reads those blocks once.
-2. Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum. On
-   Hopper most shapes go to `hopper.py`.
+1. Decode (one query per sequence) is bound by reading the cache. One thread block takes a sequence
+   and the G query heads of a kv head, so each KV block is read once. The keys of the longer
+   sequences are split over several thread blocks, and those of all sequences if there are too few
+   to fill the chip (`split_keys.py`). If sequences begin with the same blocks (`SharedPrefixes`), a
+   thread block takes several of them and reads those blocks once.
+2. Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running
+   maximum and sum. On Hopper most shapes go to `hopper.py`.
 
-Scores are kept in units of log 2. An 8-bit cache is widened to float16, which holds its numbers exactly; the per-head
-scales are applied to scores and sums. Keys are stored by token, values by dimension ([D, block_size]): a tensor core
-wants what it sums over to be contiguous.
+Scores are in units of log 2. An 8-bit cache is widened to float16, which represents its numbers
+exactly; the per-head scales are applied to scores and sums. Keys are stored by token, values by
+dimension ([D, block_size]), because a tensor core wants the dimension that it sums over to be
+contiguous.
 
-The split depends on the lengths of a step's sequences and on the launch, never on timing, so sums have a fixed order."""
+The split depends on the lengths of a step's sequences and on the launch, never on timing, so sums
+have a fixed order."""
 
 from __future__ import annotations
 
@@ -41,9 +45,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 DECODE_ACC_SIZE = 2048
 """Accumulators (heads × D) of a decode thread block: 64 registers for each thread of its one warp."""
 SHARED_CTAS_PER_SM = 8
-"""The same of those that share a prefix. A layer of 256 beams took 314 µs on an H200, with two splits 306, with four 312."""
+"""Thread blocks per multiprocessor for sequences that share a prefix. A layer of 256 beams took 314
+µs on an H200, with two splits 306, with four 312."""
 TYPICAL_MEMBERS = 4
-"""Of a group that shares a prefix, as the number of splits takes it."""
+"""Size of a group with a shared prefix that the number of splits assumes."""
 HOPPER_MIN_ROWS = 64
 """Query rows (tokens × G) that `hopper.py` needs: its tiles have 128 rows."""
 
@@ -55,8 +60,9 @@ def _scores(
 ):  # fmt: skip
     """Query–key products s → scores, and the factor that brings them to units of log 2.
 
-    A plain score takes one multiplication, which the subtraction in the exponent absorbs. `distance` is query position
-    minus key position. `bias` points at a head's entry for distance 0."""
+    A plain score takes one multiplication, which the subtraction in the exponent absorbs.
+    `distance` is query position minus key position. `bias` points at a head's entry for distance 0.
+    """
     to_log2 = scale * LOG2E
     if HAS_SOFTCAP or HAS_ALIBI or HAS_BIAS:
         s = s * scale
@@ -90,8 +96,8 @@ def _online_softmax(s, to_log2, m_i, l_i):
 def _locate_keys(
     table, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """KV block numbers (int64) and slots within them, for keys start … start + BLOCK_N. `start` is a multiple of
-    BLOCK_N. The block number is a scalar if the keys lie in one block."""
+    """KV block numbers (int64), and slots within them, of keys start … start + BLOCK_N. `start` is
+    a multiple of BLOCK_N. The block number is a scalar if the keys are in one block."""
     keys = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + start // BLOCK_SIZE)
@@ -106,7 +112,7 @@ def _locate_keys(
 
 @triton.jit
 def _load_tile(at, live, FULL: tl.constexpr):
-    """A tile. FULL: no element needs the mask."""
+    """Load a tile. FULL: no element needs the mask."""
     if FULL:
         return tl.load(at)
     return tl.load(at, mask=live, other=0.0)
@@ -114,8 +120,8 @@ def _load_tile(at, live, FULL: tl.constexpr):
 
 @triton.jit
 def _to_dtype(x, kind: tl.constexpr):
-    """x as `kind`. int8 is converted by bits: 0x6400 with a byte in its low half is the float16 1024 + byte. That takes
-    two instructions for two numbers."""
+    """x as `kind`. int8 is converted by bits: 0x6400 with a byte in its low half is the float16
+    1024 + byte. That takes two instructions for two numbers."""
     if x.dtype == tl.int8:
         shifted = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return shifted.to(tl.float16, bitcast=True) - 1152.0
@@ -132,18 +138,20 @@ def _decode_kernel(
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, MAX_PARTS: tl.constexpr,
     FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One thread block computes BLOCK_G query heads of one kv head, for one part of a sequence's keys (`DecodeParts`).
+    """Compute BLOCK_G query heads of one kv head over one part of a sequence's keys (`DecodeParts`)
+    per thread block.
 
-    Scores are [BLOCK_N keys, BLOCK_G heads] and sums [D, BLOCK_G]: keys and values are the tall operands, so few heads
-    waste little of a tensor core. HEAD_TILES thread blocks share a kv head if its sums don't fit one warp's
-    registers."""
+    Scores are [BLOCK_N keys, BLOCK_G heads] and sums [D, BLOCK_G]: keys and values are the tall
+    operands, so few heads waste little of a tensor core. HEAD_TILES thread blocks share a kv head
+    if its sums don't fit one warp's registers."""
     if PDL:
         pdl_wait()
-    # Heads vary fastest, so that those without a part come last: among others they would leave some multiprocessors more work.
+    # Heads vary fastest, so that thread blocks without a part come last: mixed in, they would leave
+    # some multiprocessors more work.
     tile, seq = tl.program_id(0), tl.program_id(1)
     part, begin = parts_ptr + seq * 8, 0 * seq
     end, slot = tl.load(part + 2), tl.load(part + 3)
-    is_first = seq < num_seqs  # then nothing waits for the numbers above
+    is_first = seq < num_seqs  # a sequence's first part: its number and start need no load
     if seq >= num_seqs:
         seq, begin = tl.load(part), tl.load(part + 1)
     if seq < 0:
@@ -180,7 +188,8 @@ def _decode_kernel(
         inside = at < end
         block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * K + head) * (BLOCK_SIZE * D)
-        # Loads are not masked by `inside`: the cache holds finite numbers only, and keys beyond the end get weight 0.
+        # Loads are not masked by `inside`: the cache has finite numbers only, and keys beyond the
+        # end get weight 0.
         k = _load_tile(
             k_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
         )
@@ -264,16 +273,18 @@ def _shared_decode_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
     SCALED: tl.constexpr, BY_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One thread block computes the queries of up to MEMBERS sequences of a group, from `seq` on, for one kv head and one split
-    of their keys. Those whose `seq` is no such first member end at once. Heads vary fastest, so that those that go on come in
-    runs: one in four of consecutive ones would all start on the same quarter of the chip.
+    """Compute the queries of up to MEMBERS sequences of a group, from `seq` on, for one kv head and
+    one split of their keys. Thread blocks whose `seq` is not such a first member end at once. Heads
+    vary fastest, so that those that go on are consecutive: if only every fourth did, all would
+    start on the same quarter of the chip.
 
-    The queries are the columns of one tile, as in `_decode_kernel`. The keys are the tiles of the shared prefix, which all
-    columns see, and behind them the tiles of each member's own tokens, which only its columns see."""
+    The queries are the columns of one tile, as in `_decode_kernel`. The keys are first the tiles of
+    the shared prefix, which all columns see, then the tiles of each member's own tokens, which only
+    its columns see."""
     seq, head, split = tl.program_id(1), tl.program_id(0), tl.program_id(2)
     if (
         seq - tl.load(begins_ptr + seq)
-    ) % MEMBERS != 0:  # the groups were there before the step's first kernel
+    ) % MEMBERS != 0:  # the groups were written before the step's first kernel
         return
     if PDL:
         pdl_wait()  # sequence 0 is a first member, so some thread block waits
@@ -310,7 +321,7 @@ def _shared_decode_kernel(
     acc = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     for tile in range(split * span, tl.minimum((split + 1) * span, num_tiles)):
         own = tl.maximum(tile - prefix_tiles, 0)
-        which = own // tl.maximum(own_tiles, 1)  # the member whose tile it is
+        which = own // tl.maximum(own_tiles, 1)  # the member that owns the tile
         in_prefix = tile < prefix_tiles
         start = tl.where(
             in_prefix, tile * BLOCK_N, shared + own % tl.maximum(own_tiles, 1) * BLOCK_N
@@ -320,7 +331,8 @@ def _shared_decode_kernel(
         table = table_ptr + (seq + which).to(tl.int64) * table_stride
         block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * K + head) * (BLOCK_SIZE * D)
-        # Loads are not masked: the cache holds finite numbers only, and keys that a column does not see get weight 0.
+        # Loads are not masked: the cache has finite numbers only, and keys that a column does not
+        # see get weight 0.
         k = _load_tile(
             k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
         )
@@ -387,7 +399,7 @@ def _prefill_step(
     BY_DIM: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. MASKED: some keys lie ahead of a query or beyond the end."""
+    """Process one tile of keys. MASKED: some keys are ahead of a query or beyond the end."""
     at = start + tl.arange(0, BLOCK_N)
     block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, MASKED)
     base = (block * K + head) * (BLOCK_SIZE * D)
@@ -429,8 +441,8 @@ def _prefill_kernel(
     HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr,
     BY_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One thread block computes BLOCK_M rows of a (kv head, sequence). A row is a token and one of the G heads of the kv
-    head, so that a single query also fills a tile."""
+    """Compute BLOCK_M rows of a (kv head, sequence) per thread block. A row is a token and one of
+    the G heads of the kv head, so that a single query also fills a tile."""
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # longest first
     start = tl.load(starts_ptr + seq)
@@ -499,10 +511,12 @@ def paged_attention(
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles: decode (BLOCK_N, warps, stages), prefill (BLOCK_M, BLOCK_N, warps, stages).
+    """`OpSet.attention`. Tiles: decode (BLOCK_N, warps, stages), prefill (BLOCK_M, BLOCK_N, warps,
+    stages).
 
-    With a prefill tile this file's kernel runs; without one `hopper.py` does where it can. `deterministic`: one kernel
-    and one tile for all steps, so a token's sums depend on its position only."""
+    With a prefill tile this file's kernel runs; without one `hopper.py` does if it can.
+    `deterministic`: one kernel and one tile for all steps, so that a token's sums depend on its
+    position only."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -527,7 +541,8 @@ def paged_attention(
     scalars = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
-        members = max(1, DECODE_ACC_SIZE // block_d // shape["G"])  # that a tile has columns for
+        # columns of a tile, in sequences
+        members = max(1, DECODE_ACC_SIZE // block_d // shape["G"])
         shared = meta.shared if s.window is None and members > 1 else None
         block_g = min(
             max(8, triton.next_power_of_2(shape["G"])), max(8, DECODE_ACC_SIZE // block_d)
@@ -536,7 +551,8 @@ def paged_attention(
         programs = num_decodes * num_kv_heads * head_tiles
         if shared is not None:
             programs = triton.cdiv(programs, min(members, TYPICAL_MEMBERS))
-        # With few thread blocks, prefetch deep. Many share a multiprocessor: at D = 256 the tiles of two would fill its memory.
+        # With few thread blocks, prefetch deep. Many share a multiprocessor: at D = 256 the tiles
+        # of two would fill its memory.
         processors = platform_of(q.device).multiprocessors
         deep = programs < CTAS_PER_SM * processors or flags["SCALED"]
         wide_key = block_d * kv.k.element_size() > 256

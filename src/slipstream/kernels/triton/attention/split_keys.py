@@ -1,12 +1,14 @@
-"""Attention whose keys are split over thread blocks (flash-decoding, Dao et al. 2023), where there are too few queries to
-fill the chip.
+"""Attention with the keys split over thread blocks (flash-decoding, Dao et al. 2023), for too few
+queries to fill the chip.
 
-A thread block computes some queries over a *part* of their keys. It writes their outputs and, in units of log 2, the logarithm
-of their softmax sums. The parts of each query are added in a fixed order, weighted by these sums: of more than a few decodes
-by the thread block that ends last, and otherwise by a second kernel.
+A thread block computes some queries over a *part* of their keys. It writes their outputs and the
+logarithm (in units of log 2) of their softmax sums. The parts of each query are added in a fixed
+order, weighted by these sums. With more than a few decodes the thread block that ends last adds
+them; otherwise a second kernel does.
 
-Decodes of different lengths get parts of about the same length (`DecodeParts`): a thread block that walks along 8,000 keys
-alone would keep all others waiting. The parts of a step are the same in all layers of a kind, and are found once."""
+Decodes of different lengths get parts of about the same length (`DecodeParts`): a single thread
+block with 8,000 keys would keep all others waiting. The parts of a step are the same in all layers
+of a kind, and are computed once."""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 MAX_SPLITS, CTAS_PER_SM = 64, 4
-"""Equal parts of a sequence, and the thread blocks wanted per multiprocessor; with more, sequences are not split."""
+"""Most equal parts of a sequence, and thread blocks per multiprocessor from which sequences are not
+split."""
 PARTS_PER_SM = 16
-"""Thread blocks of decodes' parts per multiprocessor, beyond those of the sequences' first parts."""
+"""Thread blocks of further parts of decodes per multiprocessor, in addition to the sequences' first
+parts."""
 MAX_PARTS, MIN_KEYS = 32, 128
-"""The most parts of a decode's keys, and the fewest keys of a part. The thread block that ends last merges them alone."""
+"""Most parts of a decode's keys, and fewest keys of a part. The thread block that ends last merges
+the parts alone."""
 FEW_SEQUENCES = 4
-"""Up to so many decodes have equal numbers of parts. These are many, so a kernel of their own merges them."""
+"""Largest number of decodes that get equal numbers of parts. These are many, so a separate kernel
+merges them."""
 
 
 def num_splits(
@@ -37,7 +43,8 @@ def num_splits(
     num_processors: int,
     ctas_per_sm: int = CTAS_PER_SM,
 ) -> int:
-    """Of decodes: a power of two that fills the chip, with at least two tiles of the longest sequence in each split."""
+    """Number of splits of each decode's keys: a power of two that fills the chip, with at least two
+    tiles of the longest sequence in each split."""
     wanted = triton.cdiv(ctas_per_sm * num_processors, num_programs)
     most = max(1, max_seq_len // (2 * block_n))
     splits = int(min(wanted, most, MAX_SPLITS))
@@ -46,16 +53,19 @@ def num_splits(
 
 @dataclass(frozen=True, slots=True)
 class DecodeParts:
-    """The parts of a step's decodes: first the first part of each sequence, behind them all others. A whole sequence is one
-    part.
+    """The parts of a step's decodes: first the first part of each sequence, then all others. A
+    whole sequence is one part.
 
-    The scratch is [slots, H], a sequence's slots one behind another; of few sequences it is [T, H, splits] (`scratch`)."""
+    The scratch is [slots, H], with a sequence's slots next to each other. For few sequences it is
+    [T, H, splits] (`scratch`)."""
 
-    # int32 [P, 8]: sequence, −1 where there is no part; first and end key; slot, −1 of a whole sequence, or of few sequences
-    # the place among their parts; the sequence's first slot; its number of parts
+    # int32 [P, 8]: sequence (−1: no part); first and end key; slot (−1 for a whole sequence; for
+    # few sequences the index among their parts); the sequence's first slot; its number of parts
     parts: Tensor
-    arrived: Tensor  # int32 [slots, programs_each]: at a sequence's first slot, its parts that are done. 0 between kernels
-    splits: int  # of each of few sequences; else 0
+    # int32 [slots, programs_each]: finished parts of a sequence, at its first slot. 0 between
+    # kernels
+    arrived: Tensor
+    splits: int  # per sequence, if there are few; else 0
 
     @classmethod
     def of(
@@ -66,8 +76,8 @@ class DecodeParts:
         block_n: int,
         num_processors: int,
     ) -> DecodeParts:
-        """Of `meta`'s decodes, in tiles of `block_n` keys, each part being computed by `programs_each` thread blocks. Made once
-        for all layers of a step."""
+        """Parts of `meta`'s decodes, in tiles of `block_n` keys; `programs_each` thread blocks
+        compute each part. Made once for all layers of a step."""
         num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
         splits = 0
         if meta.num_decodes <= FEW_SEQUENCES:
@@ -100,8 +110,8 @@ class DecodeParts:
         splits: int,
         num_steps: int = 1,
     ) -> list[DecodeParts]:
-        """Of each of `num_steps` steps, which stand at equal distances in `lens` and have `num_seqs` decodes each. Without
-        `splits`, `num_extra` is how many parts there may be beyond the first ones."""
+        """Parts of each of `num_steps` steps, whose `num_seqs` decodes stand at equal distances in
+        `lens`. Without `splits`, `num_extra` limits the parts after the first ones."""
         num_slots = 1
         if splits:
             num_extra = num_seqs * (splits - 1)
@@ -126,8 +136,8 @@ def _find_parts_kernel(
     lens_ptr, parts_ptr, arrived_ptr, num_seqs, window, num_extra, num_arrived, splits, distance,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """`DecodeParts`. Without `splits` a split sequence with l keys of L in all has at most l · num_extra / L parts, so there
-    are at most num_extra such parts."""
+    """Compute `DecodeParts`. Without `splits` a split sequence with l keys of L in all has at most
+    l · num_extra / L parts, so there are at most num_extra such parts."""
     step = tl.program_id(0)
     lens_ptr += step * distance
     parts_ptr += step * (num_seqs + num_extra) * 8
@@ -149,7 +159,7 @@ def _find_parts_kernel(
     in_slots = tl.where(num > 1, num, 0)
     slot = tl.cumsum(in_slots, 0) - in_slots
     behind = tl.where(live, num - 1, 0)
-    others = num_seqs + tl.cumsum(behind, 0) - num  # where other parts begin, less one
+    others = num_seqs + tl.cumsum(behind, 0) - num  # start of the other parts, minus one
     for part in range(tl.max(num, 0)):
         begin = tl.minimum(low + part * each * BLOCK_N, lens)
         at = parts_ptr + tl.where(part == 0, seqs, others + part) * 8
@@ -179,8 +189,8 @@ def merge_parts(
     partial_ptr, lse_ptr, out_ptr, first, num, row, heads, live,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """Merge parts `first` … `first` + num of these query heads into row `row` of `out`. The scratch is [slots, H], and other
-    thread blocks wrote to it."""
+    """Merge parts `first` … `first` + num of these query heads into row `row` of `out`. The scratch
+    is [slots, H], written by other thread blocks."""
     ds, ss = tl.arange(0, BLOCK_D), tl.arange(0, MAX)
     at = (first + ss)[:, None] * H + heads[None, :]
     mask = (ss < num)[:, None] & live[None, :]
@@ -188,9 +198,8 @@ def merge_parts(
     m_i = tl.where(live, tl.max(lse, 0), 0.0)  # finite: no part is empty
     l_i = tl.where(live, tl.sum(tl.exp2(lse - m_i[None, :]), 0), 1.0)
     acc = tl.zeros((heads.shape[0], BLOCK_D), tl.float32)
-    EACH: tl.constexpr = max(
-        1, 16 // heads.shape[0]
-    )  # parts that are loaded at once: more registers would cost thread blocks
+    # parts loaded at once; more registers would cost thread blocks
+    EACH: tl.constexpr = max(1, 16 // heads.shape[0])
     for begin in range(0, num, EACH):
         these = begin + tl.arange(0, EACH)
         exists = (these < num)[:, None] & live[None, :]
@@ -215,8 +224,8 @@ def _combine_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of BLOCK_G query heads of a kv head. Empty parts are skipped. COUNTED: `counts` [T, K] has their number,
-    0 for what is in `out` already; else all have `splits`."""
+    """Merge the parts of BLOCK_G query heads of a kv head. Empty parts are skipped. COUNTED:
+    `counts` [T, K] has their number, 0 for rows already in `out`; else all have `splits`."""
     if PDL:
         pdl_wait()
     TILES: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
@@ -253,8 +262,8 @@ def _combine_kernel(
 
 
 def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor]:
-    """What thread blocks write of `num_tokens` tokens of q [T, H, D]: their outputs, float32 [num_tokens, H, splits, width],
-    and float32 [num_tokens, H, splits], which goes with them."""
+    """Scratch for `num_tokens` tokens of q [T, H, D]: outputs, float32 [num_tokens, H, splits,
+    width], and the logarithms of their sums, float32 [num_tokens, H, splits]."""
     shape = (num_tokens, q.shape[1], splits)
     return q.new_empty(*shape, width, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 
@@ -262,10 +271,10 @@ def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor
 def combine(
     partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tensor | None = None
 ) -> None:
-    """`scratch`'s of T tokens → `out` [T, H, D], contiguous.
+    """Merge the parts of T tokens in `scratch` into `out` [T, H, D], contiguous.
 
-    `counts` int32 [T, K]: how many parts each token's heads of a kv head have, 0 for what is in `out` already. None: all have
-    `splits`."""
+    `counts` int32 [T, K]: number of parts of each token's heads of a kv head, 0 for rows already in
+    `out`. None: all have `splits`."""
     num_tokens, num_heads, dim = out.shape
     options = dict(
         D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4, **pdl_options(out)

@@ -1,1 +1,1 @@
-"""Kernels of mixtures of experts."""
+"""Kernels for mixtures of experts."""

@@ -39,8 +39,9 @@ def _expert_gemm_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
     UNSORTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """yᵀ = W · xᵀ for one tile of an expert's pairs and BLOCK_N of its N rows. y has one row a pair, in sorted order. x
-    has too, or one row a token with GATHER. UNSORTED: each pair is a tile of its own."""
+    """yᵀ = W · xᵀ for one tile of an expert's pairs and BLOCK_N of its N rows. y has one row per
+    pair, in sorted order. So has x; with GATHER it has one row per token. UNSORTED: each pair is a
+    tile."""
     if PDL:
         pdl_wait()
     tile = tl.program_id(1)
@@ -127,8 +128,8 @@ def expert_gemm(
     gather: bool,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """[T or T · k, K] → [T · k, num_rows]: each pair by its expert's weight. `gather`: x has a row a token. `tile`:
-    (BLOCK_N, BLOCK_K, warps, stages)."""
+    """[T or T · k, K] → [T · k, num_rows]: each pair times its expert's weight. `gather`: x has one
+    row per token. `tile`: (BLOCK_N, BLOCK_K, warps, stages)."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
     scaled, packed, fp8_tiles = (

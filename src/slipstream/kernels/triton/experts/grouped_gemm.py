@@ -1,12 +1,15 @@
-"""Grouped GEMM of a mixture of experts with many tokens; weights of 16 bits, or of 8 bits with a scale per row.
+"""Grouped GEMM for a mixture of experts with many tokens; weights of 16 bits, or of 8 bits with a
+scale per row.
 
-1. `permute_rows` copies tokens' rows into the experts' order, x [T, K] → [T · k, K]. Both products then read rows and
-   weights through TMA (compute capability 9.0 and later), and no thread computes addresses.
-2. `grouped_gemm` multiplies: one thread block takes a tile of an expert's pairs and BLOCK_N of its outputs. The first
-   product of a gated expert computes gate and up together and stores their activation.
+1. `permute_rows` copies tokens' rows into the experts' order, x [T, K] → [T · k, K]. Both products
+   then read rows and weights through TMA (compute capability 9.0 and later), and no thread computes
+   addresses.
+2. `grouped_gemm` multiplies: one thread block takes a tile of an expert's pairs and BLOCK_N of its
+   outputs. The first product of a gated expert computes gate and up together and stores their
+   activation.
 
-Thread blocks are ordered in groups of GROUP_M tiles that pass over the weight's rows together. A weight that L2 can't
-hold (Mixtral's: 117 MB an expert) is thus read once for GROUP_M tiles."""
+Thread blocks are ordered in groups of GROUP_M tiles that pass over the weight's rows together. A
+weight that L2 can't hold (Mixtral's: 117 MB per expert) is thus read once for GROUP_M tiles."""
 
 from __future__ import annotations
 
@@ -111,8 +114,8 @@ def _grouped_gemm_kernel(
 ):  # fmt: skip
     """y [T · k, N] = x · Wᵀ for one tile of pairs and BLOCK_N of an expert's N outputs.
 
-    GATED: an expert's weight has N gate rows, then N up rows. ACTIVATE: y is their activation. A tile with at most
-    HALF_M pairs multiplies only HALF_M rows (0: never)."""
+    GATED: an expert's weight has N gate rows, then N up rows. ACTIVATE: y is their activation. A
+    tile with at most HALF_M pairs multiplies only HALF_M rows (0: never)."""
     program, tiles_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     first_tile = program // (GROUP_M * tiles_n) * GROUP_M
     group_m = tl.minimum(num_tiles - first_tile, GROUP_M)
@@ -138,7 +141,8 @@ def _grouped_gemm_kernel(
 
 
 def covers(x: Activations, up: Linear, down: Linear, tiles: ExpertTiles) -> bool:
-    """Whether `grouped_mlp` takes these: many pairs, dense or row-scaled weights, rows aligned for TMA."""
+    """Whether `grouped_mlp` supports these: many pairs, dense or row-scaled weights, rows aligned
+    for TMA."""
     values = x.values if isinstance(x, Quantized) else x
     device = values.device
     forms = all(type(w) in (Linear, ScaledLinear) and w.weight.is_contiguous() for w in (up, down))
@@ -151,7 +155,8 @@ def covers(x: Activations, up: Linear, down: Linear, tiles: ExpertTiles) -> bool
 def grouped_mlp(
     x: Activations, up: Linear, down: Linear, tiles: ExpertTiles, spec: MoESpec, dtype: torch.dtype
 ) -> Tensor:
-    """Both products: x [T, E] → [T · k, E], one row a pair in the experts' order, not yet weighted."""
+    """Both products: x [T, E] → [T · k, E], one row per pair in the experts' order, not yet
+    weighted."""
     permuted = permute_rows(x, tiles, spec.num_experts_per_token)
     expert, count = spec.expert, spec.num_local_experts
     inner = grouped_gemm(permuted, up, tiles, expert.intermediate_size, count, dtype, expert)
@@ -200,9 +205,8 @@ def _default_tile(
     """(BLOCK_N, warps, stages, skip_half), measured on an H200 (benchmarks/GPU_NOTES.md)."""
     if tiles.tile_m == 64:
         return 128, 4, 4, False
-    few_tiles = (
-        tiles.order.numel() <= 256 * tiles.tile_ends.numel()
-    )  # per expert: then the step is bound by the weights' bytes
+    # pairs per expert; below it the step is bound by the weights' bytes
+    few_tiles = tiles.order.numel() <= 256 * tiles.tile_ends.numel()
     if eight_bits:
         return (128, 8, 4, few_tiles) if gated else (256, 8, 3, False)
     return (128, 8, 4 if few_tiles else 3, few_tiles) if gated else (128, 4, 3, few_tiles)

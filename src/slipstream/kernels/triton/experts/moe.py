@@ -1,11 +1,13 @@
 """Mixture of experts: y[t] = Σ_j weight[t, j] · expert_j(x[t]) over a token's k chosen experts.
 
-A *pair* is a token and one of its experts; there are T · k. Steps: route, sort pairs by expert (`moe_permute`), the
-experts' two products, weighted sum. One launch covers all experts, whatever their load:
+A *pair* is a token and one of its experts; there are T · k. Steps: route, sort pairs by expert
+(`moe_permute`), the experts' two products, weighted sum. One launch covers all experts, whatever
+their load:
 
-1. many pairs: TMA-fed products of rows in sorted order (`grouped_gemm`);
-2. else: products that gather rows (`experts`, all weight formats but MXFP4, which `mxfp4` has);
-3. so few pairs that experts are hardly shared: nothing is sorted; dense weights go to `moe_small_batch`.
+1. many pairs: products fed by TMA, of rows in sorted order (`grouped_gemm`);
+2. fewer pairs: products that gather rows (`gathered`; `mxfp4` for MXFP4 weights);
+3. so few pairs that experts are hardly shared: nothing is sorted; dense weights go to
+   `moe_small_batch`.
 
 All sums have a fixed order."""
 
@@ -29,7 +31,7 @@ from slipstream.kernels.weights import Activations, Linear, Mxfp4Linear
 from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512
-"""With more tokens, one warp routes each; they fill the chip."""
+"""Number of tokens above which one warp routes each token, since they fill the chip."""
 
 
 def moe(
@@ -40,12 +42,16 @@ def moe(
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`OpSet.moe`. With `shared` (see `fuses_shared`) or `added` [T, E], a shared expert's output:
-    `OpSet.moe_and_shared`."""
+    """`OpSet.moe`; with `shared` (see `fuses_shared`), or with a shared expert's output `added` [T,
+    E], `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
     return moe_of_choice(
-        x, *route(router_logits, experts.spec, experts.correction, load), experts, shared, added
+        x,
+        *route(router_logits, experts.spec, experts.correction, load, experts.scales),
+        experts,
+        shared,
+        added,
     )
 
 
@@ -57,13 +63,13 @@ def moe_of_choice(
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`moe` behind the choice: `OpSet.moe_of_choice`."""
+    """`OpSet.moe_of_choice`: `moe` after the choice of experts."""
     up, down, spec = experts.up, experts.down, experts.spec
     small_batch = is_small_batch(x.shape[0], spec)
     if small_batch and _are_dense(up, down) and spec.held is None:
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
-    # Pairs of experts that are not here come behind all others, and are no one's.
+    # Pairs of experts on other ranks come after all others and belong to no expert here.
     num_bins = spec.num_local_experts + (spec.held is not None)
     if isinstance(up, Mxfp4Linear) and isinstance(down, Mxfp4Linear):
         y, inverse = mxfp4_mlp(
@@ -82,12 +88,13 @@ def moe_of_choice(
 
 
 def is_small_batch(num_tokens: int, spec: MoESpec) -> bool:
-    """So few pairs that hardly two share an expert."""
+    """Whether there are so few pairs that hardly two share an expert."""
     return num_tokens == 1 or 4 * num_tokens * spec.num_experts_per_token <= spec.num_experts
 
 
 def fuses_shared(num_tokens: int, experts: Experts, shared: tuple[Linear, Linear]) -> bool:
-    """Whether `moe` computes a shared expert too: few tokens, dense weights, biases as the others have."""
+    """Whether `moe` also computes a shared expert: few tokens, dense weights, and biases like the
+    other experts'."""
     alike = all(
         (a.bias is None) == (b.bias is None)
         for a, b in zip((experts.up, experts.down), shared, strict=True)
@@ -106,15 +113,15 @@ def _are_dense(*products: Linear) -> bool:
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, correction_ptr, weights_ptr, chosen_ptr, counts_ptr, slots_ptr, weight_scale, block_size,
-    X: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, COUNTED: tl.constexpr,
-    NORMALIZE: tl.constexpr, SERIAL: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr,
+    logits_ptr, correction_ptr, expert_scales_ptr, weights_ptr, chosen_ptr, counts_ptr, slots_ptr, weight_scale, block_size,
+    X: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, SCALED: tl.constexpr,
+    COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, SERIAL: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr,
     BY_TWO: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: scores [groups, experts per group], the best groups, then the TOP_K best experts (the first of
-    equals). Only HELD experts, from FIRST on, are here: they are counted from 0, and any other is HELD, with the weight
-    0."""
+    """Route one token: scores [groups, experts per group], the best groups, then the TOP_K best
+    experts (the first of equals). Only HELD experts, from FIRST on, are on this rank: they are
+    counted from 0. Any other expert becomes number HELD with weight 0."""
     PER_GROUP: tl.constexpr = X // NUM_GROUPS
     token = tl.program_id(0).to(tl.int64)
     gs, es, js = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_TOP)
@@ -155,7 +162,7 @@ def _route_kernel(
     bits = merits.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = (order.to(tl.int64) << 32) - tl.arange(0, flat)
-    if SERIAL:  # least work
+    if SERIAL:  # fewest operations
         weights = tl.zeros((BLOCK_TOP,), tl.float32)
         chosen = tl.zeros((BLOCK_TOP,), tl.int32)
         for j in tl.static_range(TOP_K):
@@ -163,7 +170,7 @@ def _route_kernel(
             weights = tl.where(js == j, tl.sum(tl.where(hit, scores, 0.0), 0), weights)
             chosen = tl.where(js == j, tl.sum(tl.where(hit, ids, 0), 0), chosen)
             keys = tl.where(hit, -0x7FFFFFFFFFFFFFFF, keys)
-    else:  # shortest chain: an expert's rank is the number of better ones, or equals ahead of it
+    else:  # shortest chain: an expert's rank is the number of better ones, or equals before it
         rank = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
         taken = rank[:, None] == js[None, :]
         weights = tl.sum(tl.where(taken, scores[:, None], 0.0), 0)
@@ -172,6 +179,8 @@ def _route_kernel(
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     weights *= weight_scale
+    if SCALED:
+        weights *= tl.load(expert_scales_ptr + chosen, mask=js < TOP_K, other=0.0)
     if COUNTED:
         one = (tl.load(slots_ptr + token) >= block_size).to(tl.int64)
         tl.atomic_add(
@@ -193,9 +202,10 @@ def route(
     spec: MoESpec,
     correction: Tensor | None = None,
     load: ExpertCounters | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights float32, experts int32), [T, k] each. Of `spec.held` experts they are counted from the first of these; others
-    are the number after the last, with the weight 0."""
+    """(weights float32, experts int32), [T, k] each. With `spec.held`, held experts are counted
+    from the first one; others are the number after the last one, with weight 0."""
     num_tokens, top_k = router_logits.shape[0], spec.num_experts_per_token
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
@@ -203,11 +213,12 @@ def route(
     serial = num_tokens > SERIAL_TOKENS
     parallel_warps = 1 if spec.num_experts <= 16 else 4 if spec.num_experts <= 128 else 8
     _route_kernel[(num_tokens,)](
-        router_logits.contiguous(), weights if correction is None else correction, weights, chosen,
+        router_logits.contiguous(), weights if correction is None else correction, weights if scales is None else scales,
+        weights, chosen,
         chosen if load is None else load.counts, chosen if load is None else load.slots, spec.weight_scale,
         0 if load is None else load.block_size,
         X=spec.num_experts, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
-        COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
+        SCALED=scales is not None, COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen, BY_TWO=limit is not None and limit.by == "best_two",
         FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_local_experts, BLOCK_G=triton.next_power_of_2(num_groups),
         BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
@@ -237,7 +248,7 @@ def _combine_kernel(
         if SORTED:
             position = tl.load(inverse_ptr + pair).to(tl.int64)
         weight = tl.load(weights_ptr + pair)
-        # What an expert on another rank would have given was not written.
+        # The result of an expert on another rank was not written here.
         end = tl.where(weight != 0.0, size, 0)
         y = tl.load(y_ptr + position * PARTS * size + at, mask=at < end, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
@@ -253,8 +264,9 @@ def combine(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E]. Or y is [T · k · parts, E]
-    in float32, a row for each part of a sum, and the result of `dtype`."""
+    """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E].
+    Or y is float32 [T · k · parts, E], one row for each part of a sum, and the result has `dtype`.
+    """
     (num_tokens, top_k), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=dtype or y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(size))

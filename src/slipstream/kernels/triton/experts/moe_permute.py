@@ -1,9 +1,9 @@
-"""Sort token–expert pairs by expert.
+"""Sorts token–expert pairs by expert.
 
-Pair t · k + j is token t's j-th chosen expert. Pairs are sorted by counting: a thread block takes a chunk of pairs and
-counts, for each, the pairs of the same expert ahead of it in all chunks; that is its sorted position. Each expert's
-pairs are cut into tiles. Only the device knows how many tiles there are: the grid has the most there can be, and surplus
-thread blocks exit."""
+Pair t · k + j is token t's j-th chosen expert. Pairs are sorted by counting. A thread block takes a
+chunk of pairs and counts, for each pair, the pairs of the same expert before it in all chunks; that
+is its sorted position. Each expert's pairs are cut into tiles. Only the device knows the number of
+tiles: the grid has the largest possible number, and surplus thread blocks exit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MANY_CHUNKS = 128
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Pairs by expert. Expert e has order[starts[e] : starts[e + 1]], in tiles up to tile_ends[e] of all experts' tiles.
-    Pair i is at position inverse[i]. Without `inverse` each pair is a tile of its own, in token order, and `order` holds
-    the pairs' experts."""
+    """Pairs by expert. Expert e has order[starts[e] : starts[e + 1]], in tiles up to tile_ends[e]
+    of all experts' tiles. Pair i is at position inverse[i]. Without `inverse` each pair is a tile,
+    in token order, and `order` has the pairs' experts."""
 
     order: Tensor  # int32 [T · k]
     inverse: Tensor | None  # int32 [T · k]
@@ -39,7 +39,7 @@ class ExpertTiles:
 def _count_kernel(
     chosen_ptr, counts_ptr, N, X, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr
 ):
-    """A chunk's number of pairs per expert."""
+    """Count a chunk's pairs per expert."""
     if PDL:
         pdl_wait()
     chunk, at, xs = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, BLOCK_X)
@@ -54,7 +54,8 @@ def _sort_kernel(
     ONE_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk's pairs to their sorted positions. ONE_CHUNK: there is no other, and nothing was counted before."""
+    """Write a chunk's pairs to their sorted positions. ONE_CHUNK: it is the only one, and nothing
+    was counted before."""
     if PDL:
         pdl_wait()
     chunk, at, xs = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, BLOCK_X)
@@ -116,7 +117,8 @@ def tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M: tl.constexpr, BLOCK_X: tl.co
 
 
 def pairs_per_tile(count: int, num_experts: int) -> int:
-    """Tiles grow with the average number of pairs per expert: an expert in one tile reads its weight once."""
+    """Pairs per tile, growing with the average number of pairs per expert: an expert in one tile
+    reads its weight once."""
     return next(
         (size for size, most in ((16, 8), (32, 32), (64, 48)) if count <= most * num_experts), 128
     )
@@ -157,5 +159,5 @@ def sort_pairs(chosen: Tensor, num_experts: int, *, tile_m: int | None = None) -
 
 
 def unsorted_pairs(chosen: Tensor) -> ExpertTiles:
-    """So few pairs that hardly two share an expert: nothing is sorted."""
+    """Pairs without sorting, for so few that hardly two share an expert."""
     return ExpertTiles(chosen.flatten(), None, chosen, chosen, 16, chosen.numel())

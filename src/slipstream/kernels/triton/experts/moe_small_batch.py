@@ -1,11 +1,12 @@
-"""Experts of few tokens with dense weights: two kernels, nothing is sorted.
+"""Experts of few tokens with dense weights: two kernels, without sorting.
 
 1. `_up_kernel`: h = activation(x · W_gateᵀ, x · W_upᵀ) for every token–expert pair.
 2. `_down_kernel`: y = Σ over a token's experts of weight · (h · W_downᵀ).
 
-With so few tokens hardly two pairs share an expert, so each pair multiplies for itself, without tensor cores; both
-kernels are bound by reading the weights. As in `linear.gemv`, the next tile of a weight is loaded before the current one
-is multiplied. A shared expert of all tokens is computed in the same launches. All sums have a fixed order."""
+With so few tokens hardly two pairs share an expert, so each pair multiplies by itself, without
+tensor cores. Both kernels are bound by reading the weights. As in `linear.gemv`, the next tile of a
+weight is loaded before the current one is multiplied. A shared expert of all tokens is computed in
+the same launches. All sums have a fixed order."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def _up_kernel(
     TOP_K: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N of a pair's F hidden numbers. An expert's weight holds F gate rows, then F up rows; without a gate F rows.
-    Thread blocks from `num_routed` on do the same for the shared expert of F_SHARED hidden numbers."""
+    """Compute BLOCK_N of a pair's F hidden numbers. An expert's weight has F gate rows, then F up
+    rows; without a gate F rows. Thread blocks from `num_routed` on do the same for the shared
+    expert of F_SHARED hidden numbers."""
     pid, token = tl.program_id(0), tl.program_id(1)
     ks = tl.arange(0, BLOCK_K)
     if PDL:
@@ -94,8 +96,8 @@ def _down_kernel(
     TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of a token, summed over its experts. A tile's rows are (output, expert); for a shared expert
-    (output, stretch of its inputs)."""
+    """Compute BLOCK_N outputs of a token, summed over its experts. A tile's rows are (output,
+    expert); for a shared expert (output, stretch of its inputs)."""
     token = tl.program_id(1)
     at, ks = tl.arange(0, BLOCK_N * BLOCK_TOP_K), tl.arange(0, BLOCK_K)
     n, j = tl.program_id(0) * BLOCK_N + at // BLOCK_TOP_K, at % BLOCK_TOP_K
@@ -153,8 +155,9 @@ def moe_small_batch(
     spec: MoESpec,
     shared: tuple[Linear, Linear] | None,
 ) -> Tensor:
-    """x [T, E], contiguous; weights float32 and experts int32 [T, k] → [T, E]. `shared`: up and down of an expert of all
-    tokens, with the others' activation, and with biases if they have such."""
+    """x [T, E], contiguous; weights float32 and experts int32 [T, k] → [T, E]. `shared`: up and
+    down of an expert for all tokens, with the others' activation, and with biases if they have
+    them."""
     (num_tokens, width), top_k, size = (
         x.shape,
         spec.num_experts_per_token,

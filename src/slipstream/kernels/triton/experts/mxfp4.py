@@ -1,12 +1,14 @@
-"""Experts in MXFP4: y[i] = x[token(i)] · W[expert(i)]ᵀ for every token–expert pair i, in one launch.
+"""Experts in MXFP4: y[i] = x[token(i)] · W[expert(i)]ᵀ for every token–expert pair i, in one
+launch.
 
-Weights lie in the order in which the kernel reads them (`pack_mxfp4`), and so that a code becomes a bfloat16 by a shift and a
-mask: its sign, exponent and mantissa bits land on those of the bfloat16, whose exponent is then 126 too small. One
-multiplication by the group's power of two makes up for that. Codes are thus expanded in registers, from which the tensor cores
-take them, once for a tile's pairs; so the tile has as many pairs as an expert has on average, up to 144.
+Weights are stored in the order in which the kernel reads them (`pack_mxfp4`). A shift and a mask
+make a bfloat16 of a code: its sign, exponent and mantissa bits land on those of the bfloat16, whose
+exponent is then 126 too small. One multiplication by the group's power of two corrects that. Codes
+are thus expanded in registers, from which the tensor cores read them, once for a tile's pairs. A
+tile therefore has as many pairs as an expert has on average, up to 144.
 
-The first product of a gated expert takes gate rows and up rows in turns of 8, so that a thread holds both and stores their
-activation."""
+The first product of a gated expert alternates 8 gate rows and 8 up rows, so that a thread holds
+both and stores their activation."""
 
 from __future__ import annotations
 
@@ -32,18 +34,18 @@ from slipstream.platform import platform_of
 from slipstream.spec.model import DenseSpec, MoESpec
 
 CHUNK = 128
-"""Inputs of a row whose codes lie together, 64 bytes; four groups. The last chunk may be half empty."""
+"""Inputs of a row whose codes are stored together: 64 bytes, four groups. The last chunk may be
+half empty."""
 SLAB = 8
-"""Rows whose chunks lie together."""
+"""Rows whose chunks are stored together."""
 
 
 def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
-    """Reorder codes and scales, some rows at a time."""
+    """Copy codes and scales into the order in which the kernel reads them."""
     (rows, quarter), groups = w.weight.shape, len(w.scales)
     inner, chunks = quarter * 4, triton.cdiv(quarter * 4, CHUNK)
-    factor = max(
-        1.0, float(w.scales.max())
-    )  # so ranks with different experts have the same one, and can exchange them
+    # so ranks with different experts have the same factor, and can exchange experts
+    factor = max(1.0, float(w.scales.max()))
     words = torch.empty(
         rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=w.weight.device
     )
@@ -101,18 +103,18 @@ mul.rn.bf16x2 $2, $2, $7;
 mul.rn.bf16x2 $3, $3, $8;
 }
 """
-"""Two words to four pairs of bfloat16, each times its group's scale."""
+"""PTX: two words → four pairs of bfloat16, each times its group's scale."""
 
 
 @triton.jit
 def _scale_bits(exponents, i: tl.constexpr):
-    """Of group i, as the bits of a float32 but for the low 16."""
+    """The scale of group i as the bits of a float32, without the low 16."""
     return ((exponents >> (8 * i)) & 0xFF) << 7
 
 
 @triton.jit
 def _number(bits, scale_bits):
-    """A code whose bits lie as a bfloat16's, times its scale."""
+    """A code whose bits are laid out as a bfloat16's, times its scale."""
     return (bits << 16).to(tl.float32, bitcast=True) * (scale_bits << 16).to(
         tl.float32, bitcast=True
     )
@@ -120,8 +122,8 @@ def _number(bits, scale_bits):
 
 @triton.jit
 def _expand(words, exponents, dtype: tl.constexpr, IN_PLACE: tl.constexpr, ASM: tl.constexpr):
-    """Words [N, 32] → the numbers [N, 32] of each of a word's four codes, / `Mxfp4Linear.factor`. IN_PLACE: by
-    INSTRUCTIONS."""
+    """Words [N, 32] → the numbers [N, 32] of each of a word's four codes, divided by
+    `Mxfp4Linear.factor`. IN_PLACE: by INSTRUCTIONS."""
     s0, s1 = _scale_bits(exponents, 0)[:, None], _scale_bits(exponents, 1)[:, None]
     s2, s3 = _scale_bits(exponents, 2)[:, None], _scale_bits(exponents, 3)[:, None]
     if IN_PLACE:
@@ -148,11 +150,13 @@ def _tile(
     KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of an expert's weight times pairs `first` … `end` (at most BLOCK_M + MORE), `chunks` of K. Those beyond
-    BLOCK_M are a second product of the same expanded codes."""
+    """Multiply BLOCK_N rows of an expert's weight with pairs `first` … `end` (at most BLOCK_M +
+    MORE), over `chunks` of K. Pairs beyond BLOCK_M are a second product of the same expanded codes.
+    """
     js = tl.arange(0, 32)
     position, live, x_at = _pairs(x_ptr, order_ptr, first, end, K, TOP_K, GATHER, UNSORTED, BLOCK_M)
-    # The tile's rows: slabs of a product without a gate, or a slab of gates and one of ups in turns.
+    # The tile's rows: slabs of a product without a gate, or a slab of gates and one of ups
+    # alternating.
     i = tl.arange(0, BLOCK_N)
     if GATED:
         slab = column // 8 + i // 16
@@ -190,7 +194,7 @@ def _tile(
             acc2 = tl.dot(d, y3, acc2, input_precision=PRECISION)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
-        own = inside & (i < BLOCK_N - split * BLOCK_N)  # the first part's
+        own = inside & (i < BLOCK_N - split * BLOCK_N)  # of the first part
         bias = tl.load(bias_ptr + slab * 8 + i % 8, mask=own, other=0.0).to(tl.float32)
     _store(
         acc * factor + bias[:, None], y_ptr, position, live, column, split, N, alpha, limit, SPLITS, ACTIVATE, KIND, FUNCTION,
@@ -215,8 +219,8 @@ def _pairs(
     UNSORTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Pairs `first` … `end`, at most BLOCK_M: their positions, which there are, and where their first 32 inputs are
-    [32, BLOCK_M]."""
+    """Pairs `first` … `end`, at most BLOCK_M: (positions, which of them exist, addresses of their
+    first 32 inputs [32, BLOCK_M])."""
     position = first + tl.arange(0, BLOCK_M)
     live = position < end
     pair = position
@@ -269,9 +273,10 @@ def _mxfp4_gemm_kernel(
     PRECISION: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_X: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """yᵀ = W · xᵀ for a tile of an expert's pairs and some of its N outputs: [T · k, SPLITS, N], in sorted order, a row for
-    each part of K. x has rows in that order too, or one a token with GATHER. ACTIVATE: y is the outputs' activation; GATED:
-    of N gate rows and N up rows. A tile has up to BLOCK_M + MORE pairs; with at most SMALL_M or BLOCK_M it multiplies only so
+    """yᵀ = W · xᵀ for a tile of an expert's pairs and some of its N outputs → [T · k, SPLITS, N],
+    in sorted order, one row for each part of K. x has rows in that order too; with GATHER it has
+    one per token. ACTIVATE: y is the outputs' activation; GATED: of N gate rows and N up rows. A
+    tile has up to BLOCK_M + MORE pairs; with at most SMALL_M or BLOCK_M it multiplies only that
     many. UNSORTED: each pair is a tile."""
     if PDL:
         pdl_wait()
@@ -306,8 +311,9 @@ def _mxfp4_gemm_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`rows` of the weight a thread block, and `pairs` of an expert: no more than `small` where a tile has so few (0: never),
-    and up to `more` besides, which spare an expert with some more pairs a tile whose codes are expanded anew."""
+    """Sizes of a tile. `rows`: weight rows per thread block. `pairs`: most pairs of an expert.
+    `small`: if a tile has no more pairs than this, it multiplies only this many (0: never). `more`:
+    pairs beyond `pairs`, which spare an expert a tile whose codes are expanded again."""
 
     pairs: int
     rows: int
@@ -334,8 +340,8 @@ def mxfp4_gemm(
     expert: DenseSpec | None = None,
     gather: bool = False,
 ) -> Tensor:
-    """x [T · k, K] in the experts' order, or [T, K] with `gather` → [T · k · splits, N]; with `expert` its activation. Sums of
-    parts of K are float32, and `combine` adds them up."""
+    """x [T · k, K] in the experts' order, or [T, K] with `gather` → [T · k · splits, N]; with
+    `expert` its activation. Sums of parts of K are float32, and `combine` adds them."""
     gated = expert is not None and expert.gated
     outer = w.out_features // num_experts // (2 if gated else 1)
     splits, count = tile.splits, tiles.order.numel()
@@ -366,8 +372,8 @@ def mxfp4_mlp(
     *,
     small_batch: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Both products: x [T, E] → what `moe.combine` takes, [T · k · parts, E], and the pairs' positions. `small_batch`: nothing
-    is sorted."""
+    """Both products: x [T, E] → the input of `moe.combine` [T · k · parts, E], and the pairs'
+    positions. `small_batch`: nothing is sorted."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
     tiles = (
         unsorted_pairs(chosen)
@@ -382,8 +388,8 @@ def mxfp4_mlp(
 
 
 def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[Tile, Tile]:
-    """Of the first and the second product, by how many pairs an expert has on average (`kernels_cuda_mxfp4_table`, for many
-    `kernels_cuda_mxfp4_pairs`)."""
+    """Tiles of the first and the second product, by the average number of pairs per expert
+    (`kernels_cuda_mxfp4_table`, for many pairs `kernels_cuda_mxfp4_pairs`)."""
     if small_batch:
         return Tile(16, 64, 4, 8), Tile(16, 64, 4, 8, splits=2)
     if num_pairs <= 8 * num_experts:

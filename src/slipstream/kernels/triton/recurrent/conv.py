@@ -11,11 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.states import CHUNK, ConvParams, LayerState, StateMetadata
+from slipstream.kernels.states import CHUNK, SHORT, ConvParams, LayerState, StateMetadata
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
-SHORT = 16
-"""Maximum tokens of a sequence in a step for which it is computed token by token."""
 L2_EPS = tl.constexpr(1e-6)
 
 

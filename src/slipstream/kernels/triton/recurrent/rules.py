@@ -9,7 +9,14 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.states import CHUNK, ConvParams, GatedDeltaParams, LayerState, Mamba2Params
+from slipstream.kernels.states import (
+    CHUNK,
+    SHORT,
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+)
 from slipstream.kernels.triton.pdl import pdl_options
 from slipstream.kernels.triton.recurrent import conv
 from slipstream.kernels.triton.recurrent.chunks import (
@@ -54,7 +61,7 @@ def gated_delta(
     out = _tokens(
         x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages,
         low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
-        TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=conv.SHORT if stages else ANY_LENGTH,
+        TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
     if stages:
         mixed = x.new_empty(len(x), s.conv_channels)
@@ -86,25 +93,14 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
     out = _tokens(
         rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
         low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=False,
-        SHORT=conv.SHORT if stages else ANY_LENGTH,
+        SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
     if stages:
         mixed = x.new_empty(len(x), s.conv_channels)
         conv.conv_chunks(rows, state, meta, params.conv, mixed)
         _chunks(
-            mixed,
-            raw,
-            raw,
-            state,
-            meta,
-            params,
-            sizes,
-            out,
-            low=low,
-            high=high,
-            stages=stages,
-            TWICE=False,
-        )
+            mixed, raw, raw, state, meta, params, sizes, out, low=low, high=high, stages=stages, TWICE=False
+        )  # fmt: skip
     if not in_one:
         groups = s.num_heads if s.norm is None else s.norm_groups
         _finish(
@@ -188,7 +184,7 @@ def _chunks(
     given = (mixed, beta, raw, params.decay, params.time, logs, p, u, w)
     block_v, exact = max(16, triton.next_power_of_2(value_dim)), mixed.dtype == torch.float32
     shared = dict(
-        H=heads, K=key_dim, V=value_dim, SHORT=conv.SHORT, LEVELS=CHUNK.bit_length() - 1,
+        H=heads, K=key_dim, V=value_dim, SHORT=SHORT, LEVELS=CHUNK.bit_length() - 1,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), EXACT=exact, **pdl_options(mixed),
     )  # fmt: skip
     places = {name: sizes[name] for name in ("R", "Q_AT", "K_AT", "V_AT")}

@@ -1,0 +1,248 @@
+"""Formats whose calls are JSON objects with a name and arguments: one between two markers, or a list of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from typing import ClassVar
+
+from slipstream.engine.text.tool_formats.base import (
+    Parser,
+    Script,
+    Tool,
+    ToolFormat,
+    Writer,
+    drop,
+)
+
+
+class JsonCalls(ToolFormat):
+    """Common part of the formats. The grammar writes calls as the model's template does. The parser takes one call, several
+    or a list behind each of `openings`."""
+
+    end: ClassVar[str]
+    openings: ClassVar[tuple[str, ...]] = ()
+    """Texts that calls begin with, if there are others than the trigger."""
+    line: ClassVar[str] = "\n"
+    """Text between markers and calls."""
+    is_list: ClassVar[bool] = False
+    keys: ClassVar[tuple[str, str]] = ("name", "arguments")
+
+    def call(self, tool: Tool, writer: Writer) -> str:
+        name, arguments = self.keys
+        begin = f'{{"{name}": {json.dumps(tool.name)}, "{arguments}": '
+        return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
+
+    def between(self, writer: Writer) -> str | None:
+        return '", "' if self.is_list else writer.text(f"{self.line}{self.end}\n{self._begin}")
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        begin, end = ("[", "]") if self.is_list else ("", "")
+        before, after = self.line + begin, end + self.line + self.end
+        return f"{writer.texts(before)} {calls} {writer.texts(after)}"
+
+    @property
+    def _begin(self) -> str:
+        return self.trigger + self.line
+
+    def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
+        openings = self.openings or (self.trigger,)
+        marker = yield from parser.until(openings, parser.content)
+        while marker:
+            found = yield from self.calls_behind(parser, marker)
+            ends = (self.end,) if found and self.end else ()
+            marker = yield from parser.until((*openings, *ends), drop if ends else parser.content)
+            if marker in ends:
+                marker = yield from parser.until(openings, parser.content)
+
+    def calls_behind(self, parser: Parser, opening: str) -> Generator[None, None, bool]:
+        """Take the calls that follow. False if there are none; what was read is content."""
+        return (yield from json_calls(parser, opening))
+
+
+def json_calls(parser: Parser, opening: str) -> Generator[None, None, bool]:
+    """Take one call, several or a list. False if there is none; what was read is content."""
+    if (yield from parser.opens_with("[")):
+        opening += "["
+    found = False
+    while (yield from parser.call_object(opening)):
+        found, opening = True, ""
+        if (yield from parser.opens_with(",")) or (yield from parser.opens_with(";")):
+            continue
+        if not (yield from parser.opens_with("{", take=False)):
+            yield from parser.opens_with("]")
+            break
+    return found
+
+
+class Hermes(JsonCalls):
+    """Hermes 2 Pro's, which Qwen 2.5 and 3, SmolLM 3, Granite 4, MiMo, Trinity and others write."""
+
+    name = "hermes"
+    trigger, end = "<tool_call>", "</tool_call>"
+    markers: ClassVar[tuple[str, ...]] = (trigger, end)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<tool_call>" in template
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        return [
+            f'<tool_call>{line}{{"name": "{tool.name}"' for tool in tools for line in ("\n", "")
+        ]
+
+
+class Ernie45(Hermes):
+    """Hermes's, with an answer between markers."""
+
+    name = "ernie45"
+    wraps = ("<response>", "</response>")
+    markers = (*Hermes.markers, *wraps)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return (
+            "<tool_call>" in template and "<response>" in template and "<arg_key>" not in template
+        )
+
+
+class LongCat(JsonCalls):
+    name = "longcat"
+    trigger, end = "<longcat_tool_call>", "</longcat_tool_call>"
+    markers: ClassVar[tuple[str, ...]] = (trigger, end)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+
+class InternLm(JsonCalls):
+    """InternLM 2's and Intern-S1's."""
+
+    name = "internlm"
+    trigger, end = "<|action_start|><|plugin|>", "<|action_end|>"
+    openings = (trigger, "<|action_start|> <|plugin|>")
+    markers = ("<|action_start|>", "<|plugin|>", end)
+    line = "\n"
+    keys = ("name", "parameters")
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<|action_start|>" in template
+
+
+class JsonList(JsonCalls):
+    is_list, line = True, ""
+
+
+class Nemotron(JsonList):
+    """Nemotron Nano 2's and Llama-Nemotron Super's. Nemotron 3 writes Qwen3-Coder's."""
+
+    name = "nemotron"
+    trigger, end = "<TOOLCALL>", "</TOOLCALL>"
+    markers: ClassVar[tuple[str, ...]] = (trigger, end)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+
+class HunyuanA13b(JsonList):
+    """Hunyuan A13B's and Jamba's. MiniMax M1 writes objects without a list."""
+
+    name = "hunyuan_a13b"
+    trigger, end = "<tool_calls>", "</tool_calls>"
+    wraps = ("<answer>", "</answer>")
+    markers = (trigger, end, *wraps)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+
+class Granite(JsonList):
+    """Granite 3's."""
+
+    name = "granite"
+    trigger, end = "<|tool_call|>", ""
+    openings = (trigger, "<tool_call>")
+    markers = openings
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+
+class Phi4Mini(JsonList):
+    name = "phi4_mini"
+    trigger, end = "<|tool_call|>", "<|/tool_call|>"
+    openings = (trigger, "functools")
+    markers: ClassVar[tuple[str, ...]] = (trigger, end)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<|tool|>" in template or cls.end in template
+
+
+class Cohere(JsonList):
+    """Command R7B's and A's."""
+
+    name = "cohere"
+    trigger, end = "<|START_ACTION|>", "<|END_ACTION|>"
+    wraps = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+    markers = (trigger, end, *wraps)
+    keys = ("tool_name", "parameters")
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+    def call(self, tool: Tool, writer: Writer) -> str:
+        writer.rules["NUMBER"] = "/[0-9]{1,3}/"
+        begin = f'", "tool_name": {json.dumps(tool.name)}, "parameters": '
+        return f'"{{\\"tool_call_id\\": \\"" NUMBER {writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
+
+
+class Apertus(JsonList):
+    """Lists of objects whose one key is the function's name."""
+
+    name = "apertus"
+    trigger, end = "<|tools_prefix|>", "<|tools_suffix|>"
+    markers: ClassVar[tuple[str, ...]] = (trigger, end)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+    def call(self, tool: Tool, writer: Writer) -> str:
+        return (
+            f'{writer.text(f"{{{json.dumps(tool.name)}: ")} {writer.schema(tool.parameters)} "}}"'
+        )
+
+    def calls_behind(self, parser: Parser, opening: str) -> Generator[None, None, bool]:
+        raw, found = list[str](), False
+        if not (yield from parser.opens_with("[")):
+            parser.refuse(opening)
+            return False
+        opening += "["
+        while (yield from parser.opens_with("{")):
+            raw = ["{"]
+            yield from parser.spaces(raw.append)
+            key = list[str]()
+            if (yield from parser.peek()) == '"':
+                yield from parser.value(key.append)
+            raw += key
+            name = "".join(key)[1:-1]
+            if not name or not (yield from parser.opens_with(":")):
+                break
+            yield from parser.spaces(drop)
+            parser.begin_call(name)
+            yield from parser.value(parser.arguments)
+            found, raw = True, []
+            yield from parser.opens_with("}")
+            yield from parser.opens_with(",")
+        if raw or not found:
+            parser.refuse("" if found else opening, "".join(raw))
+        else:
+            yield from parser.opens_with("]")
+        return found

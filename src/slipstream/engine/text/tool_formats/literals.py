@@ -1,0 +1,157 @@
+"""Values as Python or Gemma writes them: strings in quotes, numbers, lists and objects, read from a text.
+
+Models write Python that a compiler refuses: lines within quotes, words of JSON, numbers with zeros before them, arguments whose
+name is a keyword. So the text is read here, and not by `ast`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+MAX_DEPTH = 64
+"""Lists and objects within each other."""
+
+RAW_QUOTES = ('<|"|>', "<escape>")
+"""Gemma's quotes. Nothing is escaped between them."""
+QUOTES = (*RAW_QUOTES, '"""', "'''", '"', "'")
+
+_WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPED = dict(zip("ntrbfav\\'\"\n", "\n\t\r\b\f\a\v\\'\"", strict=False)) | {"\n": ""}
+_NAME = re.compile(r"\w+")
+_BARE = re.compile(r"[^,\[\](){}:]+")
+
+
+class Literals:
+    """A text that is read value by value. ValueError if it is something else. `bare`: words without quotes are texts."""
+
+    def __init__(self, text: str, *, bare: bool = False) -> None:
+        self._text, self._at, self._bare = text, 0, bare
+
+    def keywords(self) -> dict[str, Any]:
+        """Arguments as `(a=1, b='x')`, to the end of the text."""
+        found = dict[str, Any]()
+        self._take("(")
+        while not self.opens(")"):
+            name = _NAME.match(self._text, self._skip())
+            if name is None:
+                raise ValueError("an argument has no name")
+            self._at = name.end()
+            self._take("=")
+            found[name[0]] = self.value()
+            if not self.opens(","):
+                self._take(")")
+                break
+        self.end()
+        return found
+
+    def value(self, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError("too deep")
+        at = self._skip()
+        for quote in QUOTES:
+            if self._text.startswith(quote, at):
+                return self._string(quote)
+        for begin, end in ("[]", "()"):
+            if self.opens(begin):
+                items = list[Any]()
+                while not self.opens(end):
+                    items.append(self.value(depth + 1))
+                    if not self.opens(","):
+                        self._take(end)
+                        break
+                return items
+        if self.opens("{"):
+            pairs = dict[str, Any]()
+            while not self.opens("}"):
+                key = self.value(depth + 1)
+                self._take(":")
+                pairs[key if isinstance(key, str) else str(key)] = self.value(depth + 1)
+                if not self.opens(","):
+                    self._take("}")
+                    break
+            return pairs
+        return self._word()
+
+    def opens(self, mark: str) -> bool:
+        """Whether whitespace and `mark` follow, which are taken then."""
+        at = self._skip()
+        if not self._text.startswith(mark, at):
+            return False
+        self._at = at + len(mark)
+        return True
+
+    def end(self) -> None:
+        if self._skip() < len(self._text):
+            raise ValueError("there is more")
+
+    def _take(self, mark: str) -> None:
+        if not self.opens(mark):
+            raise ValueError(f"{mark} is missing")
+
+    def _skip(self) -> int:
+        while self._text[self._at : self._at + 1].isspace():
+            self._at += 1
+        return self._at
+
+    def _string(self, quote: str) -> str:
+        begin = self._at + len(quote)
+        end = string_end(self._text, begin, quote)
+        if end < 0:
+            raise ValueError("a string has no end")
+        self._at, text = end + len(quote), self._text[begin:end]
+        return text if quote in RAW_QUOTES else _ESCAPE.sub(_unescaped, text)
+
+    def _word(self) -> Any:
+        found = _BARE.match(self._text, self._at)
+        word = found[0].strip() if found else ""
+        if found is None or not word:
+            raise ValueError("a value is missing")
+        self._at = found.end()
+        if word in _WORDS:
+            return _WORDS[word]
+        try:
+            return number(word)
+        except ValueError:
+            if not self._bare:
+                raise
+            return word
+
+
+def number(word: str) -> int | float:
+    """The number that a word is. ValueError if it is none that JSON has."""
+    if not re.fullmatch(r"[-+]?[0-9.][0-9._]*(?:[eE][-+]?[0-9]+)?", word):
+        raise ValueError("no number")
+    try:
+        return int(word)
+    except ValueError:
+        if not math.isfinite(found := float(word)):
+            raise
+        return found
+
+
+def string_end(text: str, begin: int, quote: str) -> int:
+    """Place of the quote that ends a string; -1 if it has no end."""
+    if quote in RAW_QUOTES:
+        return text.find(quote, begin)
+    while (end := text.find(quote, begin)) >= 0:
+        slash = text.find("\\", begin, end)
+        if slash < 0:
+            return end
+        begin = slash + 2
+    return -1
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1]
+    if code in _ESCAPED:
+        return _ESCAPED[code]
+    if code[0] in "xuU" and len(code) > 1:
+        point = int(code[1:], 16)
+    elif code.isdigit():
+        point = int(code, 8)
+    else:
+        return found[0]  # as in Python
+    return chr(point) if point < 0x110000 and not 0xD800 <= point < 0xE000 else "\ufffd"

@@ -1,0 +1,97 @@
+"""Language models of multimodal checkpoints whose towers for pictures and sounds are not read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.spec.description import read_spec
+from tests import tiny_models
+from tests.model.harness import load, run
+
+TOKENS = list(range(5, 40))
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+QWEN = {
+    **{k: v for k, v in tiny_models._LLAMA.items() if k != "rope_theta"},
+    **dict(head_dim=16, rope_parameters={**ROPE, "mrope_interleaved": True}),
+}
+TOWER = {
+    **dict(depth=2, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=4),
+    **dict(out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+}
+QWEN_IDS = {
+    f"{name}_token_id": 280 + i
+    for i, name in enumerate(("image", "video", "vision_start", "vision_end"))
+}
+GEMMA = {k: v for k, v in tiny_models.FAMILIES["gemma4_text"].items() if k != "model_type"}
+GEMMA = {k: v for k, v in GEMMA.items() if v is not None}
+SIGHT = dict(
+    **dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
+    **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=32),
+)
+CASES = {
+    "qwen3_vl": ("Qwen3VL", QWEN, {"vision_config": TOWER, **QWEN_IDS}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**QWEN, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        {"vision_config": TOWER, **QWEN_IDS},
+    ),
+    "gemma4": ("Gemma4", GEMMA, {"vision_config": SIGHT, "audio_config": None}),
+}
+
+
+def build(path, case):
+    name, text, more = CASES[case]
+    config = getattr(transformers, f"{name}Config")(text_config=text, **more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    tiny_models.shake_buffers(model)
+    model.save_pretrained(path)
+    return model
+
+
+def close(path, theirs):
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([TOKENS])).logits[0]
+    for kernels in ("reference", "cpu"):
+        ours = run(load(path, kernels=kernels), TOKENS, [7, 1, 4])
+        assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_text_is_that_of_transformers(case, tmp_path):
+    theirs = build(tmp_path, case)
+    close(tmp_path, theirs)
+    assert read_spec(tmp_path).spec.vision is None
+
+
+def test_experts_stored_the_other_way_round_are_turned(tmp_path):
+    """As Qwen's own checkpoints have them."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = build(tmp_path, "qwen3_vl_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name: value.mT.contiguous() if ".mlp.experts." in name else value
+        for name, value in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    close(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_unknown_key_of_the_text_is_refused(case, tmp_path):
+    build(tmp_path, case)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["a_new_switch"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "a_new_switch"
