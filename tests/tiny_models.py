@@ -77,6 +77,21 @@ _DELTA = dict(
     linear_value_head_dim=12,
 )
 
+_MAMBA2 = {
+    **_LLAMA,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_theta": None,
+    **dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=12, mamba_expand=2),
+}
+_MAMBA = {**_SMALL, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 6}
+_LFM = {
+    **_LLAMA,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_theta": None,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 7},
@@ -150,6 +165,86 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_DELTA,
         "model_type": "qwen3_5_moe_text",
         "shared_expert_intermediate_size": 48,
+    },
+    "lfm2": {**_LFM, "model_type": "lfm2", "block_multiple_of": 8},
+    "lfm2_moe": {**_LFM, **_EXPERTS, "model_type": "lfm2_moe", "num_dense_layers": 1},
+    "nemotron_h": {
+        **_LLAMA,
+        "model_type": "nemotron_h",
+        "rope_theta": None,
+        "num_hidden_layers": None,
+        "head_dim": 8,
+        "layers_block_type": [
+            *("linear_attention", "moe", "linear_attention", "full_attention", "mlp"),
+            *("linear_attention", "moe", "full_attention"),
+        ],
+        **dict(mamba_num_heads=8, mamba_head_dim=6, ssm_state_size=12, n_groups=2),
+        **dict(n_routed_experts=8, moe_intermediate_size=32, num_experts_per_tok=3),
+        **dict(moe_shared_expert_intermediate_size=48, routed_scaling_factor=2.5),
+        **dict(n_group=4, topk_group=2),
+    },
+    "bamba": {**_MAMBA2, "model_type": "bamba", "layer_types": None, "attn_layer_indices": [1]},
+    "jamba": {
+        **_LLAMA,
+        "model_type": "jamba",
+        "num_hidden_layers": 4,
+        "rope_theta": None,
+        **dict(attn_layer_period=3, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
+        **dict(mamba_d_state=8, mamba_dt_rank=6),
+    },
+    "mamba": {**_MAMBA, "model_type": "mamba"},
+    "falcon_mamba": {**_MAMBA, "model_type": "falcon_mamba"},
+    "mamba2": {
+        **_MAMBA,
+        "model_type": "mamba2",
+        "time_step_rank": None,
+        **dict(num_heads=8, head_dim=8, state_size=12, n_groups=2, chunk_size=16),
+    },
+    "olmo_hybrid": {
+        **_LLAMA,
+        **_DELTA,
+        "model_type": "olmo_hybrid",
+        "head_dim": None,
+        "linear_value_head_dim": 8,  # as many channels as keys have, which transformers' writer needs
+    },
+    "falcon_h1": {
+        **_MAMBA2,
+        "model_type": "falcon_h1",
+        "layer_types": None,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "mamba_d_head": 6,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.3,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.4,
+        "attention_out_multiplier": 0.6,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.8,
+        "mlp_multipliers": [0.9, 0.5],
+        "ssm_multipliers": [0.4, 0.5, 1.1, 1.3, 0.6],
+    },
+    "kimi_linear": {
+        **{
+            k: v
+            for k, v in _LATENT.items()
+            if k not in ("n_routed_experts", "first_k_dense_replace")
+        },
+        "model_type": "kimi_linear",
+        "pad_token_id": None,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "q_lora_rank": None,
+        **dict(num_experts=8, n_group=4, topk_group=2, linear_num_heads=4, linear_head_dim=12),
+    },
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 48,
+        "num_local_experts": 6,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
     },
     "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
     "opt": {
@@ -308,6 +403,14 @@ GEMMA4_MOE = {
 """What makes of `gemma4_text` a model like the 26B-A4B."""
 
 
+RECURRENT = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
+    *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
+    *("mamba", "falcon_mamba", "mamba2"),
+)
+"""Families with recurrent layers, which can't be trained or compressed yet."""
+
+
 def settings_of(family: str) -> dict[str, Any]:
     """A copy, since transformers changes what it is given."""
     return copy.deepcopy(FAMILIES[family])
@@ -407,9 +510,8 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
 
 def correction_buffers(model: Any) -> list[Any]:
     """What DeepSeek V3 learns beside gradients."""
-    return [
-        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    ]
+    ends = ("e_score_correction_bias", "expert_bias")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def scalar_buffers(model: Any) -> list[Any]:

@@ -246,6 +246,44 @@ CASES = {
     ),
     "seed-oss-bare": ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
     "arcee-biased": ("arcee", {"mlp_bias": True, "hidden_act": "gelu"}),
+    "nemotron-h-dense": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+            **dict(use_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=4),
+        },
+    ),
+    "jamba-dense": ("jamba", {"num_experts": 1, "mamba_proj_bias": True, "attn_layer_offset": 0}),
+    "mamba-biased": ("mamba", {"use_bias": True, "use_conv_bias": False, "time_step_rank": None}),
+    "mamba2-tied": ("mamba2", {"use_bias": True, "tie_word_embeddings": True, "n_groups": 1}),
+    "olmo-hybrid-positive": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        {
+            **dict(mamba_rms_norm=True, mamba_proj_bias=True, projectors_bias=True),
+            **dict(attention_bias=True, mlp_bias=True, mamba_d_ssm=64, mamba_d_head="auto"),
+        },
+    ),
+    "falcon-h1-gated-first": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
+    "kimi-linear-hub": (
+        "kimi_linear",
+        {
+            "layer_types": None,
+            "linear_attn_config": {
+                **dict(full_attn_layers=[2], kda_layers=[1, 3], head_dim=12, num_heads=2),
+                "short_conv_kernel_size": 3,
+            },
+            **dict(q_lora_rank=16, n_group=1, topk_group=1, first_k_dense_replace=2),
+        },
+    ),
+    "nemotron-3-latent": ("nemotron_h", {"moe_latent_size": 12}),
+    "granite-4-h-dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
     "granite-tied": (
         "granite",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -354,7 +392,7 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"model_type": "mamba"}, "model_type"),
+        ({"model_type": "rwkv"}, "model_type"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"some_new_switch": True}, "some_new_switch"),

@@ -889,6 +889,240 @@ def converted(folder, number, num_layers, changed=lambda name, value: {name: val
     return tensors
 
 
+SSM = {
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 64,
+    "ssm.state_size": 12,
+}
+SSM2 = {**SSM, "ssm.time_step_rank": 8, "ssm.group_count": 2}
+HEADS = {"attention.head_count": 4, "attention.head_count_kv": [0, 2, 0]}
+LFM = {
+    **HEADS,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 1e6,
+    "shortconv.l_cache": 3,
+}
+NO_HEADS = {"attention.head_count": 0, "feed_forward_length": 0, "context_length": 2**20}
+GRANITE_H = {
+    **HEADS,
+    **SSM2,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "expert_shared_feed_forward_length": 48,
+    "attention.scale": 0.2,
+    "residual_scale": 0.4,
+    "embedding_scale": 3.0,
+    "logit_scale": 4.0,
+    "rope.scaling.finetuned": False,
+}
+NEMOTRON_H = {
+    **SSM2,
+    "ssm.inner_size": 48,
+    "attention.head_count": 4,
+    "attention.key_length": 8,
+    "attention.value_length": 8,
+}
+HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its converter writes
+    "lfm2": ("lfm2", {}, "LFM2", {**LFM, "feed_forward_length": 48}),
+    "lfm2moe": (
+        *("lfm2_moe", {}, "LFM2MOE"),
+        {
+            **LFM,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+    ),
+    "mamba": (
+        *("mamba", {}, "MAMBA"),
+        {**SSM, **NO_HEADS, "ssm.state_size": 8, "ssm.time_step_rank": 6},
+    ),
+    "falcon-mamba": (
+        *("falcon_mamba", {}, "MAMBA"),
+        {
+            **SSM,
+            **NO_HEADS,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 6,
+            "ssm.dt_b_c_rms": True,
+        },
+    ),
+    "mamba2": ("mamba2", {}, "MAMBA2", {**SSM2, **NO_HEADS}),
+    "jamba": (
+        *("jamba", {}, "JAMBA"),
+        {
+            **SSM,
+            "attention.head_count": 4,
+            "attention.head_count_kv": [0, 2, 0, 0],
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 6,
+            "expert_count": 4,
+            "expert_used_count": 2,
+        },
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            **dict(mamba_rms_norm=True, mamba_norm_before_gate=False, rope_theta=1e6),
+            **dict(mamba_d_ssm=64, mamba_d_head=8),
+        },
+        "FALCON_H1",
+        {
+            **SSM2,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 2,
+            "attention.key_length": 8,
+            "attention.value_length": 8,
+            "rope.freq_base": 1e6,
+        },
+    ),
+    "granite-4-h": (
+        *("granitemoehybrid", {}, "GRANITE_HYBRID"),
+        {**GRANITE_H, "expert_count": 6, "expert_used_count": 2},
+    ),
+    "granite-4-h-dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0},
+        "GRANITE_HYBRID",
+        GRANITE_H,
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "linear_attention",
+                "full_attention",
+                "mlp",
+            ]
+        },
+        "NEMOTRON_H",
+        {
+            **NEMOTRON_H,
+            "attention.head_count_kv": [0, 0, 0, 2, 0],
+            "feed_forward_length": [0, 64, 0, 0, 64],
+        },
+    ),
+    "nemotron-3": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            **dict(n_group=1, topk_group=1, moe_latent_size=12),
+        },
+        "NEMOTRON_H_MOE",
+        {
+            **NEMOTRON_H,
+            "moe_latent_size": 12,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "feed_forward_length": [0, 32, 0, 32],
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 48,
+            "expert_shared_count": 1,
+            "expert_group_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+        },
+    ),
+}
+
+
+def folded(config, name, value):
+    """Falcon-H1's multipliers, which the converter multiplies weights by."""
+    into, ssm = config["attention_in_multiplier"], config["ssm_multipliers"]
+    size = config["mamba_n_groups"] * config["mamba_d_state"]
+    parts = [config["mamba_d_ssm"]] * 2 + [size] * 2 + [config["mamba_n_heads"]]
+    factors = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "q_proj": into,
+        "k_proj": into * config["key_multiplier"],
+        "v_proj": into,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * np.repeat(ssm, parts)[:, None],
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+    }
+    return value * factors.get(name.split(".")[-2], 1.0)
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
+    family, overrides, architecture, more = HYBRIDS[case]
+    theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    stacks = {}
+
+    def changed(name, value):
+        if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value
+            return {}
+        if family == "falcon_h1":
+            value = folded(config, name, value)
+        if name.endswith("A_log"):
+            value = -np.exp(value)
+        if name.endswith(("A_log", ".D")) and value.ndim == 1:
+            value = value[:, None]
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            value = value.reshape(2, -1)
+        if "conv" in name and value.ndim == 3:
+            value = value.squeeze(1)
+        if "input_linear" in name:
+            own = GRANITE_PARTS["block_sparse_moe" in name, overrides == {}]
+            return dict(zip(own(name.split(".")[2]), np.split(value, 2, axis=-2), strict=True))
+        if "shared_mlp.output_linear" in name and overrides:
+            return {f"model.layers.{name.split('.')[2]}.mlp.down_proj.weight": value}
+        name = re.sub(r"\.dt_bias$", ".dt.bias" if "MOE" in architecture else ".dt_proj.bias", name)
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        return {name.replace(".expert_bias", ".expert_bias.bias"): value}
+
+    number = gguf.MODEL_ARCH[architecture]
+    num_layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    tensors = converted(tmp_path / "hf", number, num_layers, changed)
+    table = gguf.get_tensor_name_map(number, num_layers)
+    for name, parts in stacks.items():
+        known = [name, name.replace("backbone", "model").replace("mixer", "mlp")]
+        known.append(re.sub(r"model\.(layers.*)feed_forward", r"\1feed_forward", name))
+        known.append(name.replace("feed_forward", "mlp"))
+        written = next(w for n in known if (w := table.get_name(n, (".weight",))))
+        tensors[written] = (np.stack([parts[e] for e in range(len(parts))]), "F32")
+    architecture = gguf.MODEL_ARCH_NAMES[number]
+    metadata = {
+        "block_count": num_layers,
+        "context_length": 256,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+        "vocab_size": 288,
+        **more,
+    }
+    write(
+        tmp_path / "model.gguf",
+        tensors,
+        architecture,
+        **{f"{architecture}.{k}": v for k, v in metadata.items()},
+    )
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    ours = run(load(tmp_path / "model.gguf"), tokens)
+    assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+GRANITE_PARTS = {  # whether of experts, and whether the model has any
+    (True, True): lambda i: [f"layers.{i}.feed_forward.experts.{w}.weight" for w in ("w1", "w3")],
+    (False, True): lambda i: [
+        f"model.layers.{i}.mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up")
+    ],
+    (False, False): lambda i: [f"model.layers.{i}.mlp.{x}_proj.weight" for x in ("gate", "up")],
+}
+
+
 ENCODERS = {  # the family here, llama.cpp's architecture, what its converter writes besides the common keys
     "bert": ("bert", gguf.MODEL_ARCH.BERT, {"pooling_type": 2}),
     "xlm-roberta": ("roberta", gguf.MODEL_ARCH.BERT, {"pooling_type": 1}),

@@ -20,7 +20,8 @@ from tests.model.test_save import save
 
 TOKENS = list(range(5, 28))
 HEADS = {"gpt_neox": ("embed_out.weight", "gpt_neox.embed_in.weight")}
-FAMILIES = [*tiny_models.FAMILIES]
+FAMILIES = [f for f in tiny_models.FAMILIES if f not in ("nemotron_h", "kimi_linear")]
+"""Of the two left out transformers ties no head, whatever the config says."""
 
 
 def tied(path, family, **more):
@@ -28,7 +29,12 @@ def tied(path, family, **more):
     tiny_models.write(path, family, tie_word_embeddings=True, **more)
     head, embed = HEADS.get(family, ("lm_head.weight", None))
     tensors = load_file(path / "model.safetensors")
-    ends = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+    ends = (
+        "embed_tokens.weight",
+        "wte.weight",
+        "word_embeddings.weight",
+        "backbone.embeddings.weight",
+    )
     embed = embed or next(n for n in tensors if n.endswith(ends))
     assert head not in tensors
     return head, embed

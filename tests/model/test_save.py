@@ -28,6 +28,7 @@ from slipstream.model.save import (
     write_tensors,
 )
 from slipstream.spec.description import huggingface_config, read_spec
+from slipstream.spec.families.names import canonical
 from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup, Unpermute
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS
@@ -54,8 +55,15 @@ def test_what_is_read_is_written_again(name, tmp_path):
     before, after = (
         load_file(tmp_path / which / "model.safetensors") for which in ("model", "again")
     )
+    if family in ("olmo_hybrid", "kimi_linear"):  # whose own writers give some layers other names
+        description = read_spec(tmp_path / "model")
+        names = description.family.names(description.spec)
+        before = {canonical(name, ("",), names): x for name, x in before.items()}
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    for key, value in before.items():  # multipliers were folded into weights, and taken out again
+        torch.testing.assert_close(
+            after[key], value, rtol=1e-6 if family == "falcon_h1" else 0, atol=0
+        )
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)

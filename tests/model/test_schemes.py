@@ -16,8 +16,9 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import LatentAttention
 from slipstream.model.load.loader import load_model
-from slipstream.spec.model import MoESpec
-from slipstream.spec.parameters import parameters
+from slipstream.model.recurrent import Mamba
+from slipstream.spec.model import GatedDeltaSpec, MoESpec
+from slipstream.spec.parameters import keeps_float32, parameters
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, run, states, written
@@ -41,7 +42,9 @@ WIDE |= {
 WIDE |= {"global_head_dim": 64, "hidden_size_per_layer_input": 128}
 WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_head_dim": 16}
 WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
-WIDE |= {"shared_intermediate_size": 128}
+WIDE |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "linear_head_dim": 32}
+WIDE |= {"mamba_d_ssm": 256, "mamba_d_head": 32, "mamba_head_dim": 16, "block_multiple_of": 128}
+WIDE |= {"shared_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
@@ -53,6 +56,11 @@ WINDOWED = ["sliding_attention", "full_attention", "full_attention"]
 ALL_EXPERTS = {
     "gemma4_text": dict(num_hidden_layers=3, layer_types=WINDOWED, num_kv_shared_layers=1),
     "gemma4_text-moe": dict(num_hidden_layers=2, layer_types=WINDOWED[:2], top_k_experts=6),
+    **{name: {"num_experts_per_tok": 6} for name in ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe")},
+    "granitemoehybrid": {"num_experts_per_tok": 6},
+    "jamba": {"num_experts_per_tok": 4},
+    "kimi_linear": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "nemotron_h": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
@@ -105,10 +113,13 @@ def outputs(model):
     )
 
 
-def near(ours, dense, scheme):
-    """Others would be √2 away."""
+def near(ours, dense, scheme, spec):
+    """Others would be √2 away. A delta rule's state collects the errors of all tokens."""
     error = ((ours - dense).norm() / dense.norm()).item()
-    return 0 < error < (0.5 if scheme.startswith(("int4", "mxfp4")) else 0.2)
+    coarse = scheme.startswith(("int4", "mxfp4"))
+    if any(isinstance(layer.recurrent, GatedDeltaSpec) for layer in spec.layers):
+        return 0 < error < (0.9 if coarse else 0.5)
+    return 0 < error < (0.5 if coarse else 0.2)
 
 
 def is_mixture(spec):
@@ -135,13 +146,13 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             load(folder, ReferenceOps(), scheme, torch.bfloat16)
         return
     rounded = load(folder, ReferenceOps(), scheme, torch.bfloat16)
-    assert near(outputs(rounded), dense, scheme)
+    assert near(outputs(rounded), dense, scheme, spec)
     layers = [
         *rounded.decoder.layers,
         *(rounded.decoder.encoder.layers if rounded.decoder.encoder else ()),
     ]
     kept: list[torch.Tensor | None] = []
-    for a in (x.attention for x in layers):
+    for a in (x.attention for x in layers if x.attention is not None):
         latent = isinstance(a, LatentAttention)
         kept += (
             [a.params.cos_sin]
@@ -149,6 +160,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
         kept.append(a.query_scale)
+    for r in (x.recurrent for x in layers if isinstance(x.recurrent, Mamba)):
+        kept += [norm.weight for norm in r.norms or () if r.spec.normed == "plain"]  # ones
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(
         math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name
@@ -161,12 +174,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
         else rounded
     )
     assert planned + tables_bytes - 2 * made == held.weights_bytes
-    corrections = sum(
-        m.num_experts * (m.correction + m.expert_scales)
-        for m in (x.mlp for x in spec.layers)
-        if isinstance(m, MoESpec)
-    )
-    assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + corrections * 2
+    exact = sum(math.prod(shape) for name, shape in parameters(spec).items() if keeps_float32(name))
+    assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + exact * 2
 
 
 @pytest.fixture(scope="module")
@@ -184,4 +193,5 @@ def test_what_a_cpu_has_loads_on_every_family(folder, unrounded_on_cpu, scheme):
         with pytest.raises(ConfigError, match="experts"):
             load(folder, NativeOps(1), scheme, torch.float32)
         return
-    assert near(outputs(load(folder, NativeOps(1), scheme, torch.float32)), dense, scheme)
+    ours = outputs(load(folder, NativeOps(1), scheme, torch.float32))
+    assert near(ours, dense, scheme, spec)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.sequences import SequenceBatch, WholeModel
@@ -40,8 +40,24 @@ def their_loss(theirs, sequences):
     return sum(parts) / sum(len(s) - 1 for s in sequences)
 
 
+RECURRENT = [name for name, (family, _) in CASES.items() if family in tiny_models.RECURRENT]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_are_refused_by_name(name, tmp_path):
+    family, overrides = CASES[name]
+    tiny_models.write(tmp_path, family, **overrides)
+    with pytest.raises(UnsupportedModelError, match=r"recurrent layers|latent attention"):
+        loss_of(whole(tmp_path), SEQUENCES)
+
+
 @pytest.mark.parametrize(
-    "name", [n for n in CASES if "kv_lora_rank" not in tiny_models.FAMILIES[CASES[n][0]]]
+    "name",
+    [
+        name
+        for name, (family, _) in CASES.items()
+        if "kv_lora_rank" not in tiny_models.FAMILIES[family] and name not in RECURRENT
+    ],
 )  # latent attention is refused
 def test_gradients_equal_transformers(name, tmp_path):
     """1e-4 of the largest gradient of each parameter leaves room for another order of float32 sums."""

@@ -12,6 +12,7 @@ from slipstream.kernels.cpu.lowering import Emitter, lower
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.recording import TOKENS, NamedLinear, NamedWeight, RecordingOps, Value
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.model.trace import covered, named_decoder, trace, trace_encoder
@@ -32,11 +33,15 @@ BUILD = {
     **dict.fromkeys(tiny_models.ENCODERS, tiny_models.build_encoder),
     **dict.fromkeys(tiny_models.T5S, tiny_models.build_t5),
 }
+OF_WEIGHTS = (
+    *(QKVLayout, AttentionParams, Experts, MLAParams, NormParams),
+    *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
+)
 
 
 def described(x):
     """An argument of an op, with a weight's shape in the place of the weight."""
-    if isinstance(x, (QKVLayout, AttentionParams, Experts, MLAParams, NormParams)):
+    if isinstance(x, OF_WEIGHTS):
         return {f.name: described(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, tuple):
         return [described(y) for y in x]

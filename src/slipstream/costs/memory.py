@@ -34,7 +34,10 @@ def part_of(name: str) -> str:
         return "embeddings"
     if first in ("attention", "cross", "recurrent"):
         return "attention"
-    of_experts = "router", "correction", "expert_scales", "experts", "shared", "shared_weight"
+    of_experts = (
+        *("experts_in", "experts_out"),
+        *("router", "correction", "expert_scales", "experts", "shared", "shared_weight"),
+    )
     if first in ("mlp", "own_input", *of_experts):
         return "mlp"
     return "output head" if first in ("head", "classifier") else "norms"
@@ -498,7 +501,7 @@ def size_cache(
         image_cache_bytes=pictures,
         state_bytes=config.cache.state_slots * slot,
         num_states=config.cache.state_slots,
-        host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
+        host_tier_bytes=(config.cache.host_bytes or 0) // max(1, block) * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
         num_caches=config.parallel.experts if config.parallel.deals_requests else 1,
     )

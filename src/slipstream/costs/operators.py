@@ -21,7 +21,9 @@ from slipstream.spec.model import (
     MoESpec,
 )
 
-UNROUNDED = ("expand", "router", "shared_weight", "gate", "project")
+UNROUNDED = frozenset(
+    ("expand", "router", "shared_weight", "gate", "project", "experts_in", "experts_out")
+)
 """Products of a layer that keep the model's type."""
 
 

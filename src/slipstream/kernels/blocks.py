@@ -22,7 +22,8 @@ class BlockTensors:
             [part.data_ptr(), part.stride(0) * part.itemsize, part.shape[1] * part.itemsize]
             for part in self.rows
         ]
-        self.places = torch.tensor(places, dtype=torch.int64, device=self.rows[0].device)
+        device = self.rows[0].device if self.rows else None  # none are there without attention
+        self.places = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
         """Table for a kernel, int64 [parts, 3]: start address, bytes from row to row, bytes of a
         row."""
         self.row_bytes = [num_bytes for _, _, num_bytes in places]

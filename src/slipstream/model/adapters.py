@@ -31,6 +31,7 @@ from slipstream.spec.parallel import Shard
 from slipstream.spec.parameters import (
     Placement,
     Regroup,
+    Scale,
     SwapGateUp,
     Transpose,
     Ungroup,
@@ -255,7 +256,7 @@ class AdapterLayout:
         part = None if key is None else self._layout.names[key]
         if part is not None and adapted_stem(part.target) and part.copies is None:
             assert part.transform is None or isinstance(
-                part.transform, Transpose | Ungroup | Unpermute | SwapGateUp | Regroup
+                part.transform, Transpose | Ungroup | Unpermute | SwapGateUp | Regroup | Scale
             )
             return part
         if part is None:

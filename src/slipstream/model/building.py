@@ -86,6 +86,7 @@ def build_layer(
             ),
             dense(s.shared.mlp, "shared") if s.shared is not None else None,
             linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
+            None if s.latent is None else (linear("experts_in", None), linear("experts_out", None)),
         )
 
     def attention(s: AttentionSpec) -> Attention:

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.load.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.model import ModelSpec
+from slipstream.spec.model import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from slipstream.model.layers import Pending
@@ -240,12 +241,17 @@ def _their_states(
     found: dict[str, Tensor] = {}
     hooks: list[Any] = []
 
-    def watch(part: nn.Module, num_layers: int, name: str) -> None:
-        lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    def watch(part: nn.Module, layers: Sequence[LayerSpec], name: str) -> None:
+        # One of ours may be two of theirs: a mixer and the MLP behind it (Nemotron-H).
+        ends = list(accumulate(1 + (layer.mlp is not None) for layer in layers))
+        every = [m for m in part.modules() if isinstance(m, nn.ModuleList)]
+        lists = [[*m] for m in every if len(m) == len(layers)]
+        lists = lists or [[m[end - 1] for end in ends] for m in every if len(m) == ends[-1]]
         if not lists:
             raise CheckpointError(
-                f"the other model has no list of {num_layers} layers", field="num_hidden_layers"
+                f"the other model has no list of {len(layers)} layers", field="num_hidden_layers"
             )
+        first = next(m for m in every if lists[0][-1] is m[-1])[0]
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found[f"{name}embeddings"] = (args[0] if args else kwargs["hidden_states"])[0].clone()
@@ -257,7 +263,7 @@ def _their_states(
                 .clone()
             )
 
-        hooks.append(lists[0][0].register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(first.register_forward_pre_hook(before, with_kwargs=True))
         hooks.extend(
             x.register_forward_hook(partial(after, f"{name}layer {i}"))
             for i, x in enumerate(lists[0])
@@ -267,9 +273,9 @@ def _their_states(
     inputs = {"input_ids": ids}
     if spec.encoder is not None:
         inputs["decoder_input_ids"] = ids
-        watch(model.get_encoder(), len(spec.encoder.layers), "encoder: ")
+        watch(model.get_encoder(), spec.encoder.layers, "encoder: ")
     has_more = spec.encoder is not None or spec.vision is not None
-    watch(model.get_decoder() if has_more else model, spec.num_layers, "")
+    watch(model.get_decoder() if has_more else model, spec.layers, "")
     try:
         output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)
         found[ENDS[spec.kind]] = (

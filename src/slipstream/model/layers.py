@@ -202,12 +202,13 @@ class MoE:
     experts: Experts
     shared: MLP | None
     shared_weight: Linear | None
+    latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None) -> Tensor:
         """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted."""
         logits = ops.linear(x, self.router)
-        if self.shared is None:
-            return ops.moe(x, logits, self.experts, load)
+        if self.shared is None or self.latent is not None:
+            return self._with_shared(ops, x, self._chosen(ops, x, logits, load))
         expert, always = self.spec.expert, self.shared.spec
         if self.shared_weight is None and (expert.activation, expert.gated) == (
             always.activation,
@@ -242,7 +243,13 @@ class MoE:
             every = ranks.size * num_tokens
             logits = ops.gather_tokens(ops.filled_up(logits, num_tokens), ranks, every)
         load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
-        return ops.scatter_tokens(ops.moe(rows, logits, self.experts, load), ranks)[: len(x)]
+        return ops.scatter_tokens(self._chosen(ops, rows, logits, load), ranks)[: len(x)]
+
+    def _chosen(self, ops: OpSet, x: Any, logits: Tensor, load: Any) -> Tensor:
+        if self.latent is None:
+            return ops.moe(x, logits, self.experts, load)
+        into, back = self.latent
+        return ops.linear(ops.moe(ops.linear(x, into), logits, self.experts, load), back)
 
     def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
         if self.shared is None:

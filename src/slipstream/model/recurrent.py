@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from slipstream.kernels.layouts import NormParams
+from slipstream.kernels.recording import NamedWeight
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -135,6 +138,13 @@ class ShortConv:
 Recurrent: TypeAlias = GatedDelta | Mamba2 | Mamba | ShortConv
 
 
+def _ones(like: Any, size: int) -> Any:
+    """Returns the weights of a norm that has none: a tensor, an array, or a shape as `like` is."""
+    if isinstance(like, NamedWeight):
+        return NamedWeight("ones", (size,))
+    return like.new_ones(size) if hasattr(like, "new_ones") else np.ones(size, like.dtype)
+
+
 def build_recurrent(
     spec: RecurrentSpec,
     parameters: MutableMapping[str, Tensor],
@@ -187,9 +197,14 @@ def build_recurrent(
             select, dt = dense("select"), dense("dt")
             norms = None
             if spec.normed:
+                parts = {"time_norm": spec.rank, "b_norm": spec.key_dim, "c_norm": spec.key_dim}
                 norms = tuple(
-                    NormParams(kind="rms", weight=take(part), eps=spec.eps)
-                    for part in ("time_norm", "b_norm", "c_norm")
+                    NormParams(
+                        kind="rms",
+                        weight=take(part) if spec.normed is True else _ones(conv.weight, size),
+                        eps=spec.eps,
+                    )
+                    for part, size in parts.items()
                 )
             mamba = MambaParams(
                 spec=spec, decay=take("decay"), time=take("time"), skip=take("skip")

@@ -30,6 +30,8 @@ from slipstream.spec.parameters import (
     OneRow,
     Placement,
     Regroup,
+    Reshape,
+    Scale,
     Transpose,
     Turnable,
     Ungroup,
@@ -124,6 +126,11 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             by_group = [rows.unflatten(0, (n, -1)) for rows in parts]
             whole = torch.cat([by_group[order.index(i)] for i in range(len(sizes))], 1)
             return whole.flatten(0, 1)
+        case Reshape(shape=shape):
+            return part.reshape(shape)
+        case Scale(factors=factors):
+            rows = torch.cat([torch.full((count,), x) for count, x in factors]).to(part.device)
+            return (part.float() / rows.view(-1, *(1,) * (part.ndim - 1))).to(part.dtype)
         case Flatten(kernel=kernel):
             return part.reshape(part.shape[0], *kernel)
         case Deinterleave(transposed=True):
@@ -211,11 +218,14 @@ def check_writable(source: ModelDescription) -> None:
             field="model_type",
         )
     for layer in source.spec.layers:
-        if not isinstance(layer.attention, AttentionSpec) or (
-            isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias
+        if (
+            not isinstance(layer.attention, AttentionSpec)
+            or layer.recurrent is not None
+            or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias)
         ):
             raise UnsupportedModelError(
-                f"{source.name} has latent attention or experts with biases; such models can't be compressed yet",
+                f"{source.name} has recurrent layers, latent attention or experts with biases; such models can't be "
+                "compressed yet",
                 field="model_type",
             )
     if source.quantization is not None:

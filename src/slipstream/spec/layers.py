@@ -269,6 +269,8 @@ class MoESpec:
        score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
     3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
        `weight_scale` multiplies them at the end, and with `expert_scales` each expert's own learned number (Gemma 4).
+    4. With `latent`, experts read and give rows of so many numbers. One product makes them of a token's row, another makes a
+       row of the sum (Nemotron 3 Super).
 
     `held`: (first, number) of the experts whose weights are here, if other ranks have the others. All are routed to.
     """
@@ -284,6 +286,7 @@ class MoESpec:
     weight_scale: float = 1.0
     expert_scales: bool = False
     shared: SharedExpertSpec | None = None
+    latent: int | None = None
     held: tuple[int, int] | None = None
 
     @property
@@ -303,7 +306,11 @@ class MoESpec:
             found["correction.weight"] = (self.num_experts,)
         if self.expert_scales:
             found["expert_scales.weight"] = (self.num_experts,)
-        found |= self.expert.shapes(hidden_size, "experts", self.num_local_experts)
+        width = hidden_size if self.latent is None else self.latent
+        found |= self.expert.shapes(width, "experts", self.num_local_experts)
+        if self.latent is not None:
+            found |= linear_shapes("experts_in", self.latent, hidden_size)
+            found |= linear_shapes("experts_out", hidden_size, self.latent)
         if self.shared is not None:
             found |= self.shared.mlp.shapes(hidden_size, "shared")
             if self.shared.weighed:
@@ -372,7 +379,7 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnInputSpec:
-    """What a layer adds after its MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
+    """The addition after a layer's MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
 
     x are the numbers [first, first + size) of the model's layer inputs (`LayerInputsSpec`).
     """

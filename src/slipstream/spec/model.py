@@ -145,6 +145,8 @@ class ModelSpec:
     `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
     `layer_inputs`: tables and a product that give each layer an input of its own (Gemma 3n and 4).
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
+    `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
+    a count of rows and their number (Falcon-H1).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes behind.
     """
@@ -168,6 +170,7 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     encoder: EncoderSpec | None = None
     vision: VisionSpec | None = None
+    folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
 
@@ -345,7 +348,7 @@ class ModelSpec:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """For each layer, the one that caches the keys and values that it reads."""
+        """The layer, for each one, that caches the keys and values that it reads."""
         kept = (None if x.attention is None else x.attention.kv_from for x in self.layers)
         return tuple(i if source is None else source for i, source in enumerate(kept))
 

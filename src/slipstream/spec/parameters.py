@@ -44,6 +44,11 @@ class MinusOne:
 
 
 @dataclass(frozen=True, slots=True)
+class NegatedExp:
+    """Stored values are −exp of ours (decays in GGUF)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deinterleave:
     """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is also [in, out]."""
 
@@ -82,18 +87,35 @@ class Regroup:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Rows are multiplied by numbers of the config. Each pair has a count of rows and their number (Falcon-H1)."""
+
+    factors: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """A vector is stored with more dimensions (Kimi Linear's decays, norms of groups in GGUF)."""
+
+    shape: tuple[int, ...]
+
+
 Transform: TypeAlias = (
     Transpose
     | Turnable
     | Ungroup
     | Unpermute
     | MinusOne
+    | NegatedExp
     | Deinterleave
     | SwapGateUp
     | Flatten
     | OneRow
     | Vector
     | Regroup
+    | Scale
+    | Reshape
 )
 
 

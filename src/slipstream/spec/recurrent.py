@@ -148,7 +148,8 @@ class MambaSpec:
 
     1. `in` makes x and the gate z [`width` each]. After the convolution `select` makes [dt latent (`rank`), B, C] of x,
        and `dt` makes dt [`width`] of the latent. dt = softplus(dt + time).
-    2. With `normed`, dt's latent, B and C are RMS-normed before, each with its weights (Jamba; ones for FalconMamba).
+    2. With `normed`, dt's latent, B and C are RMS-normed before: each with its weights (Jamba), or if it is "plain" without
+       any (FalconMamba).
     3. The result is y · silu(z).
     """
 
@@ -159,7 +160,7 @@ class MambaSpec:
     eps: float
     conv_bias: bool = True
     bias: bool = False
-    normed: bool = False
+    normed: bool | Literal["plain"] = False
 
     @property
     def conv_channels(self) -> int:
@@ -177,7 +178,7 @@ class MambaSpec:
         if self.conv_bias:
             found["recurrent.conv.bias"] = (self.width,)
         found |= _products(select=(self.rank + 2 * self.key_dim, self.width))
-        if self.normed:
+        if self.normed is True:
             sizes = {"time_norm": self.rank, "b_norm": self.key_dim, "c_norm": self.key_dim}
             found |= {f"recurrent.{name}.weight": (size,) for name, size in sizes.items()}
         found |= _products(dt=(self.width, self.rank), decay=(self.width, self.key_dim))

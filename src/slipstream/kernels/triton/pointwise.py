@@ -545,7 +545,9 @@ def _copy_kernel(
 def copy_blocks(
     source: BlockTensors, target: BlockTensors, sources: Tensor, targets: Tensor
 ) -> None:
-    """Copy blocks of all parts in one launch."""
+    """Copy blocks of all parts in one launch. There are none without attention."""
+    if not source.rows:
+        return
     aligned = source.is_aligned and target.is_aligned
     pieces = min(8, triton.cdiv(max(source.row_bytes), 4096))
     _copy_kernel[(len(sources), len(source.rows), pieces)](

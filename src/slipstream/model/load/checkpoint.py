@@ -37,9 +37,12 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
+    NegatedExp,
     OneRow,
     Placement,
     Regroup,
+    Reshape,
+    Scale,
     Shape,
     SwapGateUp,
     Transform,
@@ -154,9 +157,7 @@ def parameter_fills(
         into = placed_shape(shapes[placement.target], placement)
         placement = turned(placement, shape, into)
         expected = stored_shape(into, placement.transform)
-        if (
-            tuple(shape) != expected and (1, *shape) != expected
-        ):  # GGUF writes a single row without its first dimension
+        if not is_shaped(shape, expected):
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
                 field=name,
@@ -352,8 +353,12 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
     assert file is not None
 
     def kind(name: str) -> str:
-        # Norms keep their precision until one is taken off; everything else goes straight to the final type.
-        return "float32" if name in names and isinstance(names[name].transform, MinusOne) else dtype
+        # Norms keep their precision until one is taken off, as do decays; the rest goes straight to the final type.
+        place = names.get(name)
+        exact = place is not None and (
+            isinstance(place.transform, MinusOne) or keeps_float32(place.target)
+        )
+        return "float32" if exact else dtype
 
     for name, tensor in file.tensors.items():
         yield name, tuple(tensor.shape), partial(dequantize_tensor, file, name, kind(name))
@@ -383,6 +388,11 @@ def placed_shape(shape: Shape, placement: Placement) -> Shape:
     return (*copies, rows, *shape[1:])
 
 
+def is_shaped(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Tells whether the shapes are the same but for dimensions of 1, which writers add and drop."""
+    return [n for n in shape if n != 1] == [n for n in expected if n != 1]
+
+
 def turned(placement: Placement, shape: Shape, into: Shape) -> Placement:
     """Returns the placement of a tensor of `shape`, which may be stored either way round."""
     if not isinstance(placement.transform, Turnable):
@@ -398,6 +408,8 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
         return (1, *shape)
     if isinstance(transform, Vector):
         return shape[1:]
+    if isinstance(transform, Reshape):
+        return transform.shape
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -431,6 +443,14 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return value[None]
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
+        case NegatedExp():
+            return xp.log(-xp.asarray(value, dtype=xp.float32))
+        case Reshape():
+            return value.reshape(-1)
+        case Scale(factors=factors):
+            rows = [xp.full((count,), x, dtype=xp.float32) for count, x in factors]
+            numbers = xp.concatenate(rows).reshape(-1, *(1,) * (value.ndim - 1))
+            return xp.asarray(value, dtype=xp.float32) * numbers
         case Regroup(num_groups=n, sizes=sizes, order=order):
             groups, ends = value.reshape(n, sum(sizes), *value.shape[1:]), [0]
             for size in sizes:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.load.checkpoint import placed_shape, stored_shape, turned
+from slipstream.model.load.checkpoint import is_shaped, placed_shape, stored_shape, turned
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.load.weights import transform
 from slipstream.model.stored.compressed import PARTS
@@ -129,7 +129,7 @@ class Sharded:
         full = placed_shape(self._whole[place.target], place)
         place = turned(place, shape, full)
         expected = stored_shape(full, place.transform)
-        if tuple(shape) != expected and (1, *shape) != expected:
+        if not is_shaped(shape, expected):
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
                 field=name,

@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
+    bamba,
     bert,
     bloom,
     cohere,
@@ -19,6 +20,7 @@ from slipstream.spec.families import (
     ernie,
     exaone,
     falcon,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
@@ -27,15 +29,21 @@ from slipstream.spec.families import (
     granite,
     hunyuan,
     idefics3,
+    jamba,
+    kimi_linear,
+    lfm,
     llama,
+    mamba,
     minimax,
     mistral3,
     modernbert,
     mpt,
     nemotron,
+    nemotron_h,
     neox,
     nomic,
     olmo,
+    olmo_hybrid,
     opt,
     phi,
     qwen,
@@ -48,10 +56,10 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, gemma4, glm),
-    *(gpt, gpt_oss, granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt),
-    *(nemotron, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, stablelm),
-    *(starcoder, t5),
+    *(bamba, bert, bloom, cohere, deepseek, ernie, exaone, falcon, falcon_h1, gemma, gemma4),
+    *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, mamba),
+    *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
+    *(opt, phi, qwen, qwen_next, qwen_vl, stablelm, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES
@@ -141,9 +149,10 @@ def is_base(family: Family, architectures: object) -> bool:
 def find_gguf_family(architecture: object) -> Family:
     """The family of a GGUF file's `general.architecture`."""
     known = {
-        family.gguf.architecture: family
+        name: family
         for family in families().values()
         if family.gguf is not None
+        for name in (family.gguf.architecture, *family.gguf.also)
     }
     if architecture not in known:
         raise UnsupportedModelError(

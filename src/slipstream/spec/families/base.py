@@ -203,7 +203,7 @@ class ConfigReader:
 class GGUFFamily:
     """How llama.cpp stores the family.
 
-    `architecture`: its name there.
+    `architecture`: its name there; `also` has further ones.
     `config`: makes a Hugging Face config from the metadata, whose keys it gets without the architecture before each.
     `names`: the table of tensor names.
     `ignored`: regular expressions of tensors that are not used.
@@ -215,6 +215,7 @@ class GGUFFamily:
     names: Callable[[ModelSpec], Names]
     ignored: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

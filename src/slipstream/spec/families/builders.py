@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from slipstream.spec.families.base import ConfigReader
@@ -172,15 +172,17 @@ def model(
     hidden: str = "hidden_size",
     num_layers: str = "num_hidden_layers",
     tied: bool = False,
+    count: int | None = None,
     **more: Any,
 ) -> ModelSpec:
     """The spec. Call it last: no key of the config may be left. `layer`: the one that all are like, or each by its index.
+    `count`: the layers, if they are not those of the key `num_layers`.
     `tied`: the default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a decoder
     gets the head that transformers gives all of them (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
     is_tied = c.take("tie_word_embeddings", bool, tied)
-    count = c.size(num_layers)
+    count = c.size(num_layers) if count is None else count
     layers = (layer,) * count if isinstance(layer, LayerSpec) else tuple(map(layer, range(count)))
     is_encoder = not getattr(
         layers[0].attention, "causal", True
@@ -209,17 +211,27 @@ def num_labels(c: ConfigReader) -> int | None:
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
     """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
+    return kinds(c, ("full_attention", "sliding_attention"), default)
+
+
+LEGACY_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Names that transformers 4 wrote."""
+
+
+def kinds(
+    c: ConfigReader,
+    known: Collection[str],
+    default: str | Callable[[int], str],
+    key: str = "layer_types",
+) -> list[str]:
+    """The kind of each layer, one of `known`. `default` is for configs without the key."""
     count = c.size("num_hidden_layers")
-    kinds = c.take(
-        "layer_types",
-        list,
-        [default if isinstance(default, str) else default(i) for i in range(count)],
-    )
-    if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise c.unsupported(
-            "layer_types", f"must be {count} of full_attention or sliding_attention"
-        )
-    return kinds
+    assumed = [default if isinstance(default, str) else default(i) for i in range(count)]
+    given: list[Any] = c.take(key, list, assumed)
+    found = [LEGACY_KINDS.get(kind, kind) if isinstance(kind, str) else "" for kind in given]
+    if len(found) != count or not set(found) <= {*known}:
+        raise c.unsupported(key, f"must be {count} of {' or '.join(known)}")
+    return found
 
 
 ACTIVATIONS: dict[str, Activation] = {

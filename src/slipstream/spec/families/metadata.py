@@ -14,18 +14,22 @@ def gguf_config(
     partial: bool = False,
     experts: bool = False,
     causal: bool = True,
+    by_layer: bool = False,
 ) -> dict[str, Any]:
     """The keys that all architectures share. A value is None if the file lacks it. Features of llama.cpp that these models
     don't have raise an error.
 
-    `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts.
+    `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts. `by_layer`: there is
+    a number of kv heads for each layer, 0 without attention (`kv_heads`).
     """
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
         "num_hidden_layers": m.size("block_count"),
         "intermediate_size": m.size("feed_forward_length"),
         "num_attention_heads": m.size("attention.head_count"),
-        "num_key_value_heads": m.maybe("attention.head_count_kv", int),
+        "num_key_value_heads": (
+            max(kv_heads(m)) if by_layer else m.maybe("attention.head_count_kv", int)
+        ),
         "head_dim": m.maybe("attention.key_length", int),
         "max_position_embeddings": m.size("context_length"),
         "rope_theta": m.take(
@@ -44,6 +48,19 @@ def gguf_config(
         m.require("expert_count", 0)
         m.require("expert_used_count", 0)
     return config
+
+
+def kv_heads(m: ConfigReader) -> list[int]:
+    """The number of kv heads of each layer, 0 without attention. One number stands for all layers."""
+    return numbers_by_layer(m, "attention.head_count_kv")
+
+
+def numbers_by_layer(m: ConfigReader, key: str) -> list[int]:
+    count, given = m.size("block_count"), m.value(key)
+    found = given if isinstance(given, list) else [given] * count
+    if len(found) != count or not all(type(n) is int and n >= 0 for n in found):
+        raise m.unsupported(key, f"must be a number, or {count} of them")
+    return found
 
 
 def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
@@ -69,13 +86,14 @@ def llama_gguf_config(
     partial: bool = False,
     experts: bool = False,
     causal: bool = True,
+    by_layer: bool = False,
 ) -> dict[str, Any]:
     """Models with Llama's RMS norms and gated MLPs."""
     m.require(
         "tensor_data_layout", "Meta AI original pth"
     )  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
-    config = gguf_config(m, partial=partial, experts=experts, causal=causal)
+    config = gguf_config(m, partial=partial, experts=experts, causal=causal, by_layer=by_layer)
     num_heads = config["num_attention_heads"]  # llama.cpp's defaults, not the family's
     config["num_key_value_heads"] = config["num_key_value_heads"] or num_heads
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // num_heads

@@ -196,6 +196,12 @@ PLAIN: Mapping[str, Transform] = {
 """Changes that ask nothing of the layer."""
 
 
+def of_conv(layer: LayerSpec, part: int) -> Transform:
+    """A depthwise convolution's weight is stored as [channels, 1, width]."""
+    assert layer.recurrent is not None
+    return Flatten((1, layer.recurrent.conv_width))
+
+
 def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int, ...]:
     if stem.startswith("recurrent."):
         r = layer.recurrent
@@ -236,8 +242,16 @@ def _transform(
     )  # values are not rotated
 
 
-BASES = ("model.", "transformer.", "gpt_neox.")
+BASES = ("model.", "transformer.", "gpt_neox.", "backbone.")
 """Prefixes of the names of a family's decoder. A decoder that is stored alone has none."""
+
+
+WRITTEN_AS = (
+    ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP, by transformers 4
+    ("feedforward_layer_norm", "post_attention_layernorm"),  # OLMo Hybrid's attention, by 5
+    (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
+)
+"""Parts of names that transformers writes in the place of the usual ones."""
 
 
 def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
@@ -245,10 +259,9 @@ def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placemen
     for prefix in ("", *prefixes):
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short
-    if "vision_tower.vision_model." in name:  # Gemma 3's SigLIP, as transformers 4 wrote it
-        return canonical(
-            name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names
-        )
+    for theirs, usual in WRITTEN_AS:
+        if theirs in name and (found := canonical(name.replace(theirs, usual), prefixes, names)):
+            return found
     # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
     bare = without_prefix(name, prefixes)
     return next((m for m in (f"{base}{bare}" for base in BASES) if m in names), None)

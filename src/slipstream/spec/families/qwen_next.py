@@ -9,8 +9,17 @@ import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family
-from slipstream.spec.families.builders import attention, before, gated, heads, model, rms, rope
-from slipstream.spec.families.names import LLAMA, Theirs, table
+from slipstream.spec.families.builders import (
+    attention,
+    before,
+    gated,
+    heads,
+    kinds,
+    model,
+    rms,
+    rope,
+)
+from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
 from slipstream.spec.model import (
     DenseSpec,
     GatedDeltaSpec,
@@ -20,7 +29,7 @@ from slipstream.spec.model import (
     QKNormSpec,
     SharedExpertSpec,
 )
-from slipstream.spec.parameters import Flatten, Regroup, Transform
+from slipstream.spec.parameters import Regroup, Transform
 
 
 def delta(c: ConfigReader) -> GatedDeltaSpec:
@@ -35,18 +44,15 @@ def delta(c: ConfigReader) -> GatedDeltaSpec:
     )
 
 
-def kinds_of_mixers(c: ConfigReader, default: Any = None) -> list[bool]:
+def kinds_of_mixers(c: ConfigReader) -> list[bool]:
     """Whether each layer is recurrent: `layer_types`, or all but every `full_attention_interval`th."""
-    count, every = c.size("num_hidden_layers"), c.size("full_attention_interval", 4)
-    kinds = c.take(
-        "layer_types",
-        list,
-        default
-        or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)],
+    every = c.size("full_attention_interval", 4)
+    found = kinds(
+        c,
+        ("full_attention", "linear_attention"),
+        lambda i: "linear_attention" if (i + 1) % every else "full_attention",
     )
-    if len(kinds) != count or not set(kinds) <= {"full_attention", "linear_attention"}:
-        raise c.unsupported("layer_types", f"must be {count} of full_attention or linear_attention")
-    return [kind == "linear_attention" for kind in kinds]
+    return [kind == "linear_attention" for kind in found]
 
 
 def _mixture(c: ConfigReader, num_experts: int, per_token: int, *, normalize: bool) -> MoESpec:
@@ -110,12 +116,6 @@ def _read(c: ConfigReader, family: str, moe: MoESpec | None) -> ModelSpec:
     c.require("attn_output_gate", True)
     c.ignore("mamba_ssm_dtype")  # states are float32
     return model(c, family, layer, norm, max_position)
-
-
-def of_conv(layer: LayerSpec, part: int) -> Transform:
-    """A depthwise convolution's weight is stored as [channels, 1, width]."""
-    assert layer.recurrent is not None
-    return Flatten((1, layer.recurrent.conv_width))
 
 
 def gate_first(layer: LayerSpec, part: int) -> Transform | None:

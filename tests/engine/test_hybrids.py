@@ -1,0 +1,92 @@
+"""Models with recurrent layers through the whole engine: their answers are transformers', several at once, with prompts
+in chunks, requests preempted, and second turns that continue from a kept state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from tests import tiny_models
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+COMMON = [(7 * i) % 250 + 5 for i in range(60)]
+PROMPTS = [COMMON, [*COMMON[:50], 9, 9, 4], [(11 * i) % 250 + 5 for i in range(33)], COMMON[:7]]
+SETTINGS = dict(
+    device="cpu",
+    dtype="float32",
+    num_threads=1,
+    skip_tokenizer_init=True,
+    block_size=4,
+    max_model_len=200,
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+)
+KINDS = ["mamba2", "lfm2", "falcon_h1"]
+"""Without any attention; with convolutions alone; with attention and a recurrence in each layer."""
+
+
+def greedy(theirs, prompt, count):
+    with torch.no_grad():
+        made = theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return made[0, len(prompt) :].tolist()
+
+
+def run(llm, prompts):
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
+
+
+def tokens(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = tiny_models.build(path, request.param)
+    return path, theirs, [greedy(theirs, prompt, 24) for prompt in PROMPTS]
+
+
+def test_answers_in_chunks_and_second_turns(model):
+    path, theirs, expected = model
+    with LLM(str(path), **SETTINGS) as llm:
+        assert tokens(run(llm, PROMPTS)) == expected
+        assert tokens(run(llm, PROMPTS)) == expected  # from states that were kept
+        turns = [
+            [*prompt, *answer, 17, 3, 99] for prompt, answer in zip(PROMPTS, expected, strict=True)
+        ]
+        second = run(llm, turns)
+        assert tokens(second) == [greedy(theirs, turn, 24) for turn in turns]
+        for output, prompt in zip(second, PROMPTS, strict=True):
+            assert output.num_cached_tokens >= (len(prompt) - 2) // 4 * 4
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_preempted_answers_are_the_same(model):
+    path, _, expected = model
+    with LLM(str(path), **SETTINGS) as roomy:
+        ledger = roomy.core.ledger
+    more: dict[str, int] = {"state_slots": 14}
+    if ledger.block_bytes:
+        states = 14 * ledger.state_bytes // ledger.num_states
+        more["kv_cache_bytes"] = states + ledger.block_bytes * (ledger.blocks_per_sequence + 2)
+    with LLM(str(path), **SETTINGS, **more) as llm:
+        for _ in range(2):
+            assert tokens(run(llm, PROMPTS)) == expected
+        # Without attention no memory runs out: a running request has its state.
+        assert (llm.stats().num_preemptions > 0) == bool(ledger.block_bytes)
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_forks_of_a_prompt_each_have_a_state(model):
+    path, _, expected = model
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=3)
+    with LLM(str(path), **SETTINGS) as llm:
+        outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling)
+    assert [o.token_ids for o in outputs[0].outputs] == [expected[0]] * 3
