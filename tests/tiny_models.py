@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ _LATENT = dict(
     initializer_range=0.2,
 )
 _EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
+_SCALED = dict(
+    rope_theta=None,
+    rope_parameters=dict(
+        **dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, beta_fast=32.0, beta_slow=1.0),
+        **dict(original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        llama_4_scaling_beta=0.3,
+    ),
+)
 
 _DELTA = dict(
     head_dim=16,
@@ -324,6 +333,67 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "tie_word_embeddings": True,
     },
+    "seed_oss": {**_LLAMA, "model_type": "seed_oss", "head_dim": 16},
+    "arcee": {**_LLAMA, "model_type": "arcee"},
+    "helium": {**_LLAMA, "model_type": "helium", "head_dim": 8},
+    "exaone4": {**_LLAMA, "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 6},
+    "ernie4_5": {**_LLAMA, "model_type": "ernie4_5", "head_dim": 16},
+    "ernie4_5_moe": {
+        **_LLAMA,
+        **dict(model_type="ernie4_5_moe", num_hidden_layers=3, moe_intermediate_size=32),
+        **dict(moe_k=3, moe_num_experts=8, initializer_range=0.2),
+    },
+    "minimax_m2": {
+        **_LLAMA,
+        **dict(model_type="minimax_m2", head_dim=16, rotary_dim=8, rope_theta=None),
+        **dict(num_local_experts=8, num_experts_per_tok=3, initializer_range=0.2),
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "model_type": "glm4_moe_lite",
+        "n_shared_experts": 1,
+        "first_k_dense_replace": None,
+    },
+    "dots1": {
+        **_LLAMA,
+        **dict(model_type="dots1", head_dim=16, num_hidden_layers=3, initializer_range=0.2),
+        **dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3),
+        **dict(moe_intermediate_size=32, first_k_dense_replace=1, n_group=4, topk_group=2),
+        **dict(sliding_window=7, max_window_layers=2),
+    },
+    "hunyuan_v1_dense": {**_LLAMA, "model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "hunyuan_v1_moe": {
+        **_LLAMA,
+        **dict(model_type="hunyuan_v1_moe", head_dim=16, num_experts=6, moe_topk=3),
+    },
+    "nemotron": {**_LLAMA, "model_type": "nemotron"},
+    "stablelm": {**_LLAMA, "model_type": "stablelm", "use_qkv_bias": True},
+    "codegen": {**_GPT, "model_type": "codegen", "rotary_dim": 4},
+    "gpt_neo": {
+        **_SMALL,
+        **dict(model_type="gpt_neo", hidden_size=32, num_layers=2, num_heads=4, window_size=7),
+        **dict(max_position_embeddings=256, attention_types=[[["global", "local"], 1]]),
+    },
+    "ministral3": {**_LLAMA, **_SCALED, "model_type": "ministral3", "head_dim": 16},
+    "mistral4": {
+        **_LATENT,
+        **_SCALED,
+        "model_type": "mistral4",
+        "n_shared_experts": 1,
+        "num_hidden_layers": 2,
+    },
+    "olmoe": {**_LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
+    "flex_olmo": {**_LLAMA, "model_type": "flex_olmo", "num_experts": 6, "num_experts_per_tok": 2},
+    "granitemoe": {
+        **_LLAMA,
+        **dict(model_type="granitemoe", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(embedding_multiplier=3.0, logits_scaling=4.0, num_local_experts=6),
+    },
+    "granitemoeshared": {
+        **_LLAMA,
+        **dict(model_type="granitemoeshared", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(num_local_experts=6, shared_intermediate_size=48),
+    },
 }
 GEMMA4_MOE = {
     **dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True),
@@ -341,15 +411,23 @@ RECURRENT = (
 """Families with recurrent layers, which can't be trained or compressed yet."""
 
 
+def settings_of(family: str) -> dict[str, Any]:
+    """A copy, since transformers changes what it is given."""
+    return copy.deepcopy(FAMILIES[family])
+
+
 def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
     """Write a checkpoint of random weights to `path`; the transformers model itself is returned."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
-    settings = {**FAMILIES[family], **overrides}
-    for key in [
-        k for k, v in settings.items() if v is None and k not in ("pad_token_id", "q_lora_rank")
-    ]:
+    # transformers only makes it as a part of a Mistral 3
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+    settings = {**settings_of(family), **overrides}
+    nulls = ("pad_token_id", "q_lora_rank", *settings.pop("nulls", ()))
+    for key in [k for k, v in settings.items() if v is None and k not in nulls]:
         del settings[key]
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
@@ -420,7 +498,7 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    settings = {k: v for k, v in FAMILIES[family].items() if v is not None}
+    settings = {k: v for k, v in settings_of(family).items() if v is not None}
     config = AutoConfig.for_model(
         settings.pop("model_type"), num_labels=num_labels, pad_token_id=None, **settings
     )

@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py --device cpu --op recurrent [--layers qwen3.5-0.8b lfm2] [--decodes 1 16] [--prompts 512]
 
-A step passes over so many layers that their states don't fit the processor's caches. Times are medians for one layer, whose
-products are left out. Ceilings are measured in the same run:
+A step passes over so many layers that their states don't fit the processor's caches. Times are medians for one layer without
+its products. Ceilings are measured in the same run:
 
 1. Decodes: bytes of states read and written per second, beside the bytes that all threads can read.
 2. Prompts: multiplications per second, beside those that all threads can do in float32. The delta rule has 4 for each number
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import common
 import numpy as np
 import torch
 
@@ -73,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", help="instruction set (default: the best)")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: the processor time of all threads, which other programs change little; with one thread",
+    )
 
 
 def op_of(
@@ -150,31 +155,37 @@ def multiplications(spec: RecurrentSpec) -> int:
     return (4 if isinstance(spec, GatedDeltaSpec) else 3) * int(np.prod(spec.state_shape))
 
 
-def ceilings(pool: ThreadPool, rounds: int) -> dict[str, float]:
+Timed = tuple[float, list[int]]
+
+
+def timed(p: Program, step: StepInputs, args: argparse.Namespace) -> Timed:
+    """Returns the median of the seconds of a step, and the nanoseconds of its operators then."""
+    p.run(step)
+    rounds = []
+    for _ in range(args.rounds):
+        p.profile(args.clock)
+        start = time.perf_counter()
+        p.run(step)
+        wall, ns = time.perf_counter() - start, p.profile(None)
+        rounds.append((wall if args.clock == "wall" else sum(ns) / 1e9, ns))
+    return sorted(rounds)[len(rounds) // 2]
+
+
+def ceilings(pool: ThreadPool, args: argparse.Namespace) -> dict[str, float]:
     """Bytes that all threads can read in a second, and multiplications of float32 that they can do."""
     data, found = np.empty(256 * 2**20, np.uint8), {}
     data.fill(0)  # else all of it is one page
     for what, work in (("read", 1), ("float32", 200_000)):
         kind, p = CEILINGS.index(what), Program(pool)
         p.add("ceiling", kind, data, data.size, work)
-        amount = (
-            data.size if what == "read" else native.load().ss_ceiling_macs(pool.pointer, kind, work)
-        )
-        found[what] = amount / seconds(lambda p=p: p.run(StepInputs(num_tokens=1)), rounds)
+        macs = native.load().ss_ceiling_macs(pool.pointer, kind, work)
+        amount = data.size if what == "read" else macs
+        found[what] = amount / timed(p, StepInputs(num_tokens=1), args)[0]
     return found
 
 
-def seconds(run: Callable[[], None], rounds: int) -> float:
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return common.median(times[1:])
-
-
 def measure(
-    pool: ThreadPool, spec: RecurrentSpec, num_seqs: int, each: int, rounds: int
+    pool: ThreadPool, spec: RecurrentSpec, num_seqs: int, each: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Times a step of `num_seqs` sequences of `each` tokens, for one layer."""
     num_bytes = state_bytes(spec, 2)
@@ -211,12 +222,11 @@ def measure(
         state_read=native.address(own),
         state_write=native.address(write),
     )
-    taken = seconds(lambda: p.run(step), rounds) / layers
-    p.profile("wall")
-    p.run(step)
+    taken, ns = timed(p, step, args)
+    taken /= layers
     times: dict[str, float] = {}
-    for operator, ns in zip(p.operators, p.profile(None), strict=True):
-        times[operator.name] = times.get(operator.name, 0) + ns / 1e3 / layers
+    for operator, one in zip(p.operators, ns, strict=True):
+        times[operator.name] = times.get(operator.name, 0) + one / 1e3 / layers
     return {
         "us": taken * 1e6,
         "gb_per_s": 2 * num_bytes * num_seqs / taken / 1e9,
@@ -227,7 +237,7 @@ def measure(
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     pool = ThreadPool(args.threads, args.isa)
-    most = ceilings(pool, args.rounds)
+    most = ceilings(pool, args)
     print(
         f"{pool.isa}, {args.threads} threads: {most['read'] / 1e9:.1f} GB/s read, {most['float32'] / 1e9:.1f} G float32/s"
     )
@@ -235,7 +245,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for name in args.layers:
         steps = [(n, 1) for n in args.decodes] + [(1, n) for n in args.prompts]
         for num_seqs, each in steps:
-            found = measure(pool, LAYERS[name], num_seqs, each, args.rounds)
+            found = measure(pool, LAYERS[name], num_seqs, each, args)
             results.append({"layer": name, "sequences": num_seqs, "tokens": each, **found})
             of = {k: round(us, 1) for k, us in found["operators_us"].items()}
             print(
@@ -243,4 +253,10 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 f" ({found['gb_per_s'] * 1e9 / most['read']:4.0%}), {found['gmul_per_s']:6.1f} G/s"
                 f" ({found['gmul_per_s'] * 1e9 / most['float32']:4.0%})  {of}"
             )
-    save(threads=args.threads, instruction_set=pool.isa, ceilings=most, results=results)
+    save(
+        clock=args.clock,
+        threads=args.threads,
+        instruction_set=pool.isa,
+        ceilings=most,
+        results=results,
+    )

@@ -83,7 +83,7 @@ struct AttentionArgs {
     const int64_t *positions, *slots;
     const float *cos_sin, *q_norm, *k_norm;
     int64_t rotary_dim;
-    bool interleaved;
+    bool interleaved, norm_after;  // norm_after: norms come behind the rotation
     float norm_eps, norm_offset;
     float value_eps;  // below 0: values have no norm
     bool own_values;  // else they are the keys before their norm

@@ -118,8 +118,10 @@ static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch
         }
     for (int64_t h = 0; h < heads; h++) {
         float* x = row + h * d;
-        if (a.q_norm) norm_head(x, h < a.num_heads ? a.q_norm : a.k_norm, d, a.norm_eps, a.norm_offset);
+        const float* weight = h < a.num_heads ? a.q_norm : a.k_norm;
+        if (weight && !a.norm_after) norm_head(x, weight, d, a.norm_eps, a.norm_offset);
         if (a.cos_sin) turn_head(x, a.cos_sin + a.positions[token] * a.rotary_dim, a.rotary_dim, a.interleaved);
+        if (weight && a.norm_after) norm_head(x, weight, d, a.norm_eps, a.norm_offset);
     }
     for (int64_t h = 0; h < a.num_kv_heads; h++) {
         write_cache(a, a.k, a.k_scale, h, a.slots[token], row + (a.num_heads + h) * d);

@@ -99,6 +99,37 @@ struct Norm : RowOp {
     void row(Program& p, int64_t t, float* scratch) override { p.kernels().norm(args, t, scratch); }
 };
 
+struct NormParts : RowOp {
+    int32_t x;
+    int64_t column, parts, weight_step;
+    NormArgs args;
+    int64_t scratch_floats(Program&) override { return padded(args.size); }
+    void row(Program& p, int64_t t, float* scratch) override {
+        NormArgs a = args;
+        for (int64_t i = 0; i < parts; i++) {
+            float* at = (float*)p.row(x, t) + column + i * a.size;
+            a.x = at, a.out = (uint8_t*)at;
+            p.kernels().norm(a, 0, scratch);
+            a.weight += weight_step;
+            if (a.bias) a.bias += weight_step;
+        }
+    }
+};
+
+struct Scale : RowOp {
+    int32_t x;
+    int64_t size;
+    float factor, limit;
+    const float* by_position;
+    void row(Program& p, int64_t t, float*) override {
+        float* at = (float*)p.row(x, t);
+        const float times = by_position ? factor * by_position[p.step().positions[t]] : factor;
+        for (int64_t i = 0; i < size; i++) at[i] *= times;
+        if (limit > 0.0f)
+            for (int64_t i = 0; i < size; i++) at[i] = std::min(std::max(at[i], -limit), limit);
+    }
+};
+
 struct Convert : RowOp {
     int32_t x, out, form;
     int64_t size;
@@ -554,6 +585,19 @@ void ss_add_norm(ss_program* p, int32_t x, int32_t residual, int32_t out, int32_
     op->args.eps = eps, op->args.offset = offset, op->args.form = form;
 }
 
+void ss_add_norm_parts(ss_program* p, int32_t x, int64_t column, int64_t parts, int32_t layer, int64_t size, const float* weight,
+                       const float* bias, int64_t weight_step, float eps, float offset) {
+    auto* op = add<NormParts>(p);
+    op->x = x, op->column = column, op->parts = parts, op->weight_step = weight_step, op->args = {};
+    op->args.layer = layer, op->args.size = size, op->args.weight = weight, op->args.bias = bias;
+    op->args.eps = eps, op->args.offset = offset, op->args.form = FORM_F32;
+}
+
+void ss_add_scale(ss_program* p, int32_t x, int64_t size, float factor, const float* by_position, float limit) {
+    auto* op = add<Scale>(p);
+    op->x = x, op->size = size, op->factor = factor, op->by_position = by_position, op->limit = limit;
+}
+
 void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token) {
     auto* op = add<Convert>(p);
     op->x = x, op->out = out, op->form = form, op->size = size, op->rows_a_token = rows_a_token;
@@ -597,12 +641,14 @@ void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int3
 
 void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads, int64_t num_kv_heads,
                            int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved, const float* q_norm,
-                           const float* k_norm, float eps, float offset, float value_eps, int32_t own_values) {
+                           const float* k_norm, float eps, float offset, float value_eps, int32_t own_values,
+                           int32_t norm_after) {
     auto* op = add<Rope>(p);
     op->q = qkv, op->layer = layer, op->group = group, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.cos_sin = cos_sin, a.rotary_dim = rotary_dim;
     a.interleaved = interleaved, a.q_norm = q_norm, a.k_norm = k_norm, a.norm_eps = eps, a.norm_offset = offset;
+    a.norm_after = norm_after;
     a.value_eps = value_eps, a.own_values = own_values;
 }
 

@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 27  // changes with any declaration in this file
+#define SS_ABI 30  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -63,6 +63,13 @@ SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t 
                          const void* packed, float scale, int32_t accumulate);
 SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                         const float* weight, const float* bias, float eps, float offset);
+// Norms `parts` pieces of a float32 row in place, `size` numbers each, side by side from `column` on. The weights and biases of a
+// piece lie `weight_step` after those of the one before it.
+SS_API void ss_add_norm_parts(ss_program*, int32_t x, int64_t column, int64_t parts, int32_t layer, int64_t size,
+                              const float* weight, const float* bias, int64_t weight_step, float eps, float offset);
+// In place, the first `size` numbers of a float32 row: times `factor`, times by_position [positions] at the token's position if
+// there is one, and clamped to ±limit if that is above 0.
+SS_API void ss_add_scale(ss_program*, int32_t x, int64_t size, float factor, const float* by_position, float limit);
 SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
 // `size` float32 columns of x's rows, from `start` on → columns of out's rows, from `column` on.
 SS_API void ss_add_place(ss_program*, int32_t x, int64_t start, int32_t out, int64_t column, int64_t size);
@@ -110,7 +117,7 @@ SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, in
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
                                   int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset, float value_eps,
-                                  int32_t own_values);
+                                  int32_t own_values, int32_t norm_after);
 // Latent attention (`OpSet.mla_queries`) without its product. q is float32 [H, nope_dim + rotary_dim], row float32
 // [rank + rotary_dim].
 // 1. The cache gets the row as [rotary_dim rotated, rank normed].

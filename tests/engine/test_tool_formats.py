@@ -19,6 +19,7 @@ from slipstream.engine.text.tool_formats.base import (
     Reasoning,
     Tool,
 )
+from slipstream.engine.text.tools import Formats, OfferedTools, reading
 from slipstream.errors import ConfigError
 
 TOOLS = [
@@ -561,3 +562,17 @@ def test_formats_are_found_in_templates():
         with pytest.raises(ConfigError, match="known are") as error:
             choose("frob", None)
         assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("end", "opened", "closed"),
+    [
+        ("<|turn>model\n<|channel>thought\n", True, False),
+        ("<|channel>thought\n<channel|>", False, True),
+        ("<|turn>model\n", False, False),
+    ],
+)
+def test_reasoning_that_the_prompt_begins_is_seen_where_a_line_ends_the_marker(end, opened, closed):
+    template = "{{ '<|channel>thought\\n<channel|>' }}"
+    made = reading(Formats(), OfferedTools(), template, lambda: end, to_name="")
+    assert (made.opened, made.closed) == (opened, closed)

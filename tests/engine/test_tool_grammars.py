@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
+import tokenizers
 
 from slipstream.engine.grammars.grammar import GrammarError, Grammars
 from slipstream.engine.text.tokenizer import Tokenizer
@@ -37,27 +40,24 @@ def tokenizer(tiny_model):
 def accepts(tokenizer):
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
 
-    def accepts(params, text):
-        """Whether the grammar takes the whole text, and may end there."""
-        sampling = SamplingParams(structured_outputs=params)
-        request = EngineRequest(
-            request_id="r",
-            prompt_token_ids=(5,),
-            sampling=sampling,
-            eos_token_ids=(1,),
-            max_tokens=9,
-        )
-        if not grammars.begin(request):
-            while grammars.is_compiling:
-                assert [error for _, error in grammars.compiled() if error] == []
-        state = grammars._states["r"]
-        try:
-            state.accept(tokenizer.encode(text, add_special_tokens=False))
-        except GrammarError:
-            return False
-        return state.matcher.is_accepting()
+    return lambda params, text: allowed(grammars, tokenizer, params, text)
 
-    return accepts
+
+def allowed(grammars, tokenizer, params, text):
+    """Whether the grammar takes the whole text, and may end there."""
+    sampling = SamplingParams(structured_outputs=params)
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=(5,), sampling=sampling, eos_token_ids=(1,), max_tokens=9
+    )
+    if not grammars.begin(request):
+        while grammars.is_compiling:
+            assert [error for _, error in grammars.compiled() if error] == []
+    state = grammars._states["r"]
+    try:
+        state.accept(tokenizer.encode(text, add_special_tokens=False))
+    except GrammarError:
+        return False
+    return state.matcher.is_accepting()
 
 
 def reading(name, **more):
@@ -143,6 +143,21 @@ def test_special_tokens_within_a_text_are_found():
     assert writer.rules[name] == f'ANY_{name.upper()} (<[3]> "parameter>")'
     assert writer.rules[f"ANY_{name.upper()}"] == r"/(?s:.*)<\//"
     assert writer.text('<|"|>') == "<[4]>"
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n not in ("llama3_json", "pythonic")])
+def test_calls_are_allowed_where_all_markers_are_special_tokens(name, tiny_model, tmp_path):
+    file = tokenizers.Tokenizer.from_file(f"{tiny_model}/tokenizer.json")
+    file.add_special_tokens([*dict.fromkeys(FORMATS[name].markers)])
+    file.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(f"{tiny_model}/tokenizer_config.json", tmp_path)
+    special = Tokenizer.from_pretrained(tmp_path)
+    params = reading(name, must_call=True).structured(None, special)
+    assert "<[" in params.grammar or name == "minicpm5"
+    grammars = Grammars(lambda: special, special.vocab_size, lambda tokenizer: (1,))
+    calls = canonical(name).removeprefix("Let me see.").strip()
+    for text, fits in ((calls, True), (calls.replace("get_weather", "get_whether"), False)):
+        assert allowed(grammars, special, params, text) == fits
 
 
 NESTED = Tool(

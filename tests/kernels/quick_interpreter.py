@@ -131,7 +131,9 @@ def binary_op(self, left, right, operation):
     output = operation(left.data, right.data)
     if output.itemsize > MAX_BYTES.get(kind.name, ADDRESS.itemsize):
         output = output.astype(numpy_type(kind))
-    if output.dtype is BOOL:  # a comparison; repeated to fill a block, it would have the numbers' type
+    if (
+        output.dtype is BOOL
+    ):  # a comparison; repeated to fill a block, it would have the numbers' type
         kind = tl.int1
     return interpreter.TensorHandle(output, kind)
 

@@ -590,6 +590,7 @@ def test_rope_and_cache(data):
         "q_norm": torch.randn(dim).to(dtype) if normed else None,
         "k_norm": torch.randn(dim).to(dtype) if normed else None,
         "norm_offset": data.draw(st.sampled_from([0.0, 1.0])),
+        "norm_after": data.draw(st.booleans()),
     }
     qkv = torch.randn(len(case.q), (shape.num_heads + 2 * shape.num_kv_heads) * dim).to(dtype)
     before = cached(case, data.draw(st.sampled_from(["same", "int8"])))

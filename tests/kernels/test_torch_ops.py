@@ -124,6 +124,7 @@ def test_rope_and_cache(data: st.DataObject) -> None:
         "q_norm": torch.randn(dim).to(dtype) if normed else None,
         "k_norm": torch.randn(dim).to(dtype) if normed else None,
         "norm_offset": data.draw(st.sampled_from([0.0, 1.0])),
+        "norm_after": data.draw(st.booleans()),
     }
     ops = CpuOps()
     for _ in range(2):  # a second layer, with what was derived for the first and another style

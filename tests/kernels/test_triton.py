@@ -487,6 +487,7 @@ def test_rope_and_cache(data):
         num_kv_heads=k,
         head_dim=d,
         interleaved=data.draw(st.booleans()),
+        norm_after=data.draw(st.booleans()),
         **norms,
         cos_sin=torch.cat((angles.cos(), angles.sin()), -1) if rotary else None,
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.recurrent import conv
+from slipstream.kernels.triton.recurrent import conv, rules
 from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from tests.kernels.recurrent_steps import Maker, Part, both, error, sequences
 
@@ -43,6 +43,7 @@ def close(pairs, tolerance=2e-4):
 def test_op_equals_the_oracle_in_steps_of_decodes_drafts_and_prompts(name, parts, short, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conv, "SHORT", short)
+        patch.setattr(rules, "SHORT", short)
         close(both(OURS, REFERENCE, SPECS[name], parts, Maker(seed, "cpu", torch.float32)))
 
 
@@ -72,3 +73,11 @@ def test_prompt_of_one_repeated_token_that_forgets_nothing_equals_the_oracle(nam
             return made[:1].expand(shape).contiguous() if shape[0] == 100 else made
 
     close(both(OURS, REFERENCE, SPECS[name], [Part(100)], Repeated(0, "cpu", torch.float32)))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Kimi", "Nemotron-H", "without a norm"])
+def test_prompt_whose_chunks_do_not_fit_is_computed_by_token(name, monkeypatch):
+    monkeypatch.setattr(rules, "_stages", lambda *_: 0)
+    monkeypatch.setattr(rules, "_chunks", None)
+    parts = [Part(1), Part(20, (7,)), Part(17, follows=False)]
+    close(both(OURS, REFERENCE, SPECS[name], parts, Maker(0, "cpu", torch.float32)))

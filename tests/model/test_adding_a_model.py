@@ -19,7 +19,11 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
 MODULE = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 ENTRY = re.search(r'"slipstream\.families"\]\n(.*?)```', GUIDE, re.DOTALL)[1]
-STABLELM = {**tiny_models.FAMILIES["llama"], "model_type": "stablelm", "use_qkv_bias": True}
+BIOGPT = {
+    **tiny_models._LAYERS,
+    "model_type": "biogpt",
+    "initializer_range": 0.3,
+}
 
 
 @pytest.fixture
@@ -34,25 +38,23 @@ def check(monkeypatch, capsys):
         return code, json.loads(capsys.readouterr().out)
 
     yield run
-    sys.modules.pop("slipstream_stablelm", None)
+    sys.modules.pop("slipstream_biogpt", None)
     families.families.cache_clear()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_guide(tmp_path, monkeypatch, check, beside):
-    monkeypatch.setitem(
-        tiny_models.FAMILIES, "stablelm", {**STABLELM, "use_parallel_residual": beside}
-    )
-    tiny_models.write(tmp_path / "model", "stablelm")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_guide(tmp_path, monkeypatch, check, scaled):
+    monkeypatch.setitem(tiny_models.FAMILIES, "biogpt", {**BIOGPT, "scale_embedding": scaled})
+    tiny_models.write(tmp_path / "model", "biogpt")
     package = tmp_path / "package"
-    (package / "slipstream_stablelm-1.dist-info").mkdir(parents=True)
-    (package / "slipstream_stablelm.py").write_text(MODULE)
-    info = package / "slipstream_stablelm-1.dist-info"
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-stablelm\nVersion: 1\n")
+    (package / "slipstream_biogpt-1.dist-info").mkdir(parents=True)
+    (package / "slipstream_biogpt.py").write_text(MODULE)
+    info = package / "slipstream_biogpt-1.dist-info"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-biogpt\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[slipstream.families]\n" + ENTRY.replace('"', ""))
     code, found = check(tmp_path / "model")
     assert code == 3
-    assert "stablelm" in found["error"]["message"]
+    assert "biogpt" in found["error"]["message"]
     code, found = check(tmp_path / "model", str(package))
     assert (code, found["same"]) == (0, True), found
 

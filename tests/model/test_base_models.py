@@ -20,7 +20,7 @@ TOKENS = list(range(5, 28))
 
 def build(path, family, **more):
     """The model of transformers, without its head."""
-    settings = {**tiny_models.FAMILIES[family], **more}
+    settings = {**tiny_models.settings_of(family), **more}
     settings = {k: v for k, v in settings.items() if v is not None or k == "pad_token_id"}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def others(key, value):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_each_field_is_heeded_or_refused(tmp_path, family):
-    settings = {k: v for k, v in tiny_models.FAMILIES[family].items() if v is not None}
+    settings = {k: v for k, v in tiny_models.settings_of(family).items() if v is not None}
     given = json.loads(
         AutoConfig.for_model(settings.pop("model_type"), **settings).to_json_string(use_diff=False)
     )

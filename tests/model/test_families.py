@@ -195,6 +195,57 @@ CASES = {
         "glm4_moe",
         {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
     ),
+    "exaone4-open": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "nulls": ["sliding_window"],
+            "layer_types": ["full_attention"] * 4,
+        },
+    ),
+    "ernie-dense-biased": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie-moe-some": (
+        "ernie4_5_moe",
+        {"moe_layer_interval": 2, "moe_layer_end_index": 1, "moe_num_shared_experts": 0},
+    ),
+    "minimax-whole": ("minimax_m2", {"rotary_dim": None, "num_experts_per_tok": 1}),
+    "glm-flash-all": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse"] * 3, "n_group": 4, "topk_group": 2, "q_lora_rank": None},
+    ),
+    "dots1-open": ("dots1", {"nulls": ["sliding_window"], "sliding_window": None}),
+    "olmoe-normalised": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "hunyuan-stretched": (
+        "hunyuan_v1_dense",
+        {
+            "rope_theta": None,
+            "rope_parameters": {
+                **dict(type="dynamic", alpha=50.0, factor=1.0, rope_theta=10000.0),
+                **dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+            },
+            "attention_bias": True,
+        },
+    ),
+    "ministral3-windows": ("ministral3", {"sliding_window": 7}),
+    "mistral4-groups": (
+        "mistral4",
+        {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
+    ),
+    "stablelm-12b": (
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False},
+    ),
+    "nemotron-biased": (
+        "nemotron",
+        {
+            "mlp_bias": True,
+            "attention_bias": True,
+            "rope_theta": None,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    "seed-oss-bare": ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
+    "arcee-biased": ("arcee", {"mlp_bias": True, "hidden_act": "gelu"}),
     "nemotron-h-dense": (
         "nemotron_h",
         {

@@ -155,9 +155,10 @@ SHAPES |= {"ffn_hidden_size", "q_lora_rank", "n_shared_experts", "max_position_e
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
     """Key by key: left out, the description is as with the default of transformers' class, or the key is asked for."""
-    settings = {k: v for k, v in tiny_models.FAMILIES[family].items() if v is not None}
+    settings = {k: v for k, v in tiny_models.settings_of(family).items() if v is not None}
     given = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    config = json.loads(json.dumps(given.to_dict() | {"architectures": [CAUSAL[given.model_type]]}))
+    architecture = CAUSAL.get(given.model_type, "Mistral4ForCausalLM")
+    config = json.loads(json.dumps(given.to_dict() | {"architectures": [architecture]}))
     for key in ("chunk_size_feed_forward", "is_encoder_decoder"):
         config.pop(key)
 
@@ -252,6 +253,51 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
     plain, path = read_spec(tmp_path).spec, tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **HUB[family]}))
     assert read_spec(tmp_path).spec == plain
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "family", "more"),
+    [
+        ("kimi_k2", "DeepseekV3ForCausalLM", "deepseek_v3", {"num_nextn_predict_layers": 0}),
+        (
+            "mimo",
+            "MiMoForCausalLM",
+            "qwen2",
+            {"attention_bias": True, "num_nextn_predict_layers": 1, "use_mrope": False},
+        ),
+    ],
+)
+def test_a_family_under_its_authors_name(tmp_path, model_type, architecture, family, more):
+    theirs = tiny_models.build(tmp_path, family)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    if model_type == "mimo":
+        tensors = load_file(file)
+        save_file(
+            {**tensors, "model.mtp_layers.0.input_proj.weight": torch.ones(2, 2)},
+            file,
+            metadata={"format": "pt"},
+        )
+    config = json.loads(path.read_text()) | {"model_type": model_type, **more}
+    path.write_text(json.dumps({**config, "architectures": [architecture]}))
+    assert close(run(load(tmp_path), TOKENS, (9, 1, 30)), logits_of(theirs))
+
+
+@pytest.mark.parametrize("kind", ["ministral3", "mistral", "mistral4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_mistral_3_without_its_image_encoder(tmp_path, kind, tied):
+    """Names, nested config and tie as transformers writes them."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = {k: v for k, v in tiny_models.settings_of(kind).items() if v is not None}
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    seen |= {"model_type": "pixtral", "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    theirs = Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text, vision_config=seen, tie_word_embeddings=tied)
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    assert close(run(load(tmp_path), TOKENS, (7, 1, 30)), logits_of(theirs))
+    assert read_spec(tmp_path).spec.tied_embeddings == tied
 
 
 def test_blocks_are_told_apart(tmp_path):

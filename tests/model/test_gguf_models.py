@@ -159,6 +159,7 @@ def llama3_factors():
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LINEAR_KEYS = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 FACTORS = {
+    "exaone4-without-windows": {"rope_freqs.weight": llama3_factors()},
     "phi3-long": {
         f"rope_factors_{kind}.weight": LONGROPE[f"{kind}_factor"] for kind in ("short", "long")
     },
@@ -554,6 +555,182 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "rope.dimension_count": 8,
         },
     ),
+    "mistral3": (
+        "mistral3",
+        "ministral3",
+        {"rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "rope.dimension_count": 16,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 16.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.3,
+        },
+    ),
+    "mistral3-small": (
+        "mistral3",
+        "mistral",
+        {"sliding_window": None, "nulls": ["sliding_window"], "rms_norm_eps": 1e-6},
+        {**RMS, "rope.dimension_count": 8},
+    ),
+    "hunyuan-dense": (
+        "hunyuan-dense",
+        "hunyuan_v1_dense",
+        {
+            "rms_norm_eps": 1e-6,
+            "rope_theta": None,
+            "rope_parameters": dict(type="dynamic", alpha=50.0, factor=1.0, rope_theta=1e4),
+        },
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.freq_base": 1e4 * 50.0 ** (16 / 14),
+            "rope.scaling.type": "none",
+            "rope.scaling.factor": 1.0,
+            "rope.scaling.original_context_length": 256,
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan-moe",
+        "hunyuan_v1_moe",
+        {"rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 64,
+            "expert_shared_feed_forward_length": 64,
+            "expert_shared_count": 1,
+            "rope.scaling.type": "none",
+        },
+    ),
+    "nemotron": (
+        "nemotron",
+        "nemotron",
+        {},
+        {**LAYER, "rope.dimension_count": 4, "rope.scaling.type": "none", "vocab_size": 288},
+    ),
+    "stablelm": (
+        "stablelm",
+        "stablelm",
+        {},
+        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": False},
+    ),
+    "stablelm-12b": (
+        "stablelm",
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False},
+        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True},
+    ),
+    "seed_oss": (
+        "seed_oss",
+        "seed_oss",
+        {},
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
+    ),
+    "seed_oss-biased-out": (
+        "seed_oss",
+        "seed_oss",
+        {"attention_bias": False, "head_dim": 8},
+        {**RMS, "attention.key_length": 8, "attention.value_length": 8},
+    ),
+    "arcee": ("arcee", "arcee", {"rms_norm_eps": 1e-6}, {**RMS, "rope.dimension_count": 8}),
+    "exaone4": (
+        "exaone4",
+        "exaone4",
+        {"rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, True, True, False],
+        },
+    ),
+    "exaone4-without-windows": (
+        "exaone4",
+        "exaone4",
+        {
+            "rms_norm_eps": 1e-6,
+            "sliding_window": None,
+            "nulls": ["sliding_window"],
+            "layer_types": ["full_attention"] * 4,
+            "rope_theta": None,
+            "rope_parameters": LLAMA3,
+        },
+        RMS,
+    ),
+    "ernie4_5": (
+        "ernie4_5",
+        "ernie4_5",
+        {"rms_norm_eps": 1e-6},
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        {"rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 32,
+            "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "minimax-m2": (
+        "minimax-m2",
+        "minimax_m2",
+        {},
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.freq_base": 5e6,
+            "rope.dimension_count": 8,
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 64,
+            "expert_gating_func": 2,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        "dots1",
+        {"n_group": 1, "topk_group": 1, "max_window_layers": 3, "norm_topk_prob": True},
+        {k: v for k, v in GLM4_MOE.items() if k != "rope.dimension_count"},
+    ),
+    "olmoe": (
+        "olmoe",
+        "olmoe",
+        {"rms_norm_eps": 1e-6},
+        {**RMS, "expert_count": 6, "expert_used_count": 2},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        "granitemoeshared",
+        {"embedding_multiplier": 3.0, "logits_scaling": 4.0},
+        {
+            **RMS,
+            "attention.scale": 0.2,
+            "residual_scale": 0.4,
+            "embedding_scale": 3.0,
+            "logit_scale": 4.0,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_shared_feed_forward_length": 48,
+        },
+    ),
     "glm4": (
         "glm4",
         "glm4",
@@ -581,6 +758,10 @@ def apart(architecture, name, value, a):
             f"blk.{layer}.attn_k_b.weight": keys.swapaxes(1, 2),
             f"blk.{layer}.attn_v_b.weight": values,
         }
+    if architecture == "granitemoe" and "input_linear" in name:
+        kind = "exps" if "block_sparse_moe" in name else "shexp"
+        halves = zip(("gate", "up"), np.split(value, 2, axis=-2), strict=True)
+        return {f"blk.{layer}.ffn_{half}_{kind}.weight": part for half, part in halves}
     if architecture == "gpt-oss" and last in GPT_OSS:
         parts = {kind: value[..., start::2] for kind, start in (("gate", 0), ("up", 1))}
         turn = last == "gate_up_proj"
@@ -608,12 +789,19 @@ def apart(architecture, name, value, a):
 def as_llama_cpp(architecture, name, value, a):
     """A tensor as llama.cpp's converter changes it."""
     fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
-    if architecture in ("llama", "granite", "smollm3") and re.search(
-        r"\.[qk]_proj\.", name
-    ):  # its order of rotary rows
+    if architecture in (
+        "llama",
+        "granite",
+        "smollm3",
+        "arcee",
+        "granitemoe",
+        "mistral3",
+    ) and re.search(r"\.[qk]_proj\.", name):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+        return value + 1
+    if architecture == "nemotron" and name.endswith("norm.weight"):
         return value + 1
     if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return value.T
@@ -642,7 +830,9 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     )
     table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
-        if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):  # one tensor for all experts
+        if alone := re.fullmatch(
+            r"(.*\.experts|.*_layernorm\.norms)\.(\d+)\.(.*)", name
+        ):  # one tensor for all experts
             stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value.numpy()
             continue
         if (made := apart(architecture, name, value.numpy(), a)) is not None:
@@ -659,6 +849,7 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         written = next(n for n in found if n is not None)
         tensors[written] = (as_llama_cpp(architecture, name, value.numpy(), a), "F32")
     for name, parts in stacks.items():
+        name = name.replace(".norms.", ".")  # StableLM's of heads
         tensors[table.get_name(name, (".weight",))] = (
             np.stack([parts[e] for e in range(len(parts))]),
             "F32",

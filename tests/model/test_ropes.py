@@ -99,13 +99,17 @@ FAMILIES = [
     *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "falcon", "starcoder2", "gpt_neox", "gpt_oss"),
     *("glm", "glm4", "glm4_moe", "granite", "olmo2", "olmo3", "cohere", "cohere2"),
     *("deepseek_v2", "deepseek_v3", "modernbert", "eurobert"),
+    *("seed_oss", "arcee", "helium", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2"),
+    *("glm4_moe_lite", "dots1", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "nemotron", "stablelm"),
 ]  # fmt: skip
 ROPES = {"rope_theta", "rope_parameters", "rope_scaling"}
 
 
 def plain_config(family):
     """A config of the family that says nothing of ropes: heads of 8 numbers in layers of all the family's kinds."""
-    settings = tiny_models.FAMILIES.get(family) or {**tiny_models._LLAMA, "model_type": family}
+    settings = {**tiny_models._LLAMA, "model_type": family}
+    settings = tiny_models.settings_of(family) if family in tiny_models.FAMILIES else settings
     settings = {k: v for k, v in settings.items() if v is not None and k not in ROPES}
     if "head_dim" in settings or family == "mixtral":
         settings["head_dim"] = 8

@@ -64,6 +64,10 @@ ALL_EXPERTS = {
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {"num_experts_per_tok": 8},
+    "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
+    "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "flex_olmo": {"num_experts_per_tok": 6},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
 EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
@@ -155,6 +159,7 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             if latent
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
+        kept.append(a.query_scale)
     for r in (x.recurrent for x in layers if isinstance(x.recurrent, Mamba)):
         kept += [norm.weight for norm in r.norms or () if r.spec.normed == "plain"]  # ones
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())

@@ -529,7 +529,7 @@ def test_the_inputs_of_a_mixed_step():
     ):
         table.rows[str(i)] = SimpleNamespace(index=8 - i)
         scheduled.append(ScheduledRequest(str(i), computed, tokens, samples))
-    host, sampled, n = mixed_inputs(table, tuple(scheduled), size, MIXED_PROMPTS)
+    host, sampled, n = mixed_inputs(table, StepPlan(0, tuple(scheduled)), size, MIXED_PROMPTS)
     parts = MixedInputs(host, size, MIXED_PROMPTS)
     assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
     assert parts.sample_rows[:n].tolist() == [8, 7, 6, 6, 6, 4]

@@ -133,3 +133,10 @@ def test_what_has_no_stages_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="an encoder-decoder has no stages") as error:
         LLM(str(tmp_path), pipeline_parallel_size=2, device="cpu", skip_tokenizer_init=True)
     assert error.value.field == "pipeline_parallel_size"
+
+
+def test_layers_that_read_an_earlier_layers_keys_are_not_split_into_stages(tmp_path):
+    tiny_models.write(tmp_path, "gemma4_text")
+    with pytest.raises(ConfigError, match="the keys and values of an earlier layer") as error:
+        LLM(str(tmp_path), pipeline_parallel_size=2, device="cpu", skip_tokenizer_init=True)
+    assert error.value.field == "pipeline_parallel_size"

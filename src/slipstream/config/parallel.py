@@ -139,6 +139,12 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
             f"pipeline_parallel_size={size}: {spec.kind} has no stages; use tensor_parallel_size",
             field="pipeline_parallel_size",
         )
+    if spec.layer_inputs is not None or spec.owners != tuple(range(spec.num_layers)):
+        raise ConfigError(
+            f"pipeline_parallel_size={size}: layers of {spec.family} read the first stage's inputs, or the keys and values of "
+            "an earlier layer, which another stage has not got; use tensor_parallel_size",
+            field="pipeline_parallel_size",
+        )
     if size > spec.num_layers:
         raise ConfigError(
             f"pipeline_parallel_size={size} is more than the model's layers ({spec.num_layers}); lower it",

@@ -101,13 +101,12 @@ def mixed_decodes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Prompt token counts of mixed graphs; none for encoder-decoder models, and for recurrent layers, whose prompts are cut
-    into chunks on the host.
+    """Prompt token counts of mixed graphs; none for encoder-decoder models.
 
     They are at most a sequence's length, because the padding, a sequence like others, may have to
     hold all the tokens.
     """
-    if spec.encoder is not None or spec.is_recurrent:
+    if spec.encoder is not None:
         return []
     most = LONG_TOKENS if _takes_long_steps(config, spec) else MIXED_TOKENS
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, most)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from slipstream.spec.model import ClampedSwiglu, MoESpec, NamedActivation, OwnNorm
+from slipstream.spec.model import AttentionSpec, ClampedSwiglu, MoESpec, NamedActivation, OwnNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,8 @@ LayerTensors: TypeAlias = "Mapping[str, Tensor | float | None]"
 class NormParams:
     """A norm over rows, in float32.
 
-    `rms` is x / rms(x) · (weight + offset). `layer` is (x − mean) / std · weight + bias. An
-    `OwnNorm` is the caller's function.
+    `rms` is x / rms(x) · (weight + offset). `layer` is (x − mean) / std ·
+    (weight + offset) + bias. An `OwnNorm` is the caller's function.
     """
 
     kind: Literal["rms", "layer"] | OwnNorm
@@ -35,6 +35,21 @@ class NormParams:
     eps: float
     bias: Tensor | None = None  # [E]
     offset: float = 0.0
+
+
+def norm_parts(
+    spec: AttentionSpec, num_heads: int, weight: Any
+) -> tuple[int, int, NormParams, int]:
+    """Returns how `OpSet.norm_qk` norms the rows of q or of k, in which `num_heads` heads lie side
+    by side: (pieces, the size of each, their norm, the distance of the pieces' weights)."""
+    norm, dim = spec.qk_norm, spec.head_dim
+    assert norm is not None
+    if norm.over == "row":
+        how = NormParams(kind="rms", weight=weight, eps=norm.eps, offset=norm.weight_offset)
+        return 1, num_heads * dim, how, 0
+    if norm.over == "layer":
+        return num_heads, dim, weight, 0
+    return num_heads, dim, NormParams(kind="layer", weight=weight, eps=norm.eps), dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +72,7 @@ class QKVLayout:
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    norm_after: bool = False  # norms come behind the rotation
     value_eps: float | None = None
     has_values: bool = True
 

@@ -453,6 +453,15 @@ class OpSet(ABC):
         """Clamps each element to ±limit."""
         return x.clamp(-limit, limit)
 
+    def scale_queries(
+        self, x: Tensor, *, meta: AttentionMetadata, table: Tensor, size: int
+    ) -> Tensor:
+        """Multiplies the first `size` numbers of rows [T, …] by `table` (float32 [positions]) at
+        each token's position."""
+        q, rest = x[:, :size], x[:, size:]
+        scaled = (q.float() * table[meta.positions][:, None]).to(x.dtype)
+        return torch.cat((scaled, rest), dim=1) if rest.shape[1] else scaled
+
     def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Tensor:
         """Norms q and k in rows [T, (H + 2K) · D] by `spec.qk_norm`: over the row of all heads, or
         over each head with its own weight, or with a layer norm (`NormParams`) that all share.

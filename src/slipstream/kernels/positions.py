@@ -19,6 +19,7 @@ from slipstream.spec.model import (
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
+    QueryScale,
     RopeSpec,
     YarnScaling,
 )
@@ -104,6 +105,13 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             return np.divide(base, divisors), s.attention_factor
 
 
+def query_scales(spec: QueryScale, num_positions: int) -> Floats:
+    """Returns float32 [num_positions]: the factor of the queries at each position."""
+    at = np.floor(np.arange(num_positions, dtype=np.float32) / np.float32(spec.period))
+    scales: Floats = 1 + np.float32(spec.beta) * np.log(1 + at)
+    return scales
+
+
 def sectioned_positions(
     num_tokens: int, images: Sequence[tuple[int, int, int]]
 ) -> npt.NDArray[np.int64]:
@@ -168,6 +176,7 @@ class PositionTables:
         self.distances: Tensor | None = None
         self._rope: dict[RopeSpec, Tensor] = {}
         self._biases: dict[BucketSpec, Tensor] = {}
+        self._scales: dict[QueryScale, Tensor] = {}
 
     def of(
         self, spec: AttentionSpec, own: Tensor | None = None
@@ -193,6 +202,14 @@ class PositionTables:
         if position not in self._rope:
             self._rope[position] = self._placed(rope_angles(position, self.max_model_len))
         return self._rope[position]
+
+    def query_scale(self, spec: QueryScale | None) -> Tensor | None:
+        """Returns the factors of the queries by position. None if all are 1 in so short a context."""
+        if spec is None or self.max_model_len <= spec.period:
+            return None
+        if spec not in self._scales:
+            self._scales[spec] = self._placed(query_scales(spec, self.max_model_len))
+        return self._scales[spec]
 
     def _bias(self, position: BucketSpec, weight: Any) -> Tensor:
         assert weight is not None

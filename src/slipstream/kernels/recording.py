@@ -23,6 +23,7 @@ from slipstream.spec.model import (
     AttentionSpec,
     BucketSpec,
     LatentAttentionSpec,
+    QueryScale,
     RopeSpec,
 )
 from slipstream.spec.reason import Reason
@@ -172,6 +173,11 @@ class NamedTables:
                 return None, None, NamedWeight("distance_bias", (spec.num_heads, 2 * reach + 1))
             case RopeSpec():
                 return self.rope(spec.position), None, None
+
+    def query_scale(self, spec: QueryScale | None) -> NamedWeight | None:
+        if spec is None or self.max_model_len <= spec.period:
+            return None
+        return NamedWeight("query_scale", (self.max_model_len,))
 
     def rope(self, position: RopeSpec) -> NamedWeight:
         return self._rope.setdefault(

@@ -156,7 +156,9 @@ class ReferenceOps(OpSet):
             h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(
                 h.var(-1, unbiased=False, keepdim=True) + norm.eps
             )
-            h = h * norm.weight.float() + (0.0 if norm.bias is None else norm.bias.float())
+            h = h * (norm.weight.float() + norm.offset) + (
+                0.0 if norm.bias is None else norm.bias.float()
+            )
         return self._as(h, x.dtype, inputs), total
 
     def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:
@@ -171,11 +173,13 @@ class ReferenceOps(OpSet):
         v = rows[:, num_turned:] if h.has_values else rows[:, h.num_heads :]  # none if kv.latent
         if h.value_eps is not None:
             v = rms(v, v.new_ones(h.head_dim), h.value_eps, 0.0)
-        if h.q_norm is not None and h.k_norm is not None:
-            q, k = (rms(t, w, h.norm_eps, h.norm_offset) for t, w in ((q, h.q_norm), (k, h.k_norm)))
+        if not h.norm_after:
+            q, k = _normed(q, k, h)
         if h.cos_sin is not None:
             table = h.cos_sin[meta.positions]
             q, k = rotate(q, table, h.interleaved), rotate(k, table, h.interleaved)
+        if h.norm_after:
+            q, k = _normed(q, k, h)
         if not h.num_kv_heads:
             return q.to(qkv.dtype).contiguous()
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
@@ -365,6 +369,14 @@ def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
         a, b = turned.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((turned, passed), dim=-1)
+
+
+def _normed(q: Tensor, k: Tensor, h: QKVLayout) -> tuple[Tensor, Tensor]:
+    """Norms heads of q and k, if they have norms."""
+    if h.q_norm is None or h.k_norm is None:
+        return q, k
+    how = h.norm_eps, h.norm_offset
+    return rms(q, h.q_norm, *how), rms(k, h.k_norm, *how)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:

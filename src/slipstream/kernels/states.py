@@ -28,6 +28,10 @@ CHUNK = 64
 """Maximum tokens of a chunk. Prompts are computed in chunks: products inside one, and states from one to the next."""
 
 
+SHORT = 16
+"""Maximum tokens of a sequence that a GPU computes token by token, whatever `chunks` says, such as verified drafts."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerState:
     """One layer's states in all slots."""

@@ -28,6 +28,7 @@ from slipstream.spec.reason import Reason
 LACKS = {
     "clip": "clip_qkv: the one-token kernel has no clamp",
     "norm_qk": "qk_norm: the one-token kernel norms q and k of each head by one weight only",
+    "scale_queries": "query_scale: the one-token kernel has no factor of queries by position",
     "scale": "residual_scale: the one-token kernel has no factor for a branch",
     "bidirectional_attention": "the one-token kernel is for decoding, and an encoder reads whole texts",
     "add": "the one-token kernel has a norm before every branch and no other sums",
@@ -323,6 +324,8 @@ class Matcher:
         turned = self._take("rope_and_cache")
         heads, op = turned.arguments["heads"], self._take("attention")
         params = op.arguments["params"]
+        if heads.norm_after:
+            raise Refused("qk_norm: the one-token kernel norms q and k before it rotates them")
         for name in ("softcap", "alibi_slopes", "distance_bias"):
             if getattr(params, name) is not None:
                 raise Refused(f"{name}: the one-token kernel has no such attention")
@@ -344,6 +347,8 @@ class Matcher:
         )
 
     def _latent_attention(self, x: Value, q: Value) -> tuple[Value, dict[str, Any]]:
+        if self._next == "scale_queries":
+            raise self._refused()
         row = self._linear("latent", x)
         op = self._take("mla_attention")
         params, out = op.arguments["params"], self._linear("out", op.out)

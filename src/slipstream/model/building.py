@@ -115,7 +115,8 @@ def build_layer(
                 NormParams(kind="layer", weight=w, bias=b, eps=s.qk_norm.eps)
                 for w, b in zip(norms, biases, strict=True)
             )
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, summed_ranks)
+        scale = tables.query_scale(s.query_scale)
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
@@ -140,7 +141,8 @@ def build_layer(
         )
         q_latent = linear("attention.q_latent") if s.q_rank is not None else None
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
-        return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
+        scale = tables.query_scale(s.query_scale)
+        return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale)
 
     def own_input(s: OwnInputSpec) -> OwnInput:
         gate, project = linear("own_input.gate", None), linear("own_input.project", None)
@@ -215,6 +217,7 @@ def _heads(
         k_norm=k_norm,
         norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
         norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
+        norm_after=s.qk_norm is not None and s.qk_norm.after,
         value_eps=s.value_eps,
         has_values=not s.keys_as_values,
     )

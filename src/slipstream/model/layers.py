@@ -63,6 +63,7 @@ class Attention:
     params: AttentionParams
     q_norm: Tensor | NormParams | None = None
     k_norm: Tensor | NormParams | None = None
+    query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -96,6 +97,8 @@ class Attention:
                 qkv = ops.norm_qk_part(qkv, s, self.q_norm, self.k_norm, self.group)
             else:
                 qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
+        if self.query_scale is not None:
+            qkv = ops.scale_queries(qkv, meta=meta, table=self.query_scale, size=s.q_size)
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)
@@ -127,6 +130,7 @@ class LatentAttention:
     out: Linear
     q_norm: NormParams | None
     params: MLAParams
+    query_scale: Tensor | None = None  # float32 [positions]
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -138,7 +142,10 @@ class LatentAttention:
         if self.q_latent is not None:
             assert self.q_norm is not None
             rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=self.q.inputs)[0]
-        q = ops.linear(rows, self.q).unflatten(1, (self.spec.num_heads, -1))
+        q = ops.linear(rows, self.q)
+        if self.query_scale is not None:
+            q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
+        q = q.unflatten(1, (self.spec.num_heads, -1))
         return ops.mla_attention(q, ops.linear(x, self.latent), kv, meta, self.params)
 
     @property

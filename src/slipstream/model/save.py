@@ -27,6 +27,7 @@ from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
+    OneRow,
     Placement,
     Regroup,
     Reshape,
@@ -34,6 +35,7 @@ from slipstream.spec.parameters import (
     Transpose,
     Turnable,
     Ungroup,
+    Vector,
 )
 
 SHARD_BYTES = 5_000_000_000
@@ -109,6 +111,10 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return part
         case Transpose():
             return part.mT
+        case OneRow():
+            return part[None]
+        case Vector():
+            return part[0]
         case Ungroup(num_kv_heads=k, group=group):
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))

@@ -82,8 +82,9 @@ class SequenceBatch:
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec:
-    """Returns the layer's attention. UnsupportedModelError if it is latent, or if the layer is
-    recurrent, which training and compression don't support."""
+    """Returns the layer's attention. UnsupportedModelError if it is latent, if the layer is
+    recurrent, or if it reads what comes from elsewhere than its input: training and compression
+    don't support these."""
     if layer.recurrent is not None:
         raise UnsupportedModelError(
             "recurrent layers can't be trained or compressed yet", field="layer_types"
@@ -91,6 +92,11 @@ def attention_of(layer: LayerSpec) -> AttentionSpec:
     if not isinstance(layer.attention, AttentionSpec):
         raise UnsupportedModelError(
             "latent attention can't be trained or compressed yet", field="kv_lora_rank"
+        )
+    if layer.attention.kv_from is not None or layer.own_input is not None:
+        raise UnsupportedModelError(
+            "layers that read another's keys and values, or inputs of their own, can't be trained or compressed yet",
+            field="num_kv_shared_layers",
         )
     return layer.attention
 

@@ -35,6 +35,7 @@ from slipstream.kernels.cpu.programs import (
     add_attention,
     add_linear,
     add_norm,
+    add_norm_parts,
     add_rope_and_cache,
 )
 from slipstream.kernels.cpu.recurrent import (
@@ -340,6 +341,16 @@ class ProgramEmitter(Emitter):
 
     def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
         add_norm(self.program, x, residual, out, form, size, norm)
+
+    def norm_parts(
+        self, x: int, column: int, parts: int, size: int, norm: NormParams, step: int
+    ) -> None:
+        add_norm_parts(self.program, x, column, parts, size, norm, step)
+
+    def scale(
+        self, x: int, size: int, *, factor: float = 1.0, table: Any = None, limit: float = 0.0
+    ) -> None:
+        self.program.add("scale", x, size, factor, table, limit)
 
     def convert(self, x: int, out: int, form: int, size: int) -> None:
         self.program.add("convert", x, out, form, size, 1)

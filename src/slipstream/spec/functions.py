@@ -59,9 +59,9 @@ class OwnNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """A norm. `rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight +
-    bias. Or a function of one's own. Gemma stores weights minus one, so its weight_offset is 1.
-    `gain` multiplies the stored weights."""
+    """A norm. `rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · (weight +
+    weight_offset) + bias. Or a function of one's own. Gemma and Nemotron store weights minus one, so
+    their weight_offset is 1. `gain` multiplies the stored weights."""
 
     kind: Literal["rms", "layer"] | OwnNorm
     size: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape
-from slipstream.spec.positions import AlibiSpec, BucketSpec, RopeSpec
+from slipstream.spec.positions import AlibiSpec, BucketSpec, QueryScale, RopeSpec
 from slipstream.spec.recurrent import RecurrentSpec
 
 
@@ -41,11 +41,14 @@ class QKNormSpec:
     2. `row`: all heads together, RMS (OLMo 2).
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
     4. `layer`: each head, with one weight and one bias for all heads, layer norm (Phi).
+
+    `after`: the norm of heads comes behind the rotation (Hunyuan).
     """
 
     over: Literal["head", "row", "each", "layer"]
     eps: float
     weight_offset: float = 0.0
+    after: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,7 @@ class AttentionSpec:
     softcap: float | None = None
     clip_qkv: float | None = None
     qk_norm: QKNormSpec | None = None
+    query_scale: QueryScale | None = None
     sinks: bool = False
     value_eps: float | None = None
     keys_as_values: bool = False
@@ -165,6 +169,7 @@ class LatentAttentionSpec:
     scale: float
     position: RopeSpec
     eps: float
+    query_scale: QueryScale | None = None
     bias: bool = False
 
     num_kv_heads: ClassVar[int] = 1
@@ -374,7 +379,7 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnInputSpec:
-    """What a layer adds after its MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
+    """The addition after a layer's MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
 
     x are the numbers [first, first + size) of the model's layer inputs (`LayerInputsSpec`).
     """

@@ -47,6 +47,7 @@ from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
 from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
 from slipstream.spec.positions import ProportionalScaling as ProportionalScaling
+from slipstream.spec.positions import QueryScale as QueryScale
 from slipstream.spec.positions import RopeScaling as RopeScaling
 from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
@@ -347,7 +348,7 @@ class ModelSpec:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """For each layer, the one that caches the keys and values that it reads."""
+        """The layer, for each one, that caches the keys and values that it reads."""
         kept = (None if x.attention is None else x.attention.kv_from for x in self.layers)
         return tuple(i if source is None else source for i, source in enumerate(kept))
 

@@ -40,7 +40,7 @@ class Unpermute:
 
 @dataclass(frozen=True, slots=True)
 class MinusOne:
-    """Stored values are larger by one (Gemma's norms in GGUF)."""
+    """Stored values are larger by one (norms of Gemma and Nemotron in GGUF)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,16 @@ class Flatten:
     product."""
 
     kernel: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OneRow:
+    """The tensor has a dimension of 1 before the others (ERNIE 4.5's correction of a router)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The tensor is one row without a dimension for rows (a head's norm in StableLM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,8 @@ Transform: TypeAlias = (
     | Deinterleave
     | SwapGateUp
     | Flatten
+    | OneRow
+    | Vector
     | Regroup
     | Scale
     | Reshape

@@ -158,6 +158,18 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / period⌋), so that scores stay sharp in long texts
+    (Ministral 3; "temperature tuning" of Llama 4). Below `period` nothing changes."""
+
+    beta: float
+    period: float
+
+    def __post_init__(self) -> None:
+        require_positive("rope_parameters", original_max_position_embeddings=self.period)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlibiSpec:
     """ALiBi (Press et al. 2021): scores decrease linearly with distance.
 

@@ -342,8 +342,8 @@ def _states_of_decodes(table: RowTable, rows: Tensor) -> StateMetadata | None:
     """Slots of the states of sequences with one token each, from the rows on the device."""
     if table.states is None:
         return None
-    slots = table.states.index_select(0, rows)
-    return StateMetadata(read=slots[:, 0], write=slots[:, 1], chunks=table.no_chunks)
+    read, write = table.states[:, :2].index_select(0, rows).t().contiguous()
+    return StateMetadata(read=read, write=write, chunks=table.no_chunks)
 
 
 def _of_cross(

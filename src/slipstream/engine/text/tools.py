@@ -262,7 +262,7 @@ def reading(
     user to name a format with `to_name`."""
     form, think = formats.of(template)
     tail = end().rstrip() if think is not None else ""
-    opened, closed = (tail.endswith(marker) for marker in think or ("\0", "\0"))
+    opened, closed = (tail.endswith(marker.rstrip()) for marker in think or ("\0", "\0"))
     if not offered.is_made:
         form = form if form is not None and (form.reasons or form.wraps) else None
         return (

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from slipstream.kernels.layouts import MLAParams, NormParams
+from slipstream.kernels.layouts import MLAParams, NormParams, norm_parts
 from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
@@ -34,9 +34,6 @@ F32 = 0
 """Copy of `native.FORM_F32`."""
 
 LACKS = {
-    "clip": "clip_qkv: the C++ program has no clamp",
-    "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight only",
-    "scale": "residual_scale: the C++ program has no factor for a branch",
     "embed_token_types": "the C++ program has no embeddings of token types",
     "softcap": "the C++ program has no soft cap of hidden states",
 }
@@ -75,6 +72,14 @@ class Emitter:
 
     def norm(
         self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
+    ) -> None: ...
+
+    def norm_parts(
+        self, x: int, column: int, parts: int, size: int, norm: NormParams, step: int
+    ) -> None: ...
+
+    def scale(
+        self, x: int, size: int, *, factor: float = 1.0, table: Any = None, limit: float = 0.0
     ) -> None: ...
 
     def sum(self, x: int, y: int, size: int, factor: Any) -> None: ...
@@ -626,6 +631,31 @@ class Lowering:
         self.put(op.out, Stored(out))
         write(out.number, form, activation)
 
+    def _clip(self, op: Op) -> None:
+        self.emit.scale(self._in_place(op), op.x.width, limit=op.arguments["limit"])
+
+    def _scale(self, op: Op) -> None:
+        self.emit.scale(self._in_place(op), op.x.width, factor=op.arguments["factor"])
+
+    def _scale_queries(self, op: Op) -> None:
+        table, size = op.arguments["table"], op.arguments["size"]
+        self.emit.scale(self._in_place(op), size, table=table)
+
+    def _norm_qk(self, op: Op) -> None:
+        x, spec, column = self._in_place(op), op.arguments["spec"], 0
+        for heads, which in ((spec.num_heads, "q_norm"), (spec.num_kv_heads, "k_norm")):
+            parts, size, norm, step = norm_parts(spec, heads, op.arguments[which])
+            self.emit.norm_parts(x, column, parts, size, norm, step)
+            column += heads * spec.head_dim
+
+    def _in_place(self, op: Op) -> int:
+        """Returns the buffer of the op's input, which becomes its output's. Nothing else reads it."""
+        x = self.stored(op.x)
+        if any(self.lives(v) for v in x.values):
+            raise Refused(f"the C++ program changes in place what is read again ({op.name})")
+        self.put(op.out, Stored(x))
+        return x.number
+
     def _rope_and_cache(self, op: Op) -> None:
         """Writes rotary and cache. The queries stay in place, at the beginning of the rows."""
         rows = self.stored(op.x)
@@ -782,7 +812,13 @@ class Lowering:
         elif isinstance(b, Stored) and isinstance(a, Added):
             self.put(op.out, b)
         else:
-            raise Refused(SUM)
+            x, into = (self.stored(v) for v in op.inputs)
+            if any(self.lives(v) for v in into.values):
+                x, into = into, x
+            if any(self.lives(v) for v in into.values):
+                raise Refused("the C++ program adds in place, and both numbers are read again")
+            self.emit.sum(x.number, into.number, op.out.width, 1.0)
+            self.put(op.out, Stored(into))
 
 
 def _known(activation: Activation) -> Activation:

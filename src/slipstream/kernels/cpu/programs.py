@@ -136,6 +136,15 @@ def add_norm(
     program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
 
 
+def add_norm_parts(
+    program: Program, x: int, column: int, parts: int, size: int, norm: NormParams, step: int
+) -> None:
+    """Adds a norm in place of `parts` pieces of a row, of `size` numbers each, from `column` on.
+    The weights of each lie `step` after the last one's."""
+    how = float32(norm.weight), _floats(norm.bias), step, norm.eps, norm.offset
+    program.add("norm_parts", x, column, parts, norm.kind == "layer", size, *how)
+
+
 def add_rope_and_cache(
     program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0
 ) -> None:
@@ -145,7 +154,7 @@ def add_rope_and_cache(
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
     values = -1.0 if h.value_eps is None else h.value_eps, h.has_values
-    how = *norms, h.norm_eps, h.norm_offset, *values
+    how = *norms, h.norm_eps, h.norm_offset, *values, h.norm_after
     program.add("rope_and_cache", qkv, layer, group, *sizes, *turned, *how)
 
 

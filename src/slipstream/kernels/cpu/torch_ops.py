@@ -269,9 +269,8 @@ class CpuOps(ReferenceOps):
         qk, v = rows[:, :num_turned], rows[:, num_turned if h.has_values else h.num_heads :]
         if h.value_eps is not None:
             v = rms(v, v.new_ones(h.head_dim), h.value_eps, 0.0)
-        if h.q_norm is not None and h.k_norm is not None:
-            normed = ((qk[:, : h.num_heads], h.q_norm), (qk[:, h.num_heads :], h.k_norm))
-            qk = torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
+        if not h.norm_after:
+            qk = _normed_heads(qk, h)
         if cos_sin is not None:
             # The value holds the tensor too, so that its id is not reused within the step.
             _, cos, sin = meta.once(
@@ -279,6 +278,8 @@ class CpuOps(ReferenceOps):
                 lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved)),
             )
             qk = _rotate(qk.float(), cos, sin, h.interleaved)
+        if h.norm_after:
+            qk = _normed_heads(qk, h)
         qk = qk.to(qkv.dtype)
         if not num_kv_heads:
             return qk
@@ -348,6 +349,14 @@ def _turning(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _normed_heads(qk: Tensor, h: QKVLayout) -> Tensor:
+    """Norms heads of q and k side by side [T, H + K, D], if they have norms."""
+    if h.q_norm is None or h.k_norm is None:
+        return qk
+    normed = ((qk[:, : h.num_heads], h.q_norm), (qk[:, h.num_heads :], h.k_norm))
+    return torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

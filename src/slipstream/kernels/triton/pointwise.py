@@ -183,7 +183,7 @@ def _rope_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
-    OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, PDL: tl.constexpr,
+    OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, NORM_AFTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and keys, and cache keys and values, in three kinds of thread blocks. Those of
     q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R numbers; the
@@ -207,13 +207,13 @@ def _rope_kernel(
         _turn_heads(
             qkv_ptr, q_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, eps, offset, pid // tiles,
             pid % tiles, T, heads, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
-            SCALED, False,
+            SCALED, False, NORM_AFTER,
         )  # fmt: skip
     else:
         _turn_heads(
             qkv_ptr, k_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, k_norm_ptr, eps, offset, pid // tiles,
             pid % tiles - q_tiles, T, heads, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
-            HAS_NORM, SCALED, True,
+            HAS_NORM, SCALED, True, NORM_AFTER,
         )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def _turn_heads(
     qkv_ptr, out_ptr, scale_ptr, positions_ptr, slots_ptr, table_ptr, norm_ptr, eps, offset, token_tile, head_tile, T,
     ALL: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, CACHED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, CACHED: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate heads of TOKENS tokens, HEADS at a time. A token's row has ALL heads; these
     are the N heads after the first BEFORE. CACHED: they are keys."""
@@ -266,36 +266,29 @@ def _turn_heads(
             first = tl.load(x_ptr + i, mask=live & (i < R // 2), other=0.0).to(tl.float32)
             second = tl.load(x_ptr + R // 2 + i, mask=live & (i < R // 2), other=0.0).to(tl.float32)
             squares += tl.sum(first * first + second * second, 1) if HAS_NORM else 0.0
-        if HAS_NORM:
+        if HAS_NORM:  # a rotation leaves the length as it is, so the weights alone differ if they come behind it
             norm = tl.rsqrt(squares / D + eps)[:, None]
             if INTERLEAVED or R < D:
-                x *= norm * weight
+                x *= norm if NORM_AFTER and INTERLEAVED else norm * weight
             if R > 0 and not INTERLEAVED:
-                first *= norm * first_weight
-                second *= norm * second_weight
+                first *= norm if NORM_AFTER else norm * first_weight
+                second *= norm if NORM_AFTER else norm * second_weight
         if R > 0 and INTERLEAVED:
             first, second = tl.split(tl.reshape(x, (TOKENS * HEADS, BLOCK_R, 2)))
             turned = tl.join(first * cos - second * sin, second * cos + first * sin)
             x = tl.reshape(turned, (TOKENS * HEADS, BLOCK_D))
         elif R > 0:
-            _store_head(
-                first * cos - second * sin,
-                y_ptr + i,
-                live & (i < R // 2),
-                scale,
-                out_ptr,
-                SCALED,
-                CACHED,
-            )
-            _store_head(
-                second * cos + first * sin,
-                y_ptr + R // 2 + i,
-                live & (i < R // 2),
-                scale,
-                out_ptr,
-                SCALED,
-                CACHED,
-            )
+            turned = first * cos - second * sin
+            second = second * cos + first * sin
+            first = turned
+            if HAS_NORM and NORM_AFTER:
+                first *= first_weight
+                second *= second_weight
+            halves = live & (i < R // 2)
+            _store_head(first, y_ptr + i, halves, scale, out_ptr, SCALED, CACHED)
+            _store_head(second, y_ptr + R // 2 + i, halves, scale, out_ptr, SCALED, CACHED)
+        if HAS_NORM and NORM_AFTER and INTERLEAVED:
+            x *= weight
         if INTERLEAVED or R < D:
             _store_head(x, y_ptr + ds, live & kept, scale, out_ptr, SCALED, CACHED)
 
@@ -410,7 +403,7 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
             TOKENS=tokens, HEADS=at_once, STEPS=steps, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=width,
             BLOCK_R=width // 2 if h.interleaved else triton.next_power_of_2(max(1, h.rotary_dim // 2)),
             INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1,
-            OWN_VALUES=h.has_values, NORM_VALUES=h.value_eps is not None,
+            OWN_VALUES=h.has_values, NORM_VALUES=h.value_eps is not None, NORM_AFTER=h.norm_after,
             num_warps=warps if tokens * at_once * head_dim >= 1024 else 1, **pdl_options(qkv),
         )  # fmt: skip
     return q

@@ -38,6 +38,7 @@ from slipstream.spec.parameters import (
     Flatten,
     MinusOne,
     NegatedExp,
+    OneRow,
     Placement,
     Regroup,
     Reshape,
@@ -49,6 +50,7 @@ from slipstream.spec.parameters import (
     Turnable,
     Ungroup,
     Unpermute,
+    Vector,
     keeps_float32,
     parameters,
 )
@@ -402,6 +404,10 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
+    if isinstance(transform, OneRow):
+        return (1, *shape)
+    if isinstance(transform, Vector):
+        return shape[1:]
     if isinstance(transform, Reshape):
         return transform.shape
     turned = isinstance(transform, Transpose) or (
@@ -431,6 +437,10 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             )
         case Flatten():
             return value.reshape(value.shape[0], -1)
+        case OneRow():
+            return value[0]
+        case Vector():
+            return value[None]
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
         case NegatedExp():

@@ -17,6 +17,8 @@ from slipstream.spec.families import (
     bloom,
     cohere,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     falcon_h1,
     gemma,
@@ -25,14 +27,18 @@ from slipstream.spec.families import (
     gpt,
     gpt_oss,
     granite,
+    hunyuan,
     idefics3,
     jamba,
     kimi_linear,
     lfm,
     llama,
     mamba,
+    minimax,
+    mistral3,
     modernbert,
     mpt,
+    nemotron,
     nemotron_h,
     neox,
     nomic,
@@ -43,15 +49,17 @@ from slipstream.spec.families import (
     qwen,
     qwen_next,
     qwen_vl,
+    stablelm,
     starcoder,
     t5,
 )
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bamba, bert, bloom, cohere, deepseek, falcon, falcon_h1, gemma, gemma4, glm, gpt, gpt_oss),
-    *(granite, idefics3, jamba, kimi_linear, lfm, llama, mamba, modernbert, mpt, nemotron_h, neox),
-    *(nomic, olmo, olmo_hybrid, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
+    *(bamba, bert, bloom, cohere, deepseek, ernie, exaone, falcon, falcon_h1, gemma, gemma4),
+    *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, mamba),
+    *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
+    *(opt, phi, qwen, qwen_next, qwen_vl, stablelm, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

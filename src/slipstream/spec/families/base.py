@@ -118,6 +118,10 @@ class ConfigReader:
             **{key: value for key, value in values.items() if key not in self},
         }
 
+    def assume_missing(self, **values: Any) -> None:
+        """`assume` for keys whose null means something else than their absence."""
+        self.assume(**{key: value for key, value in values.items() if not self.says(key)})
+
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`, which must be of type `kind`. A missing key gives `default`, or an error if that is None."""
         self._read.add(key)

@@ -10,20 +10,26 @@ from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
+    BlockSpec,
     ClassifierSpec,
     DenseSpec,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MLPSpec,
     ModelSpec,
     NormSpec,
     ProportionalScaling,
+    QKNormSpec,
+    QueryScale,
     RopeScaling,
     RopeSpec,
     SequentialBlock,
     YarnScaling,
 )
+
+NO_SETTINGS: Mapping[str, Any] = {}
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
@@ -92,6 +98,67 @@ def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
 def before(norm: NormSpec) -> SequentialBlock:
     """A block with a norm before attention and one before the MLP."""
     return SequentialBlock(pre_attention=norm, pre_mlp=norm)
+
+
+def after(norm: NormSpec) -> SequentialBlock:
+    """A block with a norm of what attention gives and one of what the MLP gives, before they are added (OLMo 2)."""
+    return SequentialBlock(post_attention=norm, post_mlp=norm)
+
+
+def decoder(
+    c: ConfigReader,
+    family: str,
+    *,
+    h: HeadCounts | None = None,
+    max_position: int = 2048,
+    eps: float = 1e-6,
+    norm: NormSpec | None = None,
+    block: Callable[[NormSpec], BlockSpec] = before,
+    bias: tuple[bool, bool] | None = None,
+    mlp: MLPSpec | Callable[[int], MLPSpec] | None = None,
+    over: Literal["head", "row", "each"] | None = None,
+    after_rotation: bool = False,
+    kinds: list[str] | None = None,
+    window: int | None = None,
+    rotated: Callable[[int], bool] | None = None,
+    positions: Mapping[str, Any] = NO_SETTINGS,
+    more: Mapping[str, Any] = NO_SETTINGS,
+    residual_scale: float = 1.0,
+    **whole: Any,
+) -> ModelSpec:
+    """A decoder with the keys of Llama's config. What a family has otherwise is given.
+
+    `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`.
+    `bias`: of q, k and v, and of the output product; by default both are `attention_bias`.
+    `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
+    `over`: what the norms of q and k are over. `after_rotation`: they come behind it.
+    `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
+    `rotated`: whether a layer, by its index, has the rotary embedding.
+    `positions`, `more`, `whole`: further arguments of `rope`, `attention` and `model`.
+    """
+    h = h or heads(c)
+    longest = c.size("max_position_embeddings", max_position)
+    norm = norm or rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
+    position = rope(c, h.head_dim, max_position=longest, **positions)
+    if bias is None:
+        bias = (c.take("attention_bias", bool, False),) * 2
+    mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
+    qk_norm = None if over is None else QKNormSpec(over=over, eps=norm.eps, after=after_rotation)
+
+    def layer(i: int) -> LayerSpec:
+        of = attention(
+            h,
+            position if rotated is None or rotated(i) else None,
+            qkv_bias=bias[0],
+            out_bias=bias[1],
+            window=window if kinds and kinds[i] == "sliding_attention" else None,
+            qk_norm=qk_norm,
+            **more,
+        )
+        own = mlp(i) if callable(mlp) else mlp
+        return LayerSpec(attention=of, mlp=own, block=block(norm), residual_scale=residual_scale)
+
+    return model(c, family, layer, norm, longest, **whole)
 
 
 def model(
@@ -203,9 +270,10 @@ def rope(
     style: Style = "half",
     sectioned: bool = False,
     keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
-    default: dict[str, Any] | None = None,
+    default: Mapping[str, Any] | None = None,
     renamed: Mapping[str, str] = NO_NAMES,
     rope_types: tuple[str, ...] = ROPE_TYPES,
+    alpha: bool = False,
     without: tuple[str, ...] = (),
 ) -> RopeSpec:
     """Rotary embedding by the rule of transformers 5, whose `rope_parameters` may stand next to the keys of version 4.
@@ -216,8 +284,8 @@ def rope(
 
     `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole heads,
     whatever the config says, so another part is refused. `sectioned`: with `mrope_section`. `renamed`: names of a rope_type
-    that the family takes for others. `rope_types`: those that it has. `without`: keys of the object that matter for pictures
-    alone."""
+    that the family takes for others. `rope_types`: those that it has. `alpha`: the type `dynamic` may have a fixed factor of
+    this name, which stretches the base (Hunyuan). `without`: keys of the object that matter for pictures alone."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     key = "rope_scaling" if scaling else "rope_parameters"
     raw = dict(scaling or (own if own is not None else default) or {})
@@ -231,7 +299,14 @@ def rope(
         raise c.unsupported(
             key, f"rope_type {kind!r} is not supported; {', '.join(rope_types)} are"
         )
+    if alpha and kind == "dynamic" and raw.get("alpha"):
+        stretched = _number(c, key, raw, "rope_theta") * _number(c, key, raw, "alpha") ** (
+            head_dim / (head_dim - 2)
+        )
+        kind, raw = "default", {"rope_theta": stretched, "partial_rotary_factor": part}
     raw["rope_type"] = kind
+    for name in (BETA, "max_position_embeddings"):  # of `query_scale`; the same as next to it
+        raw.pop(name, None)
     original = c.maybe("original_max_position_embeddings", int)
     if original is not None:
         raw["original_max_position_embeddings"] = original
@@ -241,6 +316,23 @@ def rope(
     return _rope_from(
         c, key, raw, head_dim, max_position=max_position, style=style, sectioned=sectioned
     )
+
+
+BETA = "llama_4_scaling_beta"
+
+
+def query_scale(c: ConfigReader, default: Mapping[str, Any]) -> QueryScale | None:
+    """The scale of queries by position that stands next to the rotary embedding's keys. `default` is for configs without
+    those."""
+    own = c.maybe("rope_parameters", dict)
+    raw = c.maybe("rope_scaling", dict) or (own if own is not None else default)
+    beta, period = raw.get(BETA), raw.get("original_max_position_embeddings")
+    if beta is None:
+        return None
+    period = c.value("original_max_position_embeddings") or period
+    numbers = {BETA: beta, "original_max_position_embeddings": period}
+    beta, period = (_number(c, "rope_parameters", numbers, name) for name in list(numbers))
+    return QueryScale(beta=beta, period=period)
 
 
 def rope_of_kind(
@@ -319,11 +411,7 @@ def _rope_from(
         raise c.unsupported(key, "mrope_section must be three whole numbers")
 
     def number(name: str, default: float | None = None) -> float:
-        value = raw.pop(name, None)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise c.unsupported(key, f"{name} must be a number")
-        return float(value)
+        return _number(c, key, raw, name, default)
 
     theta, partial = number("rope_theta"), number("partial_rotary_factor", 1.0)
     rotary_dim = head_dim if proportional else int(head_dim * partial)
@@ -405,6 +493,17 @@ def _rope_from(
     return RopeSpec(
         theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling, sections=of_axes
     )
+
+
+def _number(
+    c: ConfigReader, key: str, raw: dict[str, Any], name: str, default: float | None = None
+) -> float:
+    """Takes the number `name` out of the object `raw`, the config's `key`."""
+    value = raw.pop(name, None)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise c.unsupported(key, f"{name} must be a number")
+    return float(value)
 
 
 def _mscale(factor: float, scale: float) -> float:

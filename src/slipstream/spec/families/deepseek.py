@@ -1,15 +1,27 @@
-"""DeepSeek V2, V2-Lite and V3: latent attention, mixtures of experts with shared experts, and YaRN that scales the scores too.
-The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3)."""
+"""DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash: latent attention, mixtures of experts with shared experts, and YaRN that
+scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3; so does
+dots.llm1, which is here too)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.spec.families.builders import before, gated, model, rms, rope
-from slipstream.spec.families.metadata import scaling_gguf_config
+from slipstream.spec.families.builders import (
+    ROPE_TYPES,
+    before,
+    decoder,
+    gated,
+    kinds_of_layers,
+    model,
+    query_scale,
+    rms,
+    rope,
+)
+from slipstream.spec.families.metadata import llama_gguf_config, scaling_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
@@ -71,6 +83,76 @@ def read_v3(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
+    """GLM-4.7-Flash: V3's layers. A list says which have experts."""
+    c.assume_missing(
+        **dict(num_key_value_heads=20, n_group=1, topk_group=1, n_routed_experts=64),
+        **dict(n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536),
+        **dict(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64),
+        **dict(v_head_dim=256, rms_norm_eps=1e-5, max_position_embeddings=202752),
+    )
+    c.require("scoring_func", "sigmoid")
+    c.require("topk_method", "noaux_tc")
+    count, dense = c.size("num_hidden_layers"), c.take("first_k_dense_replace", int, 1)
+    kinds = c.take("mlp_layer_types", list, ["dense"] + ["sparse"] * (count - 1))
+    num_dense = kinds.index("sparse") if "sparse" in kinds else count
+    if kinds != ["dense"] * num_dense + ["sparse"] * (count - num_dense):
+        raise c.unsupported("mlp_layer_types", f"must be {count} of dense, then sparse")
+    if "first_k_dense_replace" in c and dense != num_dense:
+        raise c.unsupported("first_k_dense_replace", "mlp_layer_types says otherwise")
+    moe, interleaved = corrected_mixture(c, weight_scale=1.8), c.take("rope_interleave", bool, True)
+    return _read(c, "glm4_moe_lite", moe, interleaved=interleaved, dense=num_dense)
+
+
+def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
+    """Mistral 4: V3's layers with softmax scores, without a correction. `positions`: the default rotary embedding."""
+    c.assume_missing(
+        **dict(num_key_value_heads=32, n_group=1, topk_group=1, n_routed_experts=128),
+        **dict(n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=2048),
+        **dict(kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, qk_rope_head_dim=64),
+        **dict(v_head_dim=128, max_position_embeddings=1048576),
+    )
+    if c.value("rope_scaling"):  # transformers would rotate whole keys
+        raise c.unsupported("rope_scaling", "only rope_parameters are read in this family")
+    moe = mixture(
+        c,
+        normalize=c.take("norm_topk_prob", bool, True),
+        groups=expert_groups(c, "best_two"),
+        weight_scale=c.take("routed_scaling_factor", float, 1.0),
+    )
+    dense, interleaved = (
+        c.take("first_k_dense_replace", int, 0),
+        c.take("rope_interleave", bool, True),
+    )
+    return _read(
+        c, "mistral4", moe, interleaved=interleaved, dense=dense, positions=positions, scaled=True
+    )
+
+
+def read_dots1(c: ConfigReader) -> ModelSpec:
+    """dots.llm1: V3's experts, with Qwen 3's attention."""
+    c.assume_missing(num_key_value_heads=32, norm_topk_prob=False, n_group=1, topk_group=1)
+    c.assume(moe_intermediate_size=1408)
+    c.require("scoring_func", "sigmoid", "noaux_tc")
+    dense, moe = gated(c), corrected_mixture(c, weight_scale=1.0)
+    num_dense = c.take("first_k_dense_replace", int, 0)
+    window = c.maybe("sliding_window", int) if c.says("sliding_window") else 4096
+    first = c.take("max_window_layers", int, 62)
+    kinds = kinds_of_layers(
+        c, lambda i: "sliding_attention" if window and i >= first else "full_attention"
+    )
+    if window is None and "sliding_attention" in kinds:
+        raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
+    return decoder(
+        c,
+        "dots1",
+        mlp=lambda i: dense if i < num_dense else moe,
+        over="head",
+        kinds=kinds,
+        window=window,
+    )
+
+
 def expert_groups(c: ConfigReader, by: Literal["best", "best_two"]) -> GroupLimit | None:
     limit = GroupLimit(num_groups=c.size("n_group"), num_chosen=c.size("topk_group"), by=by)
     return None if limit.num_groups == 1 else limit
@@ -106,24 +188,40 @@ def mixture(
 
 
 def _read(
-    c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dense: int
+    c: ConfigReader,
+    family: str,
+    moe: MoESpec,
+    *,
+    interleaved: bool,
+    dense: int,
+    positions: Mapping[str, Any] | None = None,
+    scaled: bool = False,
 ) -> ModelSpec:
-    """The first `dense` layers have no experts."""
+    """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
+    are scaled by position, and a config counts what is rotated as a part of a whole key."""
     num_heads, plain, rotary = (
         c.size("num_attention_heads"),
         c.size("qk_nope_head_dim"),
         c.size("qk_rope_head_dim"),
     )
     c.require("num_key_value_heads", num_heads)
-    c.require("head_dim", rotary)
+    c.require("head_dim", plain + rotary if scaled else rotary)
     c.require("qk_head_dim", plain + rotary)
     c.require("mlp_bias", False)
     max_position = c.size("max_position_embeddings", 4096)
     eps = c.take("rms_norm_eps", float, 1e-6)
     norm = rms(c.size("hidden_size"), eps)
     position = rope(
-        c, rotary, max_position=max_position, style="interleaved" if interleaved else "half"
+        c,
+        plain + rotary if scaled else rotary,
+        max_position=max_position,
+        style="interleaved" if interleaved else "half",
+        partial=rotary / (plain + rotary) if scaled else None,
+        default=positions,
+        rope_types=("yarn",) if scaled else ROPE_TYPES,
     )
+    if position.rotary_dim != rotary:
+        raise c.unsupported("rope_parameters", f"partial_rotary_factor must make {rotary}")
     scale, scaling = (plain + rotary) ** -0.5, position.scaling
     if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
@@ -135,6 +233,7 @@ def _read(
         q_rank=c.maybe("q_lora_rank", int),
         scale=scale,
         position=position,
+        query_scale=query_scale(c, positions) if scaled and positions else None,
         eps=1e-6,  # the latents' norms do not use rms_norm_eps
         bias=c.take("attention_bias", bool, False),
     )
@@ -162,11 +261,19 @@ NAMES: dict[str, Theirs] = {
 }
 
 
+STACKED: dict[str, Theirs] = {
+    "experts.up": {"weight": "mlp.experts.gate_up_proj"},
+    "experts.down": {"weight": "mlp.experts.down_proj"},
+}
+"""Mistral 4's names, whose tensors have all experts."""
+
+
 def names(spec: ModelSpec) -> Names:
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
     q = "self_attn.q_proj" if a.q_rank is None else "self_attn.q_b_proj"
-    return table({**NAMES, "attention.q": q})(spec)
+    more = STACKED if spec.family == "mistral4" else {}
+    return table({**NAMES, **more, "attention.q": q})(spec)
 
 
 def gguf_experts(m: ConfigReader) -> dict[str, Any]:
@@ -231,6 +338,12 @@ GGUF_NAMES: dict[str, Theirs] = {
 }
 
 
+def dots1_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    m.require("expert_gating_func", 2)
+    m.ignore("expert_shared_feed_forward_length")  # the shared experts' sizes together
+    return {**llama_gguf_config(m, experts=True), **gguf_experts(m), "sliding_window": None}
+
+
 def gguf_names(spec: ModelSpec) -> Names:
     """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
     a = spec.layers[0].attention
@@ -257,11 +370,23 @@ FAMILIES = (
         names=names,
         gguf=GGUFFamily(architecture="deepseek2", config=gguf_config, names=gguf_names),
     ),
+    *(
+        Family(model_type=name, architectures=(architecture,), read=read, names=names, mtp=True)
+        for name, architecture, read in (
+            ("deepseek_v3", "DeepseekV3ForCausalLM", read_v3),
+            ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
+            ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
+        )
+    ),
     Family(
-        model_type="deepseek_v3",
-        architectures=("DeepseekV3ForCausalLM",),
-        read=read_v3,
-        names=names,
-        mtp=True,
+        model_type="dots1",
+        architectures=("Dots1ForCausalLM",),
+        read=read_dots1,
+        names=table(SHARED),
+        gguf=GGUFFamily(
+            architecture="dots1",
+            config=dots1_gguf_config,
+            names=gguf_table({"correction": {"weight": "exp_probs_b.bias"}}),
+        ),
     ),
 )

@@ -1,5 +1,6 @@
 """GPT-2 (learned positions, transposed weights), GPT-J (parallel attention and MLP, interleaved rotary embedding of a part of
-each head), and StarCoder (GPT-BigCode: GPT-2 with one kv head)."""
+each head), CodeGen (a GPT-J whose q, k and v are in parts), GPT-Neo (a GPT-2 with windows), and StarCoder (GPT-BigCode: GPT-2
+with one kv head)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from slipstream.spec.families.builders import (
 from slipstream.spec.families.metadata import gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
+    AttentionSpec,
     DenseSpec,
     LayerSpec,
     LearnedPositionSpec,
@@ -27,6 +29,7 @@ from slipstream.spec.model import (
     ParallelBlock,
     RopeSpec,
 )
+from slipstream.spec.parameters import Regroup
 
 
 def _norm(c: ConfigReader) -> NormSpec:
@@ -46,7 +49,8 @@ def _heads(c: ConfigReader) -> HeadCounts:
 def _model(
     c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any
 ) -> ModelSpec:
-    c.require("n_ctx", max_position)
+    if family != "codegen":  # there transformers does not heed it
+        c.require("n_ctx", max_position)
     return model(
         c, family, layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more
     )
@@ -97,9 +101,49 @@ def read_bigcode(c: ConfigReader) -> ModelSpec:
     return _learned(c, "gpt_bigcode", h)
 
 
-def read_gptj(c: ConfigReader) -> ModelSpec:
+def read_gpt_neo(c: ConfigReader) -> ModelSpec:
+    """Scores are not scaled, and every other layer has a window."""
+    h = heads(c, num_heads="num_heads", num_kv_heads=None)
+    count, window = c.size("num_layers", 24), c.size("window_size", 256)
+    groups = c.take("attention_types", list, [[["global", "local"], 12]])
+    kinds = [
+        kind for kind_of_group, times in groups for _ in range(times) for kind in kind_of_group
+    ]
+    if len(kinds) != count or not set(kinds) <= {"global", "local"}:
+        raise c.unsupported("attention_types", f"must make {count} of global or local")
+    c.require("attention_layers", kinds)
+    c.ignore("resid_dropout")
+    max_position, hidden = c.size("max_position_embeddings", 2048), c.size("hidden_size")
+    norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
+    mlp = plain(
+        c.size("intermediate_size", 4 * hidden), activation(c, "activation_function", "gelu_new")
+    )
+
+    def layer(i: int) -> LayerSpec:
+        seen = window if kinds[i] == "local" else None
+        of = attention(h, None, scale=1.0, out_bias=True, window=seen)
+        return LayerSpec(attention=of, mlp=mlp, block=before(norm))
+
+    return model(
+        c,
+        "gpt_neo",
+        layer,
+        norm,
+        max_position,
+        num_layers="num_layers",
+        learned_positions=LearnedPositionSpec(num_positions=max_position),
+        tied=True,
+    )
+
+
+def read_codegen(c: ConfigReader) -> ModelSpec:
+    c.ignore("n_ctx")
+    return read_gptj(c, "codegen")
+
+
+def read_gptj(c: ConfigReader, family: str = "gptj") -> ModelSpec:
     h = _heads(c)
-    rotary_dim = c.size("rotary_dim", h.head_dim)
+    rotary_dim = c.size("rotary_dim", h.head_dim if family == "gptj" else 64)
     if rotary_dim > h.head_dim or rotary_dim % 2:
         raise c.unsupported(
             "rotary_dim", f"must be even and at most the head's {h.head_dim} dimensions"
@@ -111,7 +155,7 @@ def read_gptj(c: ConfigReader) -> ModelSpec:
     # Old checkpoints have these two keys of the training code.
     c.require("rotary", True)
     c.require("scale_attn_weights", True)
-    return _model(c, "gptj", layer, c.size("n_positions", 2048), head_bias=True)
+    return _model(c, family, layer, c.size("n_positions", 2048), head_bias=True)
 
 
 GPT2 = {
@@ -135,6 +179,22 @@ GPTJ: dict[str, Theirs] = {
     "attention.out": "attn.out_proj",
     "mlp.up": "mlp.fc_in",
     "mlp.down": "mlp.fc_out",
+}
+
+
+def _parts(layer: LayerSpec, part: int) -> Regroup:
+    """Rows are in the four parts of the devices that trained CodeGen, in each q, then v, then k."""
+    a = layer.attention
+    assert isinstance(a, AttentionSpec)
+    return Regroup(num_groups=4, sizes=(a.q_size // 4,) * 3, order=(0, 2, 1))
+
+
+CODEGEN: dict[str, Theirs] = {**GPTJ, "attention.qkv": "attn.qkv_proj"}
+GPT_NEO: dict[str, Theirs] = {
+    **{name: f"transformer.{theirs}" for name, theirs in list(GPT2.items())[:3]},
+    **dict(list(GPT2.items())[3:]),
+    "attention.qkv": tuple(f"attn.attention.{x}_proj" for x in "qkv"),
+    "attention.out": "attn.attention.out_proj",
 }
 TRANSPOSED = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 
@@ -196,5 +256,19 @@ FAMILIES = (
         read=read_gptj,
         names=table(GPTJ, layer="transformer.h.{i}."),
         ignored=MASKS,
+    ),
+    Family(
+        model_type="codegen",
+        architectures=("CodeGenForCausalLM",),
+        read=read_codegen,
+        names=table(CODEGEN, layer="transformer.h.{i}.", changes={"attention.qkv": _parts}),
+        ignored=(*MASKS, r"transformer\.h\.\d+\.attn\.causal_mask"),
+    ),
+    Family(
+        model_type="gpt_neo",
+        architectures=("GPTNeoForCausalLM",),
+        read=read_gpt_neo,
+        names=table(GPT_NEO, layer="transformer.h.{i}."),
+        ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
     ),
 )

@@ -1,24 +1,16 @@
 """Llama 2 and 3, SmolLM 2 and 3, and any other `llama`; Mistral (all layers have a window), Ministral (some have), and Mixtral
-(mixtures of experts)."""
+(mixtures of experts); and what is nearly Llama: Seed-OSS (biases of q, k and v), Arcee (MLPs without a gate), Helium
+(interleaved rotary embedding)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import (
-    attention,
-    before,
-    gated,
-    heads,
-    kinds_of_layers,
-    model,
-    rms,
-    rope,
-)
+from slipstream.spec.families.builders import activation, decoder, gated, kinds_of_layers, plain
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.spec.model import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -59,6 +51,25 @@ def read_mixtral(c: ConfigReader) -> ModelSpec:
     return _read(c, "mixtral", windows=True, mlp=moe, eps=1e-5, theta=1e6)
 
 
+def read_seed_oss(c: ConfigReader) -> ModelSpec:
+    c.assume_missing(head_dim=128, num_key_value_heads=8)
+    bias = c.take("attention_bias", bool, True), c.take("attention_out_bias", bool, False)
+    return decoder(c, "seed_oss", max_position=524288, bias=bias)
+
+
+def read_arcee(c: ConfigReader) -> ModelSpec:
+    act, bias = activation(c, "hidden_act", "relu2"), c.take("mlp_bias", bool, False)
+    mlp = plain(c.size("intermediate_size"), act, bias=bias)
+    return decoder(c, "arcee", max_position=4096, eps=1e-5, mlp=mlp)
+
+
+def read_helium(c: ConfigReader) -> ModelSpec:
+    c.assume_missing(head_dim=128, num_key_value_heads=20)
+    bias = c.take("attention_bias", bool, False), False
+    style = {"style": "interleaved", "theta": 1e5}
+    return decoder(c, "helium", max_position=4096, eps=1e-8, bias=bias, positions=style)
+
+
 def _read(
     c: ConfigReader,
     family: str,
@@ -72,27 +83,21 @@ def _read(
 ) -> ModelSpec:
     """`rotated`: 1 for layers with rotary embedding, 0 for others; None: all have it. `tied`, `eps` and `theta` are
     defaults."""
-    h = heads(c)
-    max_position = c.size("max_position_embeddings", 2048)
-    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
-    position = rope(c, h.head_dim, theta=theta, max_position=max_position)
-    bias = c.take("attention_bias", bool, False)
-    mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
     window = c.maybe("sliding_window", int) if windows else None
     kinds = kinds_of_layers(c, "full_attention" if window is None else "sliding_attention")
     if window is None and "sliding_attention" in kinds:
         raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
-
-    def layer(i: int) -> LayerSpec:
-        seen = window if kinds[i] == "sliding_attention" else None
-        at = position if rotated is None or rotated[i] else None
-        return LayerSpec(
-            attention=attention(h, at, qkv_bias=bias, out_bias=bias, window=seen),
-            mlp=mlp,
-            block=before(norm),
-        )
-
-    return model(c, family, layer, norm, max_position, tied=tied)
+    return decoder(
+        c,
+        family,
+        eps=eps,
+        mlp=mlp,
+        kinds=kinds,
+        window=window,
+        rotated=None if rotated is None else lambda i: bool(rotated[i]),
+        positions={"theta": theta},
+        tied=tied,
+    )
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
@@ -107,6 +112,14 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     return config
 
 
+def arcee_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    return {**llama_gguf_config(m), "hidden_act": "relu2"}
+
+
+def seed_oss_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    return {**llama_gguf_config(m), "attention_bias": "blk.0.attn_q.bias" in m}
+
+
 names = table(LLAMA)
 MIXTRAL: dict[str, Theirs] = {
     **LLAMA,
@@ -119,14 +132,25 @@ UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
     read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
     read_smollm3: GGUFFamily(architecture="smollm3", config=llama_gguf_config, names=UNPERMUTED),
+    read_seed_oss: GGUFFamily(
+        architecture="seed_oss",
+        config=seed_oss_gguf_config,
+        names=gguf_table({"pre_mlp": "post_attention_norm"}),
+    ),
+    read_arcee: GGUFFamily(
+        architecture="arcee",
+        config=arcee_gguf_config,
+        names=gguf_table(gated=False, changes={"attention.qkv": "unpermute"}),
+    ),
 }
+NAMES = {read_mixtral: table(MIXTRAL), read_arcee: table({**LLAMA, "mlp.up": "mlp.up_proj"})}
 
 FAMILIES = tuple(
     Family(
         model_type=model_type,
         architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=reader,
-        names=table(MIXTRAL) if reader is read_mixtral else names,
+        names=NAMES.get(reader, names),
         gguf=GGUFS.get(reader),
     )
     for model_type, architecture, reader in (
@@ -135,5 +159,8 @@ FAMILIES = tuple(
         ("ministral", "MinistralForCausalLM", read_ministral),
         ("mixtral", "MixtralForCausalLM", read_mixtral),
         ("smollm3", "SmolLM3ForCausalLM", read_smollm3),
+        ("seed_oss", "SeedOssForCausalLM", read_seed_oss),
+        ("arcee", "ArceeForCausalLM", read_arcee),
+        ("helium", "HeliumForCausalLM", read_helium),
     )
 )

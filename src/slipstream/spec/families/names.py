@@ -11,6 +11,7 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
+    OneRow,
     Placement,
     SwapGateUp,
     Transform,
@@ -32,6 +33,7 @@ Change: TypeAlias = (
         "swap",
         "untwine",
         "untwine_transpose",
+        "one_row",
     ]
     | Callable[[LayerSpec, int], Transform | None]
 )
@@ -186,6 +188,14 @@ def gguf_table(
     return table({**theirs, **(more or {})}, layer="blk.{i}.", changes=changes)
 
 
+PLAIN: Mapping[str, Transform] = {
+    "minus_one": MinusOne(),
+    "swap": SwapGateUp(),
+    "one_row": OneRow(),
+}
+"""Changes that ask nothing of the layer."""
+
+
 def of_conv(layer: LayerSpec, part: int) -> Transform:
     """A depthwise convolution's weight is stored as [channels, 1, width]."""
     assert layer.recurrent is not None
@@ -211,7 +221,7 @@ def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int,
 def _transform(
     change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0
 ) -> Transform | None:
-    if change is None or (change == "transpose" and kind == "bias"):
+    if change is None or (change in ("transpose", "minus_one") and kind == "bias"):
         return None
     if callable(change):
         assert layer is not None
@@ -219,8 +229,8 @@ def _transform(
         return None if kind == "bias" and isinstance(made, Flatten) else made
     if change in ("transpose", "turn"):
         return Transpose() if change == "transpose" else Turnable()
-    if change in ("minus_one", "swap"):
-        return MinusOne() if change == "minus_one" else SwapGateUp()
+    if change in PLAIN:
+        return PLAIN[change]
     if change in ("untwine", "untwine_transpose"):
         return Deinterleave(change == "untwine_transpose" and kind == "weight")
     assert layer is not None

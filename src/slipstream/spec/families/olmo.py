@@ -1,5 +1,5 @@
 """OLMo 2 and 3: post-norms without pre-norms, and norms over all heads of q and of k. OLMo 3 has a window in three layers of
-four."""
+four. OLMoE and FlexOlmo are mixtures of experts, the first with norms before attention and MLP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
+    after,
     attention,
+    decoder,
     gated,
     heads,
     kinds_of_layers,
@@ -18,7 +20,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, RopeSpec
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:
@@ -28,6 +30,34 @@ def read_olmo2(c: ConfigReader) -> ModelSpec:
 
 def read_olmo3(c: ConfigReader) -> ModelSpec:
     return _read(c, "olmo3", windows=True)
+
+
+def read_olmoe(c: ConfigReader) -> ModelSpec:
+    c.require("clip_qkv")  # transformers clamps behind the norms
+    return decoder(c, "olmoe", max_position=4096, eps=1e-5, mlp=_mixture(c, 64, 8), over="row")
+
+
+def read_flex_olmo(c: ConfigReader) -> ModelSpec:
+    return decoder(
+        c,
+        "flex_olmo",
+        max_position=4096,
+        block=after,
+        mlp=_mixture(c, 7, 5),
+        over="row",
+        positions={"theta": 500000.0},
+    )
+
+
+def _mixture(c: ConfigReader, num_experts: int, per_token: int) -> MoESpec:
+    """The numbers are defaults."""
+    c.ignore("output_router_logits", "router_aux_loss_coef")
+    return MoESpec(
+        num_experts=c.size("num_experts", num_experts),
+        num_experts_per_token=c.size("num_experts_per_tok", per_token),
+        expert=gated(c),
+        normalize=c.take("norm_topk_prob", bool, False),
+    )
 
 
 def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
@@ -56,9 +86,7 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
             window=window if kind == "sliding_attention" else None,
             qk_norm=QKNormSpec(over="row", eps=eps),
         )
-        return LayerSpec(
-            attention=of, mlp=mlp, block=SequentialBlock(post_attention=norm, post_mlp=norm)
-        )
+        return LayerSpec(attention=of, mlp=mlp, block=after(norm))
 
     return model(c, family, layer, norm, max_position)
 
@@ -108,6 +136,14 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     }
 
 
+def olmoe_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    return {
+        **llama_gguf_config(m, experts=True),
+        "num_experts": m.size("expert_count"),
+        "num_experts_per_tok": m.size("expert_used_count"),
+    }
+
+
 names = table(
     {
         **LLAMA,
@@ -125,4 +161,17 @@ FAMILIES = (
         gguf=GGUFFamily(architecture="olmo2", config=gguf_config, names=gguf_table()),
     ),
     Family(model_type="olmo3", architectures=("Olmo3ForCausalLM",), read=read_olmo3, names=names),
+    Family(
+        model_type="olmoe",
+        architectures=("OlmoeForCausalLM",),
+        read=read_olmoe,
+        names=table(LLAMA),
+        gguf=GGUFFamily(architecture="olmoe", config=olmoe_gguf_config, names=gguf_table()),
+    ),
+    Family(
+        model_type="flex_olmo",
+        architectures=("FlexOlmoForCausalLM",),
+        read=read_flex_olmo,
+        names=names,
+    ),
 )

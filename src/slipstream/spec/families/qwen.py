@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5 (biases of q, k and v) and Qwen 3 (norms of q and k), dense and as mixtures of experts. The upper layers may
-have a window."""
+"""Qwen 2 and 2.5 (biases of q, k and v), MiMo, which is a Qwen 2, and Qwen 3 (norms of q and k), dense and as mixtures of
+experts. The upper layers may have a window."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, Sha
 
 def read_qwen2(c: ConfigReader) -> ModelSpec:
     return _read(c, "qwen2", qkv_bias=True, out_bias=False, qk_norm=False)
+
+
+def read_mimo(c: ConfigReader) -> ModelSpec:
+    """MiMo 7B is a Qwen 2 with layers that draft tokens, which are not run."""
+    c.require("attention_bias", True)
+    c.ignore("num_nextn_predict_layers")
+    return _read(c, "mimo", qkv_bias=True, out_bias=False, qk_norm=False)
 
 
 def read_qwen3(c: ConfigReader) -> ModelSpec:
@@ -166,13 +173,16 @@ FAMILIES = tuple(
         architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=read,
         names=names,
-        gguf=GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
+        ignored=(r"model\.mtp_layers\..*",) if read is read_mimo else (),
+        gguf=config
+        and GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
     )
     for name, architecture, read, config in (
         ("qwen2", "Qwen2ForCausalLM", read_qwen2, llama_gguf_config),
         ("qwen3", "Qwen3ForCausalLM", read_qwen3, llama_gguf_config),
         ("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, gguf_qwen2_moe),
         ("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, gguf_qwen3_moe),
+        ("mimo", "MiMoForCausalLM", read_mimo, None),
     )
 )
 FAMILIES += tuple(

@@ -132,6 +132,7 @@ class GraphLadder:
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         self.prompt_sizes = mixed_prompts(config, spec)
         self.most_prompts = mixed_sequences(config, spec)
+        self.keeps_states = spec.is_recurrent
         self.squared_width = spec.hidden_size**2
         self.spare_tokens = min(1024, MAX_PADDING // self.squared_width)
         self.ahead: list[Size] = []  # sizes to be captured, the next one last
@@ -269,7 +270,12 @@ class GraphLadder:
             self.ahead.append(size)
 
     def by_rows(self, step: StepShape) -> bool:
-        """True if a step of only decodes and drafts fits a decode graph, with a row per token."""
+        """True if a step of only decodes and drafts fits a decode graph, with a row per token.
+
+        With recurrent layers a sequence's tokens follow one another, so they are not rows.
+        """
+        if self.keeps_states and step.num_prompt_tokens:
+            return False
         return (
             step.only_drafts
             and step.num_tokens <= self.sizes[-1]

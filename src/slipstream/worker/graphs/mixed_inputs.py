@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
@@ -12,7 +13,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.types import ScheduledRequest
+from slipstream.kernels.states import CHUNK, SHORT, StateMetadata, chunk_table
+from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.input_batch import gather_inputs, laid_out
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
@@ -33,14 +35,20 @@ class MixedInputs:
     sequences. Each part begins at a multiple of 16 bytes.
     """
 
-    def __init__(self, inputs: Any, size: Size, most_prompts: int) -> None:
+    def __init__(
+        self, inputs: Any, size: Size, most_prompts: int, has_states: bool = False
+    ) -> None:
         num_seqs = size[0] + most_prompts
-        parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs)]
+        chunks = chunk_room(size, most_prompts) if has_states else 0
+        parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs, chunks)]
         self.token_rows, self.positions = parts[:2]  # [T]
         # [T]: sampled tokens, and the rows and positions to write them to
         self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]
         self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
-        self.starts = parts[7]  # [S + 1]: starts of the sequences
+        self.starts = parts[7][: num_seqs + 1]  # [S + 1]: starts of the sequences
+        # with recurrent layers: slots to read [S] and to write [T], and chunks (`StateMetadata`)
+        self.read, self.write = parts[8][:num_seqs], parts[9]
+        self.chunks = parts[10].reshape(-1, 3)
 
     @staticmethod
     def sampled(inputs: Any, size: Size) -> Any:
@@ -49,21 +57,37 @@ class MixedInputs:
         return inputs[begin:end].reshape(3, -1)
 
     @staticmethod
-    def length(size: Size, most_prompts: int) -> int:
-        num_seqs = size[0] + most_prompts
-        return 5 * sum(size) + 2 * padded_room(num_seqs) + num_seqs + 1
+    def length(size: Size, most_prompts: int, has_states: bool = False) -> int:
+        chunks = chunk_room(size, most_prompts) if has_states else 0
+        return _bounds(size, size[0] + most_prompts, chunks)[-1][1]
+
+
+MAX_MARKS = 64
+"""Maximum number of states that a mixed graph keeps besides those of a sequence's last tokens. Each is a chunk more."""
+
+
+def chunk_room(size: Size, most_prompts: int) -> int:
+    """Number of chunks of recurrent states that a graph has room for; a multiple of 4."""
+    return padded_room(size[1] // CHUNK + most_prompts + MAX_MARKS)
+
+
+def num_marks(plan: StepPlan) -> int:
+    """Number of states that a step keeps besides those of its sequences' last tokens."""
+    guessed = (s.num_sampled - 1 for s in plan.scheduled if s.num_tokens > SHORT and s.num_sampled)
+    return len(plan.state_marks) + sum(guessed)
 
 
 @cache
-def _bounds(size: Size, num_seqs: int) -> tuple[tuple[int, int], ...]:
-    """Begin and end of each part of `MixedInputs`."""
-    room = padded_room(num_seqs)
-    ends = accumulate((*(5 * [sum(size)]), room, room, num_seqs + 1))
+def _bounds(size: Size, num_seqs: int, num_chunks: int = 0) -> tuple[tuple[int, int], ...]:
+    """Begin and end of each part of `MixedInputs`. Those of states are empty without chunks."""
+    room, starts, num_tokens = padded_room(num_seqs), padded_room(num_seqs + 1), sum(size)
+    of_states = (room, num_tokens, 3 * num_chunks) if num_chunks else (0, 0, 0)
+    ends = accumulate((*(5 * [num_tokens]), room, room, starts, *of_states))
     return tuple(pairwise((0, *ends)))
 
 
 def mixed_inputs(
-    table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size, most_prompts: int
+    table: RowTable, plan: StepPlan, size: Size, most_prompts: int
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
     """Build a step's inputs for the graph of `size`.
 
@@ -71,9 +95,10 @@ def mixed_inputs(
     of sampled tokens have the null row. Padding tokens of prompts form one sequence of the null
     row, all at position 0.
     """
+    scheduled, has_states = plan.scheduled, table.states is not None
     num_decodes = num_leading_decodes(scheduled)
-    host = np.zeros(MixedInputs.length(size, most_prompts), np.int32)
-    to, first = MixedInputs(host, size, most_prompts), size[0]
+    host = np.zeros(MixedInputs.length(size, most_prompts, has_states), np.int32)
+    to, first = MixedInputs(host, size, most_prompts, has_states), size[0]
     own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
     ones = num_decodes * [1]
@@ -102,7 +127,29 @@ def mixed_inputs(
     n = len(rows)
     to.sample_rows[:n], to.sample_index[:n] = rows, index
     to.sample_positions[:n] = laid_out(own, computed + lengths - counts, counts)[1] + 1
+    if has_states:
+        _put_states(table, plan, to, first, num_decodes)
     return host, tuple(s for s in scheduled if s.num_sampled), n
+
+
+def _put_states(
+    table: RowTable, plan: StepPlan, to: MixedInputs, first: int, num_decodes: int
+) -> None:
+    """Write what the sequences read and keep of recurrent states."""
+    starts, cuts = to.starts, np.zeros_like(to.write)
+    for i, s in enumerate(plan.scheduled):
+        place = i if i < num_decodes else first + i - num_decodes
+        slots = table.host_states[table.rows[s.request_id].index]
+        end, count = starts[place + 1], max(1, s.num_sampled)
+        to.read[place], to.write[end - count : end] = slots[0], slots[1 : 1 + count]
+        if s.num_tokens > SHORT:
+            cuts[end - count : end] = 1
+    at = {s.request_id: first + i - num_decodes for i, s in enumerate(plan.scheduled)}
+    for mark in plan.state_marks:
+        token = starts[at[mark.request_id]] + mark.num_tokens - 1
+        to.write[token], cuts[token] = mark.slot, 1
+    chunks = chunk_table(starts.tolist(), cuts, first)
+    to.chunks[: len(chunks)] = chunks
 
 
 def mixed_step(
@@ -120,4 +167,7 @@ def mixed_step(
         max_query_len=size[1],
         max_seq_len=max_model_len,
     )
+    if table.states is not None:
+        states = StateMetadata(read=given.read, write=given.write, chunks=given.chunks)
+        meta = dataclasses.replace(meta, states=states)
     return token_ids, kv, meta

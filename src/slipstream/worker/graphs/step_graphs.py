@@ -59,10 +59,12 @@ from slipstream.worker.forward.forwards import (
 from slipstream.worker.graphs.greedy_ends import GreedyEnds
 from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder
 from slipstream.worker.graphs.mixed_inputs import (
+    MAX_MARKS,
     MixedInputs,
     Size,
     mixed_inputs,
     mixed_step,
+    num_marks,
     padded_room,
 )
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
@@ -72,7 +74,7 @@ from slipstream.worker.step_shape import num_leading_decodes
 _logger = logging.getLogger("slipstream.engine")
 
 
-RECURRENT = Reason("recurrent layers: graphs hold steps of one token for each sequence")
+TOO_MANY_MARKS = Reason("more kept states than a graph has room for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,8 @@ class StepGraphs(Graphs, Forward):
                 if batch.has_adapters
                 else Reason("no request of the step has an adapter")
             )
-        if self.rows.states is not None and batch.shape.num_tokens > batch.shape.num_decodes:
-            return RECURRENT
+        if self.rows.states is not None and num_marks(batch.plan) > MAX_MARKS:
+            return TOO_MANY_MARKS
         return self.ladder.refusal(batch.shape)
 
     @contextlib.contextmanager
@@ -436,7 +438,7 @@ class StepGraphs(Graphs, Forward):
             self.ladder.mixed_size(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
         )
         captured = self._captured[size]
-        host, sequences, count = mixed_inputs(self.rows, plan.scheduled, size, self.most_prompts)
+        host, sequences, count = mixed_inputs(self.rows, plan, size, self.most_prompts)
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
         self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
@@ -451,13 +453,13 @@ class StepGraphs(Graphs, Forward):
         )
 
     def _mixed_graph(self, size: Size) -> Captured:
-        idle, _, _ = mixed_inputs(self.rows, (), size, self.most_prompts)
+        idle, _, _ = mixed_inputs(self.rows, StepPlan(0, ()), size, self.most_prompts)
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
     def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
         if self._ends is not None:
             self._ends.take(MixedInputs.sampled(inputs, size))
-        given = MixedInputs(inputs, size, self.most_prompts)
+        given = MixedInputs(inputs, size, self.most_prompts, self.rows.states is not None)
         return self._kept(
             self._forward(size, *mixed_step(self.rows, self.kv, given, size, self.max_model_len))
         )

@@ -78,25 +78,27 @@ def prepare_kernel(
         return
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
     i, ks = tl.arange(0, 1 << LEVELS), tl.arange(0, BLOCK_K)
-    row, live = (first + i).to(tl.int64), first + i < end
+    row, live = first.to(tl.int64), first + i < end
+    mixed_ptr += row * C
+    p_ptr, u_ptr, w_ptr = p_ptr + (row * H << LEVELS), u_ptr + row * (H * V), w_ptr + row * (H * K)
     keys = live[:, None] & (ks < K)[None, :]
-    at = mixed_ptr + row[:, None] * C + head // R * K + ks[None, :]
+    at = mixed_ptr + i[:, None] * C + head // R * K + ks[None, :]
     q, k = tl.load(at + Q_AT, mask=keys, other=0.0), tl.load(at + K_AT, mask=keys, other=0.0)
-    raw = tl.load(raw_ptr + row * raw_stride + head, mask=live, other=0.0)
+    raw = tl.load(raw_ptr + row * raw_stride + i * raw_stride + head, mask=live, other=0.0)
     _, log = time_and_decay(raw, bias, rate, low, high)
     logs = tl.cumsum(tl.where(live, log, 0.0), 0)
-    tl.store(logs_ptr + row * H + head, logs, mask=live)
+    tl.store(logs_ptr + row * H + i * H + head, logs, mask=live)
     apart = logs[:, None] - logs[None, :]
     p = tl.dot(q, tl.trans(k), input_precision=precision)
     p *= tl.exp(tl.where(i[:, None] >= i[None, :], apart, float("-inf")))
-    wide = row[:, None] * H + head
+    wide = i[:, None] * H + head
     tl.store(p_ptr + (wide << LEVELS) + i[None, :], p, mask=live[:, None])
     if DELTA:
-        beta = _beta(beta_ptr, row, live, beta_stride, head, TWICE)
+        beta = _beta(beta_ptr + row * beta_stride, i, live, beta_stride, head, TWICE)
         lower = tl.dot(k, tl.trans(k), input_precision=precision) * beta[:, None]
         lower *= tl.exp(tl.where(i[:, None] > i[None, :], apart, float("-inf")))
         decayed = k.to(tl.float32) * tl.exp(logs)[:, None]
-        v_ptr = mixed_ptr + row[:, None] * C + V_AT + head * V
+        v_ptr = mixed_ptr + i[:, None] * C + V_AT + head * V
         _solve(
             lower, k, decayed, beta, v_ptr, u_ptr, w_ptr, wide, keys, ks, live, K, V, LEVELS, BLOCK_V, EXACT
         )  # fmt: skip
@@ -127,19 +129,23 @@ def prepare_channels_kernel(
         return
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
     i = tl.arange(0, 1 << LEVELS)
-    row, live = (first + i).to(tl.int64), first + i < end
-    keys, wide = live[:, None] & is_k[None, :], row[:, None] * H + head
-    shared = mixed_ptr + head // R * K + ks[None, :]
-    q = tl.load(shared + row[:, None] * C + Q_AT, mask=keys, other=0.0)
-    k = tl.load(shared + row[:, None] * C + K_AT, mask=keys, other=0.0)
-    raw = tl.load(
-        raw_ptr + row[:, None] * raw_stride + head * K + ks[None, :], mask=keys, other=0.0
+    row, live = first.to(tl.int64), first + i < end
+    keys, wide = live[:, None] & is_k[None, :], i[:, None] * H + head
+    mixed_ptr, logs_ptr, raw_ptr = (
+        mixed_ptr + row * C,
+        logs_ptr + row * (H * K),
+        raw_ptr + row * raw_stride,
     )
+    p_ptr, u_ptr, w_ptr = p_ptr + (row * H << LEVELS), u_ptr + row * (H * V), w_ptr + row * (H * K)
+    q_ptr, k_ptr = q_ptr + row * (H * K), k_ptr + row * (H * K)
+    at = mixed_ptr + i[:, None] * C + head // R * K + ks[None, :]
+    q, k = tl.load(at + Q_AT, mask=keys, other=0.0), tl.load(at + K_AT, mask=keys, other=0.0)
+    raw = tl.load(raw_ptr + i[:, None] * raw_stride + head * K + ks[None, :], mask=keys, other=0.0)
     _, log = time_and_decay(raw, bias[None, :], rate, 0.0, float("inf"))
     logs = tl.cumsum(tl.where(keys, log, 0.0), 0)
     tl.store(logs_ptr + wide * K + ks[None, :], logs, mask=keys)
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-    beta = _beta(beta_ptr, row, live, beta_stride, head, TWICE)
+    beta = _beta(beta_ptr + row * beta_stride, i, live, beta_stride, head, TWICE)
     last = tl.sum(tl.where((first + i == end - 1)[:, None], logs, 0.0), 0)
     decayed = wide_k * tl.exp(logs)
     tl.store(q_ptr + wide * K + ks[None, :], wide_q * tl.exp(logs), mask=keys)
@@ -148,20 +154,21 @@ def prepare_channels_kernel(
     p = tl.where(i[:, None] == i[None, :], tl.sum(wide_q * wide_k, 1)[:, None], 0.0)
     lower = tl.zeros((1 << LEVELS, 1 << LEVELS), tl.float32)
     for level in range(LEVELS):
-        block, right = i >> (level + 1), ((i >> level) & 1 == 1)[:, None]
-        middle = (first + (block << (level + 1)) + (1 << level)).to(tl.int64)
-        at = logs_ptr + (middle[:, None] * H + head) * K + ks[None, :]
-        apart = logs - tl.load(at, mask=(middle < end)[:, None] & is_k[None, :], other=0.0)
-        factor = tl.exp(tl.minimum(tl.where(right, apart, -apart), 0.0))
-        near = tl.trans(tl.where(right, 0.0, wide_k * factor).to(k.dtype))
-        far_q = tl.where(right, wide_q * factor, 0.0).to(k.dtype)
-        far_k = tl.where(right, wide_k * factor, 0.0).to(k.dtype)
-        same = block[:, None] == block[None, :]
-        p += tl.where(same, tl.dot(far_q, near, input_precision=precision), 0.0)
-        lower += tl.where(same, tl.dot(far_k, near, input_precision=precision), 0.0)
+        block, right = i >> (level + 1), (i >> level) & 1 == 1
+        middle = (block << (level + 1)) + (1 << level)
+        begin = logs_ptr + (middle[:, None] * H + head) * K + ks[None, :]
+        apart = logs - tl.load(
+            begin, mask=(middle < end - first)[:, None] & is_k[None, :], other=0.0
+        )
+        factor = tl.exp(tl.minimum(tl.where(right[:, None], apart, -apart), 0.0))
+        far_q, far_k = (wide_q * factor).to(k.dtype), (wide_k * factor).to(k.dtype)
+        pairs = (block[:, None] == block[None, :]) & right[:, None] & (right[None, :] == 0)
+        near = tl.trans(far_k)
+        p += tl.where(pairs, tl.dot(far_q, near, input_precision=precision), 0.0)
+        lower += tl.where(pairs, tl.dot(far_k, near, input_precision=precision), 0.0)
     tl.store(p_ptr + (wide << LEVELS) + i[None, :], p, mask=live[:, None])
     lower *= beta[:, None]
-    v_ptr = mixed_ptr + row[:, None] * C + V_AT + head * V
+    v_ptr = mixed_ptr + i[:, None] * C + V_AT + head * V
     _solve(
         lower, k, decayed, beta, v_ptr, u_ptr, w_ptr, wide, keys, ks, live, K, V, LEVELS, BLOCK_V, EXACT
     )  # fmt: skip
@@ -216,42 +223,44 @@ def pass_kernel(
     place = head * (K * V) + ks[:, None] * V + vs[None, :]
     now = tl.load(states_ptr + slot * (H * K * V) + place, mask=cells & (slot > 0), other=0.0)
     skip = 0.0 if DELTA else tl.load(skip_ptr + head)
+    qk_place, wide = i[:, None] * qk_stride + head // R * K + ks[None, :], i[:, None] * H + head
+    p_place, v_place, w_place = (
+        (wide << LEVELS) + i[None, :],
+        wide * V + vs[None, :],
+        wide * K + ks[None, :],
+    )
     begin_chunk, end_chunk = _chunks_of(chunks_ptr, num_chunks, seq)
     first, end, to = _chunk_at(chunks_ptr, write_ptr, begin_chunk, end_chunk)
     for chunk in tl.range(begin_chunk, end_chunk, num_stages=STAGES):
         next_first, next_end, next_to = _chunk_at(chunks_ptr, write_ptr, chunk + 1, end_chunk)
-        row, live = (first + i).to(tl.int64), first + i < end
+        row, live = first.to(tl.int64), first + i < end
         keys, values = live[:, None] & is_k[None, :], live[:, None] & is_v[None, :]
-        qk_at, wide = (
-            row[:, None] * qk_stride + head // R * K + ks[None, :],
-            row[:, None] * H + head,
-        )
-        q = tl.load(q_ptr + qk_at, mask=keys, other=0.0)
-        k = tl.load(k_ptr + qk_at, mask=keys, other=0.0)
-        p = tl.load(p_ptr + (wide << LEVELS) + i[None, :], mask=live[:, None], other=0.0)
+        q = tl.load(q_ptr + row * qk_stride + qk_place, mask=keys, other=0.0)
+        k = tl.load(k_ptr + row * qk_stride + qk_place, mask=keys, other=0.0)
+        p = tl.load(p_ptr + (row * H << LEVELS) + p_place, mask=live[:, None], other=0.0)
         if CHANNEL:
             at = logs_ptr + (tl.cast(end - 1, tl.int64) * H + head) * K + ks
             last = tl.load(at, mask=is_k, other=0.0)
         else:
-            logs = tl.load(logs_ptr + row * H + head, mask=live, other=0.0)
+            logs = tl.load(logs_ptr + row * H + i * H + head, mask=live, other=0.0)
             last = tl.min(logs, 0)  # logs only fall
         state = now.to(k.dtype)
         y = tl.dot(q, state, input_precision=precision)
         if not CHANNEL:
             y *= tl.exp(logs)[:, None]
         if DELTA:
-            u = tl.load(u_ptr + wide * V + vs[None, :], mask=values, other=0.0).to(tl.float32)
-            w = tl.load(w_ptr + wide * K + ks[None, :], mask=keys, other=0.0)
+            u = tl.load(u_ptr + row * (H * V) + v_place, mask=values, other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + row * (H * K) + w_place, mask=keys, other=0.0)
             u -= tl.dot(w, state, input_precision=precision)
         else:
-            v = v_ptr + row[:, None] * v_stride + head * V + vs[None, :]
+            v = v_ptr + row * v_stride + i[:, None] * v_stride + head * V + vs[None, :]
             v = tl.load(v, mask=values, other=0.0).to(tl.float32)
-            raw = tl.load(raw_ptr + row * raw_stride + head, mask=live, other=0.0)
+            raw = tl.load(raw_ptr + row * raw_stride + i * raw_stride + head, mask=live, other=0.0)
             dt, _ = time_and_decay(raw, bias, rate, low, high)
             u = v * dt[:, None]
             y += skip * v
         y += tl.dot(p, u.to(k.dtype), input_precision=precision)
-        tl.store(out_ptr + wide * V + vs[None, :], y, mask=values)
+        tl.store(out_ptr + row * (H * V) + v_place, y, mask=values)
         if CHANNEL:
             now *= tl.exp(last)[:, None]
         else:

@@ -11,13 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.states import CHUNK, ConvParams, LayerState, StateMetadata
+from slipstream.kernels.states import CHUNK, SHORT, ConvParams, LayerState, StateMetadata
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
-SHORT = 16
-"""Maximum tokens of a sequence in a step for which it is computed token by token."""
-ROWS = 32
-"""Tokens of a chunk that a program convolves."""
 L2_EPS = tl.constexpr(1e-6)
 
 
@@ -150,23 +146,22 @@ def find_chunk(chunks_ptr, starts_ptr, chunk, SHORT: tl.constexpr):
 def _conv_chunks_kernel(
     x_ptr, conv_ptr, weight_ptr, bias_ptr, out_ptr, starts_ptr, read_ptr, write_ptr, chunks_ptr, stride, scale,
     C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, Q: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: SIZE channels of ROWS tokens of a chunk. The first Q parts are queries and the next Q keys, which are
+    """One program: SIZE channels of a chunk. The first Q parts are queries and the next Q keys, which are
     L2-normed; queries are also multiplied by `scale`. States that no other program reads, and that `_keep_chunks_kernel`
     cannot write, are written."""
     if PDL:
         pdl_wait()
     part = tl.program_id(0)
     seq, first, end, begin = find_chunk(chunks_ptr, starts_ptr, tl.program_id(1), SHORT)
-    first += tl.program_id(2) * ROWS
     if end <= first:
         return
     slot = tl.load(read_ptr + seq).to(tl.int64)
     at = tl.arange(0, BLOCK)
     channel = part * SIZE + at
     given = (at < SIZE) & (channel < C)
-    row = (first + tl.arange(0, ROWS))[:, None]
+    row = (first + tl.arange(0, CHUNK))[:, None]
     mask = (row < end) & given[None, :]
     if first - begin >= W - 1:
         y = convolve(
@@ -187,7 +182,7 @@ def _conv_chunks_kernel(
         y *= norm[:, None]
     tl.store(out_ptr + row.to(tl.int64) * C + channel[None, :], y, mask=mask)
     to = tl.load(write_ptr + end - 1).to(tl.int64)
-    if (to > 0) & (to != slot) & (end - begin < W - 1) & (tl.program_id(2) == 0):
+    if (to > 0) & (to != slot) & (end - begin < W - 1):
         keep(x_ptr, conv_ptr, end - 1, begin, slot, to, channel, given, stride, C, W, GATED)
 
 
@@ -232,7 +227,7 @@ def conv_chunks(
     out: Tensor,
     *,
     gated: bool = False,
-    size: int = 64,
+    size: int = 128,
     num_queries: int = 0,
     scale: float = 1.0,
 ) -> None:
@@ -241,10 +236,10 @@ def conv_chunks(
     tables = (meta.query_start_loc, states.read, states.write, states.chunks)
     sizes = dict(C=channels, W=width, GATED=gated, SHORT=SHORT, **pdl_options(x))
     bias = params.weight if params.bias is None else params.bias
-    _conv_chunks_kernel[(triton.cdiv(channels, size), len(states.chunks), CHUNK // ROWS)](
+    _conv_chunks_kernel[(triton.cdiv(channels, size), len(states.chunks))](
         x, state.conv, params.weight.t().contiguous(), bias, out, *tables, x.stride(0), scale,
-        SILU=params.silu, HAS_BIAS=params.bias is not None, ROWS=ROWS, SIZE=size, BLOCK=triton.next_power_of_2(size),
-        Q=num_queries, num_warps=4, **sizes,
+        SILU=params.silu, HAS_BIAS=params.bias is not None, CHUNK=CHUNK, SIZE=size, BLOCK=triton.next_power_of_2(size),
+        Q=num_queries, num_warps=8, **sizes,
     )  # fmt: skip
     _keep_chunks_kernel[(triton.cdiv(channels, 1024), len(states.chunks))](
         x, state.conv, *tables, x.stride(0), BLOCK=1024, num_warps=4, **sizes

@@ -9,7 +9,14 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.states import CHUNK, ConvParams, GatedDeltaParams, LayerState, Mamba2Params
+from slipstream.kernels.states import (
+    CHUNK,
+    SHORT,
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+)
 from slipstream.kernels.triton.pdl import pdl_options
 from slipstream.kernels.triton.recurrent import conv
 from slipstream.kernels.triton.recurrent.chunks import (
@@ -22,6 +29,7 @@ from slipstream.kernels.triton.recurrent.conv import has_one_each
 from slipstream.kernels.triton.recurrent.tokens import tokens_kernel
 from slipstream.platform import platform_of
 
+ANY_LENGTH = 1 << 30
 VALUES = 32
 """Columns of a state in a program that passes states from chunk to chunk."""
 PER_WARP = 4096
@@ -49,20 +57,20 @@ def gated_delta(
     )  # fmt: skip
     raw = gates[:, s.num_heads :] if decay is None else decay
     z = x[:, s.conv_channels :] if z is None else z
-    is_long = conv.has_long(meta)
+    stages = _stages(meta, x, s.key_dim, True)
     out = _tokens(
-        x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not is_long,
+        x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages,
         low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
-        TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=conv.SHORT,
+        TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
-    if is_long:
+    if stages:
         mixed = x.new_empty(len(x), s.conv_channels)
         conv.conv_chunks(
             x, state, meta, params.conv, mixed, size=s.key_dim, num_queries=s.num_key_heads, scale=s.key_dim**-0.5
         )  # fmt: skip
         _chunks(
             mixed, gates, raw, state, meta, params, sizes, out,
-            low=0.0, high=float("inf"), TWICE=s.negative_eigenvalues,
+            low=0.0, high=float("inf"), stages=stages, TWICE=s.negative_eigenvalues,
         )  # fmt: skip
         _finish(
             out, z, params.norm, s.eps, s.num_heads, SHARED=True, FIRST=False, SIGMOID=s.gate == "sigmoid"
@@ -80,16 +88,19 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
         V_AT=0, DELTA=False,
     )  # fmt: skip
     low, high = s.time_limit
-    is_long = conv.has_long(meta)
-    in_one = not is_long and s.norm is None
+    stages = _stages(meta, x, s.key_dim, False)
+    in_one = not stages and s.norm is None
     out = _tokens(
         rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
-        low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=False, SHORT=conv.SHORT,
+        low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=False,
+        SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
-    if is_long:
+    if stages:
         mixed = x.new_empty(len(x), s.conv_channels)
         conv.conv_chunks(rows, state, meta, params.conv, mixed)
-        _chunks(mixed, raw, raw, state, meta, params, sizes, out, low=low, high=high, TWICE=False)
+        _chunks(
+            mixed, raw, raw, state, meta, params, sizes, out, low=low, high=high, stages=stages, TWICE=False
+        )  # fmt: skip
     if not in_one:
         groups = s.num_heads if s.norm is None else s.norm_groups
         _finish(
@@ -152,6 +163,7 @@ def _chunks(
     *,
     low: float,
     high: float,
+    stages: int,
     TWICE: bool,
 ) -> None:
     """Computes the long sequences, from their convolved rows, into `out`."""
@@ -172,7 +184,7 @@ def _chunks(
     given = (mixed, beta, raw, params.decay, params.time, logs, p, u, w)
     block_v, exact = max(16, triton.next_power_of_2(value_dim)), mixed.dtype == torch.float32
     shared = dict(
-        H=heads, K=key_dim, V=value_dim, SHORT=conv.SHORT, LEVELS=CHUNK.bit_length() - 1,
+        H=heads, K=key_dim, V=value_dim, SHORT=SHORT, LEVELS=CHUNK.bit_length() - 1,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), EXACT=exact, **pdl_options(mixed),
     )  # fmt: skip
     places = {name: sizes[name] for name in ("R", "Q_AT", "K_AT", "V_AT")}
@@ -192,16 +204,23 @@ def _chunks(
         q, k, v, raw, params.decay, params.time, skip, logs, p, u, w, state.recurrent, out, meta.query_start_loc, states.read,
         states.write, states.chunks, len(states.chunks), q.stride(0), v.stride(0), raw.stride(0), low, high,
         R=1 if by_channel else ratio, DELTA=is_delta, CHANNEL=by_channel, BLOCK_V=block_v,
-        STAGES=1 if exact else _stages(mixed, key_dim, block_v, is_delta), num_warps=4, **shared,
+        STAGES=stages, num_warps=4, **shared,
     )  # fmt: skip
 
 
-def _stages(like: Tensor, key_dim: int, block_v: int, is_delta: bool) -> int:
-    """How many chunks' rows `pass_kernel` has in shared memory."""
-    size = like.element_size()
-    each = CHUNK * (key_dim * (3 if is_delta else 2) + CHUNK + block_v) * size
-    room = platform_of(like.device).shared_bytes - (key_dim + CHUNK) * block_v * size - SPARE_BYTES
-    return max(1, min(3 if is_delta else 2, room // each))
+def _stages(meta: AttentionMetadata, like: Tensor, key_dim: int, is_delta: bool) -> int:
+    """How many chunks' rows `pass_kernel` has in shared memory. 0: all sequences are computed token by token, since they are
+    short, or too few chunks fit.
+
+    Triton 3.6 makes code for Hopper with one stage in 16 bits that reads outside of shared memory (compute-sanitizer).
+    """
+    if not conv.has_long(meta) or like.dtype == torch.float32:
+        return int(conv.has_long(meta))
+    platform, size = platform_of(like.device), like.element_size()
+    each = CHUNK * (key_dim * (3 if is_delta else 2) + CHUNK + VALUES) * size
+    room = platform.shared_bytes - (key_dim + CHUNK) * VALUES * size - SPARE_BYTES
+    stages = max(1, min(3 if is_delta else 2, room // each))
+    return 0 if stages == 1 and platform.arch.wgmma else stages
 
 
 def _finish(

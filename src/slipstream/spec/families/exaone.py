@@ -1,0 +1,67 @@
+"""EXAONE 4: norms of what attention and MLP give, and of q and k. With windows, three layers of four have one, and the fourth
+has no position embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import after, decoder, kinds_of_layers
+from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.names import LLAMA, gguf_table, table
+from slipstream.spec.model import ModelSpec
+
+
+def read(c: ConfigReader) -> ModelSpec:
+    c.assume_missing(num_key_value_heads=32)
+    window = c.take("sliding_window", int, 4096)
+    if c.says("sliding_window") and "sliding_window" not in c:
+        window = 0
+    pattern = c.value("sliding_window_pattern") or 4
+    if "layer_types" not in c and window and not isinstance(pattern, int):  # "LLLG" in EXAONE 4 32B
+        raise c.unsupported(
+            "sliding_window_pattern", "must be a number, or layer_types must be there"
+        )
+    kinds = kinds_of_layers(
+        c, lambda i: "sliding_attention" if window and (i + 1) % pattern else "full_attention"
+    )
+    if not window and "sliding_attention" in kinds:
+        raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
+    return decoder(
+        c,
+        "exaone4",
+        eps=1e-5,
+        block=after,
+        bias=(False, False),
+        over="head",
+        kinds=kinds,
+        window=window or None,
+        rotated=lambda i: not window or kinds[i] == "sliding_attention",
+    )
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Files of models with windows have a pattern of them, layer by layer. llama.cpp's own is every fourth."""
+    config = llama_gguf_config(m)
+    window, count = m.maybe("attention.sliding_window", int), config["num_hidden_layers"]
+    every = [(i + 1) % 4 != 0 for i in range(count)]
+    seen = m.take("attention.sliding_window_pattern", list, every) if window else [False] * count
+    kinds = ["sliding_attention" if is_seen else "full_attention" for is_seen in seen]
+    return {**config, "sliding_window": window or None, "layer_types": kinds}
+
+
+FAMILIES = (
+    Family(
+        model_type="exaone4",
+        architectures=("Exaone4ForCausalLM", "Exaone4ForSequenceClassification"),
+        read=read,
+        names=table(
+            {
+                **LLAMA,
+                "post_attention": "post_attention_layernorm",
+                "post_mlp": "post_feedforward_layernorm",
+            }
+        ),
+        gguf=GGUFFamily(architecture="exaone4", config=gguf_config, names=gguf_table()),
+    ),
+)
