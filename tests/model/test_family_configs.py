@@ -350,7 +350,6 @@ REFUSED = [
     ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention"),
     ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type"),
-    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
     ("llama", {"repetition_penalty": 1.2}, "repetition_penalty"),
     ("llama", {"is_decoder": True}, "is_decoder"),

@@ -115,7 +115,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         **llama_gguf_config(m),
         **mamba2_gguf_config(m),
         "mamba_d_ssm": m.size("ssm.inner_size"),
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in m,
+        "mamba_rms_norm": m.maybe("blk.0.ssm_norm.weight", list) is not None,
         "mamba_norm_before_gate": False,
     }
 
