@@ -619,6 +619,15 @@ def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
     assert caught.value.field == "dtype"
 
 
+def test_deterministic_refuses_recurrent_layers(path, tmp_path):
+    """A prompt's chunks round otherwise than tokens one by one."""
+    assert on_a_gpu(path, deterministic=True).device.deterministic
+    tiny_models.write(tmp_path, "lfm2")
+    with pytest.raises(ConfigError, match="recurrent layers") as caught:
+        on_a_gpu(tmp_path, deterministic=True)
+    assert caught.value.field == "deterministic"
+
+
 @pytest.mark.parametrize(
     "method", ["draft", "medusa", "peagle", "dflash", "eagle", "eagle3", "mtp"]
 )

@@ -304,11 +304,15 @@ def _device_section(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> tuple[DeviceConfig, Origins]:
     chosen, layers = Chosen(args), model.spec.all_layers
-    if args.deterministic and any(
-        isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec) for x in layers
+    if args.deterministic and (
+        model.spec.is_recurrent  # chunks of a prompt round otherwise than single tokens
+        or any(
+            isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec)
+            for x in layers
+        )
     ):
         raise ConfigError(
-            "deterministic=True does not cover mixtures of experts and latent attention; leave it out",
+            "deterministic=True does not cover recurrent layers, mixtures of experts and latent attention; leave it out",
             field="deterministic",
         )
     if args.num_threads is not None:
