@@ -34,7 +34,7 @@ SETTINGS = dict(
     max_model_len=2048,
     max_num_seqs=16,
     seed=3,
-    gpu_memory_utilization=0.1,
+    kv_cache_bytes=2**30,
 )
 LENGTHS = (5, 17, 64, 65, 130, 300, 700, 33, 90, 1000)
 
