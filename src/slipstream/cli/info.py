@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import EngineConfig
+from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.costs.estimate import host_expert_bytes
 from slipstream.costs.hardware import host_memory
 from slipstream.errors import ConfigError
@@ -120,6 +120,7 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
     if any(spec.group_of_layer):  # several groups share the blocks
         kept = f" of {len(spec.cache_groups[0].layers)} layers"
     cache = f"{found.kv_bytes_per_token:,} B a token, {size(found.ledger.block_bytes)} a block"
+    state = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
     layers = Counter(spec.all_layers).items()
     rows = [
         ("path", f"{found.path} ({description.format}, {size(files_bytes(found.path))})"),
@@ -150,6 +151,7 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
         *(("steps", describe_path(name, reason)) for name, reason in found.fast_paths.items()),
         ("torch", "not needed" if needs is None else f"needed: {needs}"),
         ("KV cache", cache + kept),
+        *((("states", f"{size(state)} a sequence"),) if state else ()),
     ]
 
 

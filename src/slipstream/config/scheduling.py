@@ -14,6 +14,7 @@ from slipstream.config.settings import (
     SchedulingConfig,
     num_stages,
 )
+from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
@@ -29,7 +30,10 @@ def scheduling_section(
     if args.target_itl_ms is not None:
         _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
-    seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
+    why = "default for this kind of device"
+    if spec.is_recurrent and (most := _sequences_with_states(args, spec, device)) < seqs_auto:
+        seqs_auto, why = most, "as many as have room for their recurrent states"
+    seqs = chosen("max_num_seqs", seqs_auto, "device", why)
     positive("max_num_seqs", seqs)
     # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192
     # tokens of a small model. A step that copies layers to a GPU computes many tokens meanwhile.
@@ -95,6 +99,22 @@ def scheduling_section(
         num_ranks=ranks,
     )
     return config, chosen.origins
+
+
+HOST_STATE_BYTES = 2**31
+"""Maximum default size of running sequences' states in host memory: half of the cache there."""
+
+
+def _sequences_with_states(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> int:
+    """Number of sequences, a power of two, whose states take a quarter of a GPU's memory, or a fifth of what a host has
+    free."""
+    speculation = speculation_section(args, spec)
+    slots = 2 + (0 if speculation is None else speculation.limit)
+    room = device.memory_bytes // 4
+    if not device.is_cuda:
+        room = min(HOST_STATE_BYTES, device.free_bytes // 5)
+    count = room // (slots * spec.state_bytes(2))
+    return 1 << max(0, count.bit_length() - 1)
 
 
 def _check_target_itl(target_ms: float, chunked: bool) -> None:
