@@ -84,7 +84,6 @@ NEEDLESS = {
     "distributed_executor_backend": "leave it out: ranks are processes (docs/parallelism.md)",
     "disable_log_requests": "leave it out: the log has a line a request, without its texts",
     "enable_auto_tool_choice": "leave it out: calls are read wherever the chat template knows tools",
-    "chat_template": "put it into the model's folder (or next to a GGUF file) as chat_template.jinja, or give it to LLM.chat",
     "task": _READ,
     "runner": _READ,
     "embedding": _READ,

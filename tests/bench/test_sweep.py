@@ -173,7 +173,7 @@ def test_parquet_gives_back_what_went_in(tmp_path):
 
     assert pyarrow.parquet.read_schema(tmp_path / "r.parquet").names == list(COLUMNS)
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(ConfigError, match="no result"):
+    with pytest.raises(ConfigError, match="is not a result"):
         read_parquet(tmp_path / "other.parquet")
     with pytest.raises(ConfigError, match="there is no file"):
         read_parquet(tmp_path / "missing.parquet")

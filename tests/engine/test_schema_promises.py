@@ -585,7 +585,11 @@ def test_a_deep_schema_is_no_recursion():
     assert schema["pattern"] != r"\S"
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+GEMMA = {"gemma4", "functiongemma"}
+"""Formats whose arguments have a notation of their own, in which keys have no escapes."""
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - GEMMA))
 def test_arguments_of_tools_keep_to_the_same_promise(name):
     """Formats that write arguments as one JSON object, and those that write each as JSON."""
     inner = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}

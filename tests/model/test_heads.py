@@ -253,8 +253,8 @@ def test_a_file_of_any_name_is_read_if_it_is_the_only_one(tmp_path):
     ("names", "message"),
     [
         (COPIES[:2], r"model\.bf16\.safetensors, model\.fp16\.safetensors"),
-        (OTHERS[:1], r"consolidated\.safetensors is no model"),
-        (OTHERS[2:], r"adapter_model\.safetensors is no model"),
+        (OTHERS[:1], r"consolidated\.safetensors is not a model"),
+        (OTHERS[2:], r"adapter_model\.safetensors is not a model"),
     ],
 )
 def test_files_of_which_none_is_the_models_are_refused_by_name(tmp_path, names, message):

@@ -24,7 +24,8 @@ def layers(count):
     return make_spec(kv_heads=(4,) * count)
 
 
-@pytest.mark.parametrize("family", DECODERS)
+# Gemma 4's layers read keys of other stages' layers, which `tests/worker/test_pipeline_ranks.py` sees refused.
+@pytest.mark.parametrize("family", [family for family in DECODERS if family != "gemma4_text"])
 def test_every_decoder_in_two_stages(tmp_path, family):
     build(tmp_path, family)
     num_layers = read_spec(tmp_path).spec.num_layers

@@ -159,7 +159,7 @@ def test_tiles_of_the_same_gpu_are_used(built):
     ("file", "text", "match"),
     [
         ("serve.yaml", "engine: {max_seqs: 3}", "serve.yaml: there is no setting 'max_seqs'"),
-        ("serve.yaml", "engine: {device: cpu}", "device is for each start to say"),
+        ("serve.yaml", "engine: {device: cpu}", "device is a setting of each start"),
         ("serve.yaml", "port: 80", "must hold engine:"),
         ("serve.yaml", "a: [", "can't be used: serve.yaml: line 1"),
         ("slipstream-engine.json", '{"a":', "can't be used: slipstream-engine.json: "),

@@ -68,7 +68,7 @@ def test_traffic_that_is_none(text, tmp_path):
         parse_traffic(text, "burst", num_requests=1, longest=100)
     assert caught.value.field == "traffic"
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="no trace"):
+    with pytest.raises(ConfigError, match="is not a trace"):
         parse_traffic(str(tmp_path / "x.csv"), "burst", num_requests=1, longest=100)
     with pytest.raises(ConfigError, match="fits into"):
         parse_traffic("90/20", "burst", num_requests=1, longest=100)

@@ -11,7 +11,7 @@ from slipstream.types import StepShape
 from slipstream.worker.graphs import ladder as module
 from slipstream.worker.graphs.ladder import LARGER, LONGER, PATIENCE, GraphLadder
 
-SPEC = SimpleNamespace(hidden_size=4096, encoder=None, layers=())
+SPEC = SimpleNamespace(hidden_size=4096, encoder=None, layers=(), is_recurrent=False)
 
 
 def made(captured=(), num_ranks=0, speculation=None):

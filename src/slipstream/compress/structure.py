@@ -300,6 +300,11 @@ HEADS_SHARE_WIDTH = frozenset(
         "falcon",
         "RefinedWeb",
         "RefinedWebModel",
+        "codegen",
+        "gpt_neo",
+        "helium",
+        "olmoe",
+        "stablelm",
     )
 )
 """Model types whose head_dim is always hidden size / heads, so that they can't lose heads alone."""
@@ -336,10 +341,11 @@ def cut_config(
             put("expert", layer.feed_forward.expert.intermediate_size)
             if layer.feed_forward.shared is not None:
                 put("shared", layer.feed_forward.shared.mlp.intermediate_size)
-    a = first.self_attention
-    if family.model_type not in HEADS_SHARE_WIDTH and (
-        "head_dim" in config or a.q_size != wanted.hidden_size
-    ):
+    a = attention_of(first)
+    shares = family.model_type in HEADS_SHARE_WIDTH or (
+        family.model_type == "phi" and a.qk_norm is not None
+    )
+    if not shares and ("head_dim" in config or a.q_size != wanted.hidden_size):
         found["head_dim"] = a.head_dim
     windows = [attention_of(layer).window for layer in wanted.layers]
     if "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):

@@ -220,11 +220,12 @@ def check_writable(source: ModelDescription) -> None:
     for layer in source.spec.layers:
         if (
             not isinstance(layer.attention, AttentionSpec)
-            or layer.recurrent is not None
             or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias)
+            or layer.scaled
+            or layer.attention.keys_as_values
         ):
             raise UnsupportedModelError(
-                f"{source.name} has recurrent layers, latent attention or experts with biases; such models can't be "
+                f"{source.name} has latent attention, experts with biases, or layers as Gemma 4's; such models can't be "
                 "compressed yet",
                 field="model_type",
             )

@@ -52,7 +52,6 @@ from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
-    LayerState,
     Mamba2Params,
     MambaParams,
 )
@@ -211,8 +210,10 @@ class CompiledOps:
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
-    _blocks: LayerKV | None = None  # of a layer with attention, if there is one
-    _states: LayerState | None = None  # of a recurrent layer, if there is one
+    _blocks: int = (
+        0  # index of the cache with the largest heads, which is of a layer with attention
+    )
+    _is_recurrent: bool = False
 
     def run(
         self,
@@ -259,12 +260,12 @@ class CompiledOps:
         """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-            self._blocks = max(kv, key=lambda layer: layer.k.shape[3])
-            self._states = next((layer.state for layer in kv if layer.state is not None), None)
-        assert self._blocks is not None
-        assert self._states is None or meta.states is not None
+            # no cache itself: the caller may give back the memory of all of them
+            self._blocks = max(range(len(kv)), key=lambda i: kv[i].k.shape[3])
+            self._is_recurrent = any(layer.state is not None for layer in kv)
+        assert not self._is_recurrent or meta.states is not None
         inputs, kept = native.step_inputs(
-            meta, self._pointers, self._blocks, token_ids, self.num_groups
+            meta, self._pointers, kv[self._blocks], token_ids, self.num_groups
         )
         return inputs, (kept, self._pointers)
 
