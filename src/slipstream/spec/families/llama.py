@@ -7,7 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import activation, decoder, gated, kinds_of_layers, plain
+from slipstream.spec.families.builders import (
+    activation,
+    decoder,
+    gated,
+    heads,
+    kinds_of_layers,
+    plain,
+)
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec
@@ -65,9 +72,12 @@ def read_arcee(c: ConfigReader) -> ModelSpec:
 
 def read_helium(c: ConfigReader) -> ModelSpec:
     c.assume_missing(head_dim=128, num_key_value_heads=20)
+    h = heads(c)
+    if h.num_heads * h.head_dim != c.size("hidden_size"):
+        raise c.unsupported("head_dim", "heads must be as wide together as hidden_size")
     bias = c.take("attention_bias", bool, False), False
     style = {"style": "interleaved", "theta": 1e5}
-    return decoder(c, "helium", max_position=4096, eps=1e-8, bias=bias, positions=style)
+    return decoder(c, "helium", h=h, max_position=4096, eps=1e-8, bias=bias, positions=style)
 
 
 def _read(
