@@ -113,6 +113,17 @@ def test_choices_begin_with_the_state_before_the_prompts_last_token():
     assert [s.num_computed_tokens for s in parts][:2] == [20, 20]
 
 
+def test_the_state_kept_for_a_cancelled_choice_is_not_overwritten_in_the_same_step():
+    """Nobody takes it, and the step that is being planned still writes it."""
+    e = engine(state_slots=3 * 8 + 2, max_num_seqs=3)
+    for name, fork_of in (("q/0", None), ("q/1", "q/0")):
+        e.scheduler.add(request(name, range(2), 2, fork_of=fork_of))
+    e.scheduler.add(request("other", range(2), 2))
+    e.take(e.scheduler.abort(["q/1"]))
+    e.run()
+    assert all(len(e.tokens[name]) == 2 for name in ("q/0", "other"))
+
+
 def test_a_prompt_in_chunks_and_preempted_requests_read_their_own_states():
     e = engine(max_num_batched_tokens=7, num_blocks=24, max_num_seqs=4, max_model_len=80)
     for i in range(6):

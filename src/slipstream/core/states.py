@@ -224,7 +224,8 @@ class StateSlots:
         for child in children:
             child.state = RequestState()
             self._go_on_from(child.state, state.fork)
-        self.pool.release([state.fork])
+        # not released at once: the step that is being planned writes it, whether or not there is a child left
+        self._borrowed.append(state.fork)
         state.fork = NULL_BLOCK
         return True
 
