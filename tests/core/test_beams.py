@@ -127,10 +127,12 @@ def test_no_block_leaks_and_no_shared_tail_is_written(
             max_num_mixed_tokens=max(8, max_num_seqs),
             enable_prefix_caching=caching,
             groups=groups,
-            state_slots=12 * max_num_seqs + 40 if states else 0,
+            state_slots=2 * max_num_seqs + 2 if states else 0,
         ),
         depth,
     )
+    if states:
+        engine.scheduler.kv.states.most_guesses = 0  # as few slots as an engine has
     searches = [
         Search(
             engine,

@@ -145,6 +145,26 @@ def test_all_slots_are_free_at_the_end_and_forgotten_with_the_prefixes():
     assert computed(e, "b", range(50)) == 50
 
 
+def test_without_a_slot_to_write_a_request_has_no_room():
+    """All of its own slots are read by others that wait, and none is free: somebody has to make room before its next step."""
+    e = engine(state_slots=30)
+    e.scheduler.add(request("a", range(9), max_tokens=9))
+    e.step()
+    kv, a = e.scheduler.kv, e.scheduler.requests.by_id["a"]
+    pool = kv.states.pool
+    taken = pool.allocate(pool.num_free)
+    assert kv.holds(a, a.num_computed_tokens)  # it may write where it reads
+    pool.hold(a.state.own)
+    assert not kv.holds(a, a.num_computed_tokens)
+    assert not kv.allocate(None, a, a.num_computed_tokens)
+    pool.release(taken[:1])
+    assert kv.holds(a, a.num_computed_tokens)
+    pool.release(a.state.own)
+    pool.release(taken[1:])
+    e.run()
+    assert len(e.tokens["a"]) == 9
+
+
 def test_checkpoints_give_way_to_running_requests():
     e = engine(state_slots=30, max_num_seqs=4)
     for i in range(25):

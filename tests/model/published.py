@@ -44,7 +44,14 @@ SIZES: Config = {
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
-PATTERNS = {"gemma3_text": 7, "modernbert": 4, "smollm3": 5, "olmo3": 4, "cohere2": 4}
+PATTERNS = {
+    "gemma3_text": 7,
+    "modernbert": 4,
+    "smollm3": 5,
+    "olmo3": 4,
+    "cohere2": 4,
+    "qwen3_5_moe_text": 4,
+}
 REMOTE = {"chatglm"}
 """Model types that transformers has only as its authors' code."""
 

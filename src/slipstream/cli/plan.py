@@ -196,7 +196,11 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
         ("activations", "activation_bytes"),
         ("graphs", "graph_bytes"),
     )
-    rarer = (("adapters", "adapter_bytes"), ("peer copies", "peer_copy_bytes"))
+    rarer = (
+        ("states", "state_bytes"),
+        ("adapters", "adapter_bytes"),
+        ("peer copies", "peer_copy_bytes"),
+    )
     some = [*always, *((name, key) for name, key in rarer if ledger[key])]
     parts = " · ".join(f"{name} {ledger[key] / 2**30:.2f}" for name, key in some)
     found = [

@@ -16,6 +16,7 @@ from slipstream.config.scheduling import scheduling_section
 from slipstream.config.settings import (
     DTYPE_BYTES,
     GPU_MEMORY_SHARE,
+    STATES_TO_FIT,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -223,9 +224,9 @@ def _cache_section(
 
 
 def _state_slots(args: EngineArgs, spec: ModelSpec) -> int:
-    """The slots that were asked for; 1 stands for as many as memory allows (`costs.memory.size_states`)."""
+    """Return the number of slots that was asked for, 0 for a model without recurrent layers."""
     if args.state_slots is None:
-        return int(spec.is_recurrent)
+        return STATES_TO_FIT if spec.is_recurrent else 0
     if not spec.is_recurrent:
         raise ConfigError(
             "state_slots is for models with recurrent layers, and this one has none; leave it out",

@@ -352,6 +352,10 @@ class ModelConfig:
     hot_expert_bytes: int = 0  # of the GPU, for some of the experts
 
 
+STATES_TO_FIT = 1
+"""Number of state slots that stands for as many as memory allows, until the cache is sized."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     dtype: KVDType
@@ -609,9 +613,16 @@ class EngineConfig:
             self.cache.groups, self.model.max_model_len, self.cache.block_size, step
         )
 
-    def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
+    def with_memory_limits(
+        self, num_blocks: int, block_bytes: int, num_states: int = 0
+    ) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left
-        open, otherwise raise OutOfMemoryError."""
+        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots."""
+        if num_states != self.cache.state_slots:
+            cache = dataclasses.replace(self.cache, state_slots=num_states)
+            return dataclasses.replace(self, cache=cache).with_memory_limits(
+                num_blocks, block_bytes, num_states
+            )
         wanted, groups = self.model.max_model_len, self.cache.groups
         step = self.scheduling.tokens_of_rank
         capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)

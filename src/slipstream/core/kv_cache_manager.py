@@ -95,6 +95,8 @@ class KVCacheManager:
         """True if `allocate` would change nothing."""
         if request.needs_copy or self.windows:
             return False
+        if self.states is not None and not self.states.may_write(request):
+            return False
         return num_tokens <= len(request.blocks[self.own[0]]) * self.block_size
 
     def allocate(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
@@ -104,11 +106,13 @@ class KVCacheManager:
         2. Copy the block that is written next, if it is shared.
         3. Append blocks up to `num_tokens` tokens.
 
-        Returns False and changes nothing if too few blocks are free.
+        Returns False and changes nothing if too few blocks are free, or no slot for its state.
         """
         pool, size, tables = self.pool, self.block_size, request.blocks
         if self.holds(request, num_tokens):
             return True
+        if self.states is not None and not self.states.may_write(request):
+            return False
         computed, length = request.num_computed_tokens, len(tables[self.own[0]])
         need = max(0, self.blocks_for(num_tokens) - length)
         first = computed // size  # index of the block that is written next

@@ -144,6 +144,17 @@ class StateSlots:
         if wanted != state.sent[: len(wanted)]:
             state.update = wanted
 
+    @property
+    def _may_keep(self) -> bool:
+        """True if a slot is free besides one that the request may have to write."""
+        return self.pool.num_free > 1
+
+    def may_write(self, request: Request) -> bool:
+        """True if there is a slot for the request's next state: one of its own that nobody else holds, or a free one."""
+        if self.pool.num_free or request.state is None:
+            return True
+        return any(self.pool.ref_counts[slot] == 1 for slot in request.state.own)
+
     def _writable(self, state: RequestState) -> int:
         """One of the request's own slots that nobody else holds; the one that it reads if possible."""
         counts = self.pool.ref_counts
@@ -162,7 +173,7 @@ class StateSlots:
         while state.marks and state.marks[0] <= computed:
             of_prompt = state.marks.pop(0) == computed
         of_answer = computed > request.num_prompt_tokens and computed % self._answer_interval == 0
-        if not (of_prompt or of_answer) or not self.pool.num_free or state.read not in state.own:
+        if not (of_prompt or of_answer) or not self._may_keep or state.read not in state.own:
             return
         key = request.key_at(computed, self.block_size)
         if key is None or self.pool.lookup(key) is not None:
@@ -184,7 +195,7 @@ class StateSlots:
     def _keep_inner(self, request: Request, state: RequestState, computed: int, end: int) -> None:
         """Keeps states inside of the tokens that a step computes."""
         last = request.num_prompt_tokens - 1
-        if request.forks and computed <= last < end and self.pool.num_free:
+        if request.forks and computed <= last < end and self._may_keep:
             if computed < last:
                 (state.fork,) = self.pool.allocate(1)
                 self.kept.append(StateMark(request.request_id, last - computed, state.fork))
@@ -194,7 +205,7 @@ class StateSlots:
         while state.marks and state.marks[0] < end:
             position = state.marks.pop(0)
             key = request.key_at(position, self.block_size)
-            if key is not None and self.pool.num_free and self.pool.lookup(key) is None:
+            if key is not None and self._may_keep and self.pool.lookup(key) is None:
                 (slot,) = self.pool.allocate(1)
                 self._made.append((key, slot))
                 self.kept.append(StateMark(request.request_id, position - computed, slot))

@@ -83,6 +83,7 @@ class AnalyticCost:
     _attentions: tuple[tuple[int, float, float, float], ...] = field(
         init=False, repr=False, compare=False
     )
+    _state_bytes: int = field(init=False, repr=False, compare=False)
     _others: dict[tuple[int, int, bool, bool], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class AnalyticCost:
             for a in self.spec.attentions
         )
         object.__setattr__(self, "_attentions", tuple((count, *of) for of, count in found.items()))
+        object.__setattr__(self, "_state_bytes", self.spec.state_bytes(self.dtype_bytes))
         object.__setattr__(self, "_others", {})
 
     def label(self, shape: StepCounts) -> Label:
@@ -110,8 +112,8 @@ class AnalyticCost:
         )
         others = self._others.get(key)
         if others is None:
-            no_attention = shape._replace(decode_context=0, prompt_attention=0)
-            others = self._others[key] = sum(self._computing(no_attention).values())
+            parts = self._computing(shape)
+            others = self._others[key] = sum(parts.values()) - parts["attention"]
         return max(others + self._attention(shape), self.read_s)
 
     def parts(self, shape: StepCounts) -> dict[str, float]:
@@ -167,7 +169,10 @@ class AnalyticCost:
         return found
 
     def _attention(self, shape: StepCounts) -> float:
-        h, seconds = self.hardware, 0.0
+        """Returns seconds of attention, and of reading and writing recurrent layers' states."""
+        h = self.hardware
+        num_states = shape.num_decodes + shape.num_prompts
+        seconds = 2 * num_states * self._state_bytes / h.read_bytes_s
         mean = shape.decode_context / shape.num_decodes if shape.num_decodes else 0.0
         mean_prompt = (
             shape.prompt_attention / shape.num_prompt_tokens if shape.num_prompt_tokens else 0.0

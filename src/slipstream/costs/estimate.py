@@ -161,7 +161,7 @@ def estimate(
         adapter_bytes=adapters,
         peer_copy_bytes=copies,
     )
-    config = config.with_memory_limits(ledger.num_blocks - 1, block)
+    config = config.with_memory_limits(ledger.num_blocks - 1, block, ledger.num_states)
     return config, dataclasses.replace(
         ledger, host_expert_bytes=host_expert_bytes(config, description)
     )

@@ -3,12 +3,12 @@ reports. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.config.settings import STATES_TO_FIT
 from slipstream.errors import OutOfMemoryError
 from slipstream.spec.adapter_slots import ALONE, SlotLayout
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence
@@ -202,13 +202,15 @@ def size_states(config: EngineConfig, slot_bytes: int, budget_bytes: int) -> int
     """Number of slots for states of recurrent layers, including the null slot.
 
     Running sequences have two each, and one for each draft. Half of `budget_bytes` is for these and for states that later
-    prompts continue from. OutOfMemoryError if not even the running sequences' fit.
+    prompts continue from. A pipeline's stage without recurrent layers has states of 0 bytes. OutOfMemoryError if not even the
+    running sequences' fit.
     """
     cache, seqs = config.cache, config.scheduling.seqs_of_rank
     least = seqs * max(2, config.state_columns) + 2
     wanted = cache.state_slots
-    if wanted == 1:
-        wanted = max(least, min(budget_bytes // 2 // slot_bytes, STATES_PER_SEQUENCE * seqs))
+    if wanted == STATES_TO_FIT:
+        fits = budget_bytes // 2 // max(1, slot_bytes)
+        wanted = max(least, min(fits, STATES_PER_SEQUENCE * seqs))
     if wanted < least:
         raise OutOfMemoryError(
             f"state_slots={wanted}: {seqs} sequences need {least}; raise it or lower max_num_seqs",
@@ -218,8 +220,8 @@ def size_states(config: EngineConfig, slot_bytes: int, budget_bytes: int) -> int
         raise OutOfMemoryError(
             f"{wanted} states of recurrent layers take {wanted * slot_bytes / 2**30:.2f} of the "
             f"{budget_bytes / 2**30:.2f} GiB that are left; lower "
-            + ("max_num_seqs" if cache.state_slots == 1 else "state_slots"),
-            field="max_num_seqs" if cache.state_slots == 1 else "state_slots",
+            + ("max_num_seqs" if cache.state_slots == STATES_TO_FIT else "state_slots"),
+            field="max_num_seqs" if cache.state_slots == STATES_TO_FIT else "state_slots",
         )
     return wanted
 
@@ -441,17 +443,17 @@ def size_cache(
         taken_bytes=taken_bytes,
         states=2 * STATES_PER_SEQUENCE * config.scheduling.max_num_seqs * slot,
     )
-    if slot:
-        slots = agree(size_states(config, slot, budget))
-        budget -= slots * slot
-        cache = dataclasses.replace(config.cache, state_slots=slots)
-        config = dataclasses.replace(config, cache=cache)
+    num_states = 0
+    if spec.is_recurrent:
+        num_states = agree(size_states(config, slot, budget))
+        budget -= num_states * slot
     num_blocks = plan_kv(budget_bytes=budget, block_bytes=block) if block else keyed_blocks(config)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     num_blocks = agree(num_blocks)
     try:
-        config = config.with_memory_limits(num_blocks - 1, block)  # block 0 is the null block
+        # block 0 is the null block
+        config = config.with_memory_limits(num_blocks - 1, block, num_states)
     except OutOfMemoryError:
         if num_blocks > 1 or config.origins["kv_cache_bytes"].source == "user":
             raise
@@ -499,8 +501,8 @@ def size_cache(
         adapter_bytes=adapter_bytes,
         peer_copy_bytes=peer_copy_bytes,
         image_cache_bytes=pictures,
-        state_bytes=config.cache.state_slots * slot,
-        num_states=config.cache.state_slots,
+        state_bytes=num_states * slot,
+        num_states=num_states,
         host_tier_bytes=(config.cache.host_bytes or 0) // max(1, block) * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
         num_caches=config.parallel.experts if config.parallel.deals_requests else 1,

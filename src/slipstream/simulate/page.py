@@ -13,6 +13,7 @@ MEMORY = (
     ("activations", "activation_bytes"),
     ("graphs", "graph_bytes"),
     ("KV cache", "kv_bytes"),
+    ("states", "state_bytes"),
     ("rows", "other_bytes"),
     ("adapters", "adapter_bytes"),
     ("peer copies", "peer_copy_bytes"),

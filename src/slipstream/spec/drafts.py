@@ -13,6 +13,12 @@ def check_draft_model(draft: ModelSpec, target: ModelSpec, max_model_len: int) -
         reason = f"the draft model is {draft.kind}; it must be a decoder that generates text"
     elif target.encoder is not None or target.cache_groups[0].kind != "full":
         reason = "the model has no layers that keep all tokens of a request; use method 'ngram' or 'suffix'"
+    elif draft.is_recurrent:
+        reason = (
+            "the draft model has recurrent layers; use one without, or method 'ngram' or 'suffix'"
+        )
+    elif draft.layer_inputs is not None or draft.owners != tuple(range(draft.num_layers)):
+        reason = "the draft model has layers that share keys and values; use one without"
     elif len(draft.cache_groups) > 1 or draft.cache_groups[0].kind != "full":
         reason = "the draft model has sliding windows; use one without"
     elif draft.vocab_size != target.vocab_size:

@@ -207,7 +207,9 @@ class ProcessExecutor(Executor):
             last.canary,
         )
         config = resolve(args, self.description, last.device if mixed else first.device)
-        self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
+        self.config = config.with_memory_limits(
+            self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_states
+        )
         if config.lora is not None:
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
             for request in config.lora.requests:  # the ranks have these from their start
