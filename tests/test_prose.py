@@ -13,8 +13,8 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "slipstream"
 FILES = sorted(SRC.rglob("*.py"))
 BARE = re.compile(
-    r"\s*(also|and|as|beside|but|by|for|from|in|it|its|of|on|or|so|than|that|their|they|those|to|until|what|when|where|which|"
-    r"while|who|whose|with|without)\b",
+    r"\s*(after|also|among|and|as|at|before|behind|beside|but|by|for|from|if|in|it|its|like|not|of|on|once|only|or|so|than|"
+    r"that|their|they|those|to|under|until|up|what|when|where|which|while|who|whose|why|with|without)\b",
     re.IGNORECASE,
 )
 """Prepositions, pronouns and conjunctions: a docstring that begins with one has no subject."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -90,3 +91,22 @@ def test_forks_of_a_prompt_each_have_a_state(model):
     with LLM(str(path), **SETTINGS) as llm:
         outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling)
     assert [o.token_ids for o in outputs[0].outputs] == [expected[0]] * 3
+
+
+@pytest.mark.parametrize("how", ["pipeline_parallel_size", "expert_parallel_size"])
+def test_ranks_have_the_states_of_their_layers_or_requests(tmp_path, how):
+    tiny_models.write(tmp_path, "qwen3_next")
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        expected = tokens(run(llm, PROMPTS))
+    with LLM(str(tmp_path), **{**SETTINGS, how: 2}) as llm:
+        assert tokens(run(llm, PROMPTS)) == expected
+        again = run(llm, PROMPTS)
+    assert tokens(again) == expected
+    assert again[0].num_cached_tokens > 0
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused_by_name(tmp_path):
+    for name in ("model", "draft"):
+        tiny_models.write(tmp_path / name, "qwen3_next")
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        LLM(str(tmp_path / "model"), speculative_model=str(tmp_path / "draft"), **SETTINGS)

@@ -60,7 +60,7 @@ def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> 
 
 
 def _thinned(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
-    """At most `most` points, each the mean of consecutive ones."""
+    """Reduce to `most` points or fewer, each the mean of consecutive ones."""
     size = -(-len(points) // most)
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]

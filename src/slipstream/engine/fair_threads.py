@@ -56,7 +56,7 @@ class FairThreads:
         client_weight: int = 0,
         trim_weight: float = math.inf,
     ) -> None:
-        """After a call of `trim_weight` or more, free memory is given back to the system."""
+        """Give free memory back to the system after each call of `trim_weight` or more."""
         self.name, self.num_threads, self.per_client = name, num_threads, per_client
         self.max_weight, self.client_weight = max_weight, client_weight
         self.trim_weight = trim_weight

@@ -269,7 +269,7 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or several, through the model's chat template, or another.
+        """Answer as `generate` does, for one conversation or several, through the model's chat template, or another.
 
         Each answer has its `text` and, as `message`, its parts: content, reasoning and tool calls. `tools`, `tool_choice` and
         `parallel_tool_calls` are OpenAI's: with "required", a named function, a `strict` tool or without parallel calls the

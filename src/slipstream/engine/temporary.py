@@ -32,7 +32,7 @@ class OwnedFolder:
         self._lock = -1
 
     def make(self) -> None:
-        """Once, and remove those whose owners are gone. OSError."""
+        """Make the folder unless it is there, and remove those whose owners are gone. OSError."""
         if self._lock >= 0:
             return
         sweep()

@@ -111,7 +111,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalScaling:
-    """Only the first `num_turned` frequencies turn, divided by `factor`; the others are 0 (Gemma 4)."""
+    """A scaling by which only the first `num_turned` frequencies turn, divided by `factor`; the others are 0 (Gemma 4)."""
 
     num_turned: int
     factor: float = 1.0

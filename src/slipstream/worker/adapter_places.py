@@ -10,7 +10,7 @@ from slipstream.types import LoRARequest
 
 
 class AdapterPlaces:
-    """Up to `count` adapters."""
+    """Places of up to `count` adapters."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -107,7 +107,7 @@ class Speculation(Participant):
         self.drafting: dict[Request, Drafting] = {}  # of requests with proposals
 
     def concerns(self, request: Request) -> bool:
-        """Not with Mirostat, whose state advances token by token."""
+        """True but for requests with Mirostat, whose state advances token by token."""
         spec = request.spec
         return not (spec.pooled or spec.beam_of is not None or spec.sampling.mirostat_mode)
 

@@ -101,7 +101,7 @@ The last four are not pointers: window, number of the block table, and factors o
 def refusal(
     shape: TokenShape, product: Linear, rotary: int | None, experts: Linear | None = None
 ) -> Reason | None:
-    """Why the kernel can't run such layers on any device; None if it can. `experts`: see
+    """Return why the kernel can't run such layers on any device; None if it can. `experts`: see
     `OpSet.one_token`."""
     s, grouped = shape, isinstance(product, GroupedLinear)
     if isinstance(product, GroupedLinear):
@@ -223,7 +223,7 @@ def _refusal_here(
     group: RankGroup | None,
     experts: Linear | None,
 ) -> Reason | None:
-    """Why the kernel can't run on this rank's device; None if it can."""
+    """Return why the kernel can't run on this rank's device; None if it can."""
     device = product.weight.device
     if device.type != "cuda" or not platform_of(device).arch.one_token_kernel:
         return Reason("the one-token kernel needs a Hopper GPU", notable=False)

@@ -196,7 +196,7 @@ class FileStore:
     async def listed(
         self, owner: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool
     ) -> list[StoredFile]:
-        """Up to `limit` + 1 files. ApiError (400) if `after` does not exist."""
+        """List up to `limit` + 1 files. ApiError (400) if `after` does not exist."""
         query, given = (
             f"select {_COLUMNS} from files where owner = ? and expires > ?",
             [owner, time.time()],

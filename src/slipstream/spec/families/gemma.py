@@ -162,8 +162,8 @@ def _sandwich(
 
 
 def _rope(c: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
-    """Before transformers 5, `rope_theta` and `rope_scaling` are for layers without a window; others have
-    `rope_local_base_freq`."""
+    """The rotary embedding of a kind of layer. Before transformers 5, `rope_theta` and `rope_scaling` are for layers without a
+    window; others have `rope_local_base_freq`."""
     is_full = kind == "full_attention"
     theta_key, theta = ("rope_theta", 1e6) if is_full else ("rope_local_base_freq", 1e4)
     return rope_of_kind(

@@ -47,7 +47,7 @@ class InputBatch:
         *,
         adapted: bool = True,
     ) -> None:
-        """If `adapted` is False, requests' adapters are ignored (for a draft model)."""
+        """Take a step's inputs. If `adapted` is False, requests' adapters are ignored (for a draft model)."""
         self.kv, self.plan, self.table, self._adapted = kv, plan, table, adapted
         if gathered is not None:
             self.gathered = gathered

@@ -176,7 +176,7 @@ def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) 
 
 
 def _num_backslashes(text: str) -> int:
-    """At its end."""
+    """Count the backslashes at the end of `text`."""
     return len(text) - len(text.rstrip("\\"))
 
 
