@@ -201,6 +201,7 @@ class StepBuilder:
         shared: tuple[SharedPrefix, ...],
         copy_ranks: tuple[int, ...] = (),
         state_marks: tuple[StateMark, ...] = (),
+        unmasked: Sequence[str] = (),
     ) -> StepPlan:
         return StepPlan(
             step_id=step_id,
@@ -211,4 +212,5 @@ class StepBuilder:
             shared=shared,
             copy_ranks=copy_ranks,
             state_marks=state_marks,
+            unmasked=tuple(unmasked),
         )

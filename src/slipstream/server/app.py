@@ -76,6 +76,7 @@ def make_state(
     limiter = SharedLimiter(
         shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot
     )
+    engine.formats = settings.formats
     state = ServerState(
         engine, settings, observers(settings, model), Keyring(settings), limiter, shortener
     )

@@ -366,9 +366,8 @@ class ProcessExecutor(Executor):
     def _has_grammar(self, plan: StepPlan) -> bool:
         """True if some request samples with a grammar in this step."""
         self._grammars.difference_update(plan.released)
-        self._grammars.update(
-            r.request_id for r in plan.new if r.sampling.structured_outputs is not None
-        )
+        self._grammars.update(r.request_id for r in plan.new if r.sampling.is_masked)
+        self._grammars.difference_update(plan.unmasked)
         return bool(self._grammars) and any(
             s.num_sampled and s.request_id in self._grammars for s in plan.scheduled
         )
