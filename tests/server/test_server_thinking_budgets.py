@@ -293,3 +293,4 @@ def test_advice_to_a_model_that_does_not_think_is_a_hint(server, post, monkeypat
         ("/v1/chat/completions", {"reasoning_effort": "low", "max_tokens": 5}),
     ):
         post(path, **ASK, **more)
+    assert "leave think out" in post("/api/chat", status=400, **ASK, think="low")

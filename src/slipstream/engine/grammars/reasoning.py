@@ -62,7 +62,8 @@ class ReasoningCounter:
     def __init__(
         self, markers: ReasoningMarkers, tokenizer: MarkerTokenizer, budget: int | None = None
     ) -> None:
-        """With a `budget` the end is forced. RequestError if the tokenizer can't write the marker."""
+        """A counter, which forces the end if there is a `budget`. RequestError if the tokenizer can't
+        write the marker."""
         self.budget = budget
         self._bytes = _spelling(markers, tokenizer)
         self._begin = markers.begin.encode()
