@@ -39,6 +39,7 @@ SIZES = {
 RECURRENT = dict(
     **dict(num_key_value_heads=2, head_dim=256),
     **dict(linear_num_key_heads=8, linear_num_value_heads=16),
+    **dict(linear_key_head_dim=128, linear_value_head_dim=128),
     layer_types=["linear_attention", "full_attention"] * 2,
     rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 )
