@@ -17,59 +17,66 @@ DEVICE u32 ordered(float x) {
 }
 DEVICE float logistic(float x) { return 1.0f / (1.0f + exp2_fast(-1.4426950408889634f * x)); }
 
+DEVICE float unordered(u32 code) { return __uint_as_float(code & 0x80000000u ? code & 0x7fffffffu : ~code); }
+
 // The TOP best of X experts and their weights; of equals the first. Each warp computes all of it. A softmax keeps the order
-// of the logits, so without a correction logits are compared.
+// of the logits, so without a correction logits are compared. The loop is not unrolled: its code is read once a layer, from
+// L2, which takes longer than to run it.
 template <int X_>
 DEVICE TopExperts route(const float* logits, const float* correction) {
     constexpr int PER_LANE_ = (X_ + 31) / 32;
     const int lane = threadIdx.x % 32;
-    float score[PER_LANE_];
     u32 key[PER_LANE_], most = 0;
-#pragma unroll
-    for (int i = 0; i < PER_LANE_; i++) score[i] = lane * PER_LANE_ + i < X_ ? load_cg4(logits + lane * PER_LANE_ + i) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE_; i++) {
-        key[i] = lane * PER_LANE_ + i < X_ ? ordered(score[i]) : 0;
-        most = key[i] > most ? key[i] : most;
-    }
-    if (SIGMOID)
-#pragma unroll
-        for (int i = 0; i < PER_LANE_; i++) score[i] = logistic(score[i]);
-    else {
-        most = warp_max(most);
-        const float top = __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
-        float total = 0.0f;
+    float top = 0.0f, total = 1.0f;
+    {
+        float score[PER_LANE_];
 #pragma unroll
         for (int i = 0; i < PER_LANE_; i++) {
-            score[i] = lane * PER_LANE_ + i < X_ ? exp2_fast(1.4426950408889634f * (score[i] - top)) : 0.0f;
-            total += score[i];
+            const int expert = lane * PER_LANE_ + i;
+            score[i] = expert < X_ ? load_cg4(logits + expert) : 0.0f;
+            if (SIGMOID) score[i] = logistic(score[i]);
         }
-        if (CORRECTED || !NORMALIZE) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE_; i++) {
+            key[i] = lane * PER_LANE_ + i < X_ ? ordered(score[i]) : 0;
+            most = key[i] > most ? key[i] : most;
+        }
+        if (!SIGMOID) top = unordered(warp_max(most));
+        if (!SIGMOID && (CORRECTED || !NORMALIZE)) {
+            total = 0.0f;
+#pragma unroll
+            for (int i = 0; i < PER_LANE_; i++) {
+                score[i] = lane * PER_LANE_ + i < X_ ? exp2_fast(1.4426950408889634f * (score[i] - top)) : 0.0f;
+                total += score[i];
+            }
             total = warp_reduce(total);
-#pragma unroll
-            for (int i = 0; i < PER_LANE_; i++) score[i] /= total;
         }
+        if (CORRECTED)
+#pragma unroll
+            for (int i = 0; i < PER_LANE_; i++)
+                if (lane * PER_LANE_ + i < X_) key[i] = ordered(score[i] / total + correction[lane * PER_LANE_ + i]);
     }
-    if (SIGMOID || CORRECTED)
-#pragma unroll
-        for (int i = 0; i < PER_LANE_; i++)
-            if (lane * PER_LANE_ + i < X_) key[i] = ordered(score[i] + (CORRECTED ? correction[lane * PER_LANE_ + i] : 0.0f));
     TopExperts found;
-#pragma unroll
+    u32 chosen = 0;
+#pragma unroll 1
     for (int j = 0; j < TOP; j++) {
         u32 best = 0;
         int at = 0;
-        float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < PER_LANE_; i++)
-            if (key[i] > best) best = key[i], at = i, value = score[i];
-        const int owner = __ffs(__ballot_sync(~0u, best == warp_max(best))) - 1;
+            if (key[i] > best) best = key[i], at = i;
+        const u32 highest = warp_max(best);
+        const int owner = __ffs(__ballot_sync(~0u, best == highest)) - 1;
         const int expert = __shfl_sync(~0u, lane * PER_LANE_ + at, owner);
-        value = __shfl_sync(~0u, value, owner);
-        if (lane == j) found.expert = expert, found.weight = value;
+        if (lane == j) found.expert = expert, chosen = highest;
 #pragma unroll
         for (int i = 0; i < PER_LANE_; i++)
             if (lane == owner && i == at) key[i] = 0;
+    }
+    if (lane < TOP) {
+        const float y = CORRECTED ? load_cg4(logits + found.expert) : unordered(chosen);
+        if (SIGMOID) found.weight = CORRECTED ? logistic(y) : y;
+        else found.weight = exp2_fast(1.4426950408889634f * (y - top)) / total;
     }
     if (NORMALIZE) found.weight /= warp_reduce(found.weight) + 1e-20f;
     found.weight *= WEIGHT_SCALE;
