@@ -177,6 +177,19 @@ def test_budget_holds_with_drafts_and_every_way_to_sample(pair, way):
             assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
+def test_right_drafts_do_not_pass_the_budget(pair):
+    """The model repeats itself, so that drafts are right."""
+    drafting, plain = pair
+    before = drafting.stats().spec_accepted_tokens
+    for budget in range(20, 28):
+        sampling = params(budget, logit_bias=NEVER, ignore_eos=True, repetition_penalty=0.3)
+        found = answers(drafting, sampling)
+        assert [num_thoughts(choice) for choice in found] == [budget] * len(CHATS)
+        assert [c.token_ids for c in found] == [c.token_ids for c in answers(plain, sampling)]
+    if drafting is not plain and drafting.config.speculation.method in ("ngram", "suffix"):
+        assert drafting.stats().spec_accepted_tokens > before
+
+
 def test_model_that_ends_its_reasoning_is_left_alone(llm):
     sampling = params(20, logit_bias={END: 6.0}, temperature=1.0, seed=1, n=4, ignore_eos=True)
     free = answers(llm, dataclasses.replace(sampling, thinking_token_budget=None))
