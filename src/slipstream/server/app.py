@@ -76,7 +76,6 @@ def make_state(
     limiter = SharedLimiter(
         shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot
     )
-    engine.formats = settings.formats
     state = ServerState(
         engine, settings, observers(settings, model), Keyring(settings), limiter, shortener
     )
@@ -126,6 +125,7 @@ def create_app(
     """The app around a running engine; `shortener` shortens prompts. Its ServerState is
     `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
+    engine.formats = settings.formats
     state = make_state(engine, settings, names[0], shortener)
     if settings.max_stored_responses:
         kept = settings.state_dir or settings.shared_dir
