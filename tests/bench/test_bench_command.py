@@ -368,6 +368,11 @@ def test_serve_a_trace(config_only, capsys, tmp_path):
 def test_no_server(capsys):
     told = result(capsys, "serve", "--url=http://127.0.0.1:1", "--vocab-size=10", code=1)
     assert "no server listens" in told["error"]["message"]
+    for api in ("auto", "chat"):
+        words = ["--workload=agents", "--served-model-name=x", "--vocab-size=10", f"--api={api}"]
+        words = [word for word in words if api == "auto" or not word.startswith("--vocab")]
+        told = result(capsys, "serve", "--url=http://127.0.0.1:1", *words, code=1)
+        assert "can't be reached" in told["error"]["message"]
 
 
 def test_tables(config_only, capsys):

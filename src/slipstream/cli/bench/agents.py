@@ -243,7 +243,10 @@ class _AgentBench:
             endpoint.url, engine, api, self.args.num_gpus or 1, listed.get(endpoint.model)
         )
         if api == "chat":
-            target.ratio = await tokens_per_word(engine, self.settings.seed)
+            try:
+                target.ratio = await tokens_per_word(engine, self.settings.seed)
+            except OSError as error:
+                raise EngineError(f"{endpoint.url} can't be reached: {error}") from error
         return target
 
     # --- Runs ---
@@ -380,6 +383,8 @@ async def _probe(engine: OpenAIEndpoint) -> str | None:
         await engine.ask(BenchRequest(prompt_token_ids=PROBE, output_tokens=1), answer)
     except EngineError as error:
         return str(error)
+    except OSError as error:
+        raise EngineError(f"{engine.endpoint.url} can't be reached: {error}") from error
     return None if answer.token_ids else "it sends text alone"
 
 
@@ -464,8 +469,12 @@ def print_agents(title: str, summary: AgentSummary) -> None:
         f"{summary.turns_per_minute:,.1f} a minute over {turns.wall_s:,.1f} s",
         f"prefix hits   {hits}; {summary.cacheable_rate:.1%} could be cached",
         f"tokens        {turns.input_tokens:,} in ({turns.cached_tokens:,} cached), {turns.output_tokens:,} out",
-        f"tokens/s      {turns.output_throughput:,.1f} out, {turns.total_throughput:,.1f} in and out; each of "
-        f"{summary.num_gpus} devices {summary.output_throughput_per_gpu:,.1f} and {summary.total_throughput_per_gpu:,.1f}",
+        f"tokens/s      {turns.output_throughput:,.1f} out, {turns.total_throughput:,.1f} in and out"
+        + (
+            ""
+            if summary.num_gpus == 1
+            else f"; a device {summary.output_throughput_per_gpu:,.1f} and {summary.total_throughput_per_gpu:,.1f}"
+        ),
     ]
     if summary.num_short:
         lines.append(
