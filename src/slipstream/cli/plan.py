@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.agents import (
+from slipstream.cli.agent_options import (
     AGENTS_TITLE,
     add_agent_options,
     agent_load,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.power import Energy, EnergyMeter
-from slipstream.cli.agents import agent_load
+from slipstream.cli.agent_options import agent_load
 from slipstream.cli.bench.measurements import bench_args, deliver, positive, settle, vocab_size
 from slipstream.cli.bench.servers import described_arrivals, endpoint_of, vocab_size_of
 from slipstream.cli.console import phases, progress_bar, say

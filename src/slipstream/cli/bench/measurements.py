@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.agents import AGENTS_TITLE, add_agent_options, given_agent_options
+from slipstream.cli.agent_options import AGENTS_TITLE, add_agent_options, given_agent_options
 from slipstream.cli.console import phases, print_json
 from slipstream.cli.options import add_engine_options, add_output_options, engine_args
+from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
@@ -115,8 +116,18 @@ def add_workload(parser: argparse.ArgumentParser, *, sessions: bool = False) -> 
         of_type: Callable[[str], Any]
         for name, of_type, metavar, text in (
             ("--trace-file", str, "FILE", "trace: Mooncake's JSON lines or Azure's CSV"),
-            ("--time-scale", float, "X", "trace: its times and pauses times this (default: 1)"),
-            ("--num-gpus", int, "N", "devices of the server, for figures of each (default: 1)"),
+            (
+                "--time-scale",
+                float,
+                "X",
+                Rare("trace: its times and pauses times this (default: 1)"),
+            ),
+            (
+                "--num-gpus",
+                int,
+                "N",
+                Rare("devices of the server, for figures of each (default: 1)"),
+            ),
         ):
             own.add_argument(
                 name, type=of_type, default=argparse.SUPPRESS, metavar=metavar, help=text

@@ -6,8 +6,11 @@ import argparse
 from typing import Any
 
 from slipstream.bench.sessions import LOAD_HELP, AgentLoad, Draw, parse_load
+from slipstream.cli.parser import Rare
 
 AGENT_OPTIONS = tuple(LOAD_HELP)
+COMMON = ("sessions", "max_context", "turns", "pause")
+"""Options that `--help` shows; `--help-all` shows the others."""
 
 
 def add_agent_options(parser: argparse._ActionsContainer) -> None:
@@ -26,7 +29,7 @@ def add_agent_options(parser: argparse._ActionsContainer) -> None:
             type=kind.get(name, str),
             default=argparse.SUPPRESS,
             metavar="D" if isinstance(default, Draw) else "X" if name == "subagent_rate" else "N",
-            help=text + shown,
+            help=text + shown if name in COMMON else Rare(text + shown),
         )
 
 
