@@ -203,7 +203,8 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     other = (
         512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128
     )  # barriers, pointers, tiles' sums, scratch; alignment
-    other += 0 if s.experts is None else s.experts.num_experts_per_token * 128
+    if s.experts is not None:
+        other += s.experts.num_experts_per_token * 128 + (s.experts.num_experts + 4) * 4
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
 
