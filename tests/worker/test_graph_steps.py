@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
-from slipstream.config import ParallelConfig
+from slipstream.config.forms import DealtRequests, OneDevice, Pipeline
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.native import PackedExperts
@@ -234,7 +234,7 @@ def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
 
     def staged(runner):
         """The runner's model over two stages."""
-        config = dataclasses.replace(runner.config, parallel=ParallelConfig(stages=(2, 1)))
+        config = dataclasses.replace(runner.config, parallel=Pipeline(OneDevice(), (2, 1)))
         for rank, by_graphs in enumerate(of_graphs):
             part = Partition(
                 config.parallel.shard(rank), ThreadGroup(0, 1, Meeting(1)), ThreadPipe(rank, queues)
@@ -273,7 +273,7 @@ class RankThreads:
     """Two ranks with requests of their own, as threads."""
 
     def __init__(self, path, runner, by_graphs):
-        config = dataclasses.replace(runner.config, parallel=ParallelConfig(experts=2))
+        config = dataclasses.replace(runner.config, parallel=DealtRequests(2))
         config = dataclasses.replace(
             config, scheduling=dataclasses.replace(config.scheduling, num_ranks=2)
         ).of_rank
