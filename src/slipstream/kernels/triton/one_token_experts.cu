@@ -76,27 +76,27 @@ DEVICE TopExperts route(const float* logits, const float* correction) {
     return found;
 }
 
-// This CTA's rows of the router [X, E], and of the shared expert's gate [1, E] if there is one. `prefetch` loads them before
-// the grid barrier. As the tap of `load_input` it multiplies them with the normed row. `write` stores the logits.
-template <int ROUTER_ROWS>
-struct RouterRows {
+// This CTA's rows of a product [ROWS, E] that is not quantized. `prefetch` loads them before the grid barrier: the last from
+// `last`, if that is given. As the tap of `load_input` it multiplies them with the normed row. `write` stores the results.
+template <int ROWS>
+struct PlainRows {
     static constexpr int VECTORS = E / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
-    static constexpr int ROWS_OF_CTA = (ROUTER_ROWS + CTAS - 1) / CTAS;
+    static constexpr int ROWS_OF_CTA = (ROWS + CTAS - 1) / CTAS;
     uint4 w[ROWS_OF_CTA][TIMES];
     float sum[ROWS_OF_CTA], bias[ROWS_OF_CTA];
 
-    DEVICE void prefetch(const u64* row, int cta) {
+    DEVICE void prefetch(int cta, u64 weight, u64 last = 0, u64 biases = 0) {
 #pragma unroll
         for (int o = 0; o < ROWS_OF_CTA; o++) {
             const int r = cta + o * CTAS;
+            const bool is_last = last && r == ROWS - 1;
             sum[o] = 0.0f;
-            bias[o] = ROUTER_BIAS && r < X ? to_float(((const u16*)row[ROUTER_B])[r]) : 0.0f;
-            const uint4* from = (const uint4*)row[ROUTER_W] + (long long)r * VECTORS;
-            if (WEIGHED && r == X) from = (const uint4*)row[SHARED_WEIGHT_W];
+            bias[o] = biases && r < ROWS && !is_last ? to_float(((const u16*)biases)[r]) : 0.0f;
+            const uint4* from = is_last ? (const uint4*)last : (const uint4*)weight + (long long)r * VECTORS;
 #pragma unroll
             for (int i = 0; i < TIMES; i++) {
                 const int v = i * THREADS + threadIdx.x;
-                if (r < ROUTER_ROWS && v < VECTORS) w[o][i] = from[v];
+                if (r < ROWS && v < VECTORS) w[o][i] = from[v];
             }
         }
     }
@@ -109,12 +109,12 @@ struct RouterRows {
             for (int j = 0; j < 8; j++) sum[o] += to_float(from_float(y[j])) * z[j];
         }
     }
-    DEVICE void write(float* logits, int cta, u8* memory) {
+    DEVICE void write(float* results, int cta, u8* memory) {
 #pragma unroll
         for (int o = 0; o < ROWS_OF_CTA; o++)
-            if (cta + o * CTAS < ROUTER_ROWS) {
+            if (cta + o * CTAS < ROWS) {
                 const float y = block_reduce<false>(sum[o], (float*)(memory + SCRATCH_AT)) + bias[o];
-                if (threadIdx.x == 0) logits[cta + o * CTAS] = to_float(from_float(y));
+                if (threadIdx.x == 0) results[cta + o * CTAS] = to_float(from_float(y));
             }
     }
 };
@@ -203,8 +203,8 @@ struct Mixture {
                            RingPosition& ring, u8* memory, int cta) {
         float* logits = (float*)row[LOGITS];
         grid_arrive(counters, arrivals);
-        RouterRows<X_ + WEIGHED> own;
-        own.prefetch(row, cta);
+        PlainRows<X_ + WEIGHED> own;
+        own.prefetch(cta, row[ROUTER_W], WEIGHED ? row[SHARED_WEIGHT_W] : 0, ROUTER_BIAS ? row[ROUTER_B] : 0);
         Epilogue shared_ahead;
         if (FS) shared_ahead = SharedUp::first(cta, row, SHARED_UP_S, x);
         grid_wait(counters, arrivals);
