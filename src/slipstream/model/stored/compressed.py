@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,8 +95,8 @@ class RoundedWeights(RoundedTensors):
     def unpack(self, words: Tensor, bits: int, count: int) -> Tensor:
         return unpack_words(words.contiguous(), bits, count).int() + 8
 
-    def nibbles(self, words: Tensor) -> Tensor:
-        return torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], dim=-1).flatten(1)
+    def nibbles(self, words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+        return torch.stack([words >> 4 * i & 15 for i in order], dim=-1).flatten(1)
 
     def repeat(self, values: Tensor, times: int) -> Tensor:
         return values.repeat_interleave(times, dim=0)

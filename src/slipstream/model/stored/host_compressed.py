@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
@@ -71,9 +71,10 @@ class HostRoundedWeights(RoundedTensors):
     def unpack(self, words: Array, bits: int, count: int) -> Array:
         return (unpack_words(words, bits, count) + np.int8(8)).view(np.uint8)
 
-    def nibbles(self, words: Array) -> Array:
+    def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
         octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
-        return np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(words), -1)
+        codes = np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(words), -1, 8)
+        return (codes if order == range(8) else codes[..., list(order)]).reshape(len(words), -1)
 
     def repeat(self, values: Array, times: int) -> Array:
         return np.repeat(values, times, axis=0)

@@ -24,7 +24,7 @@ with inputs of the model's type) is expanded when it is read (`stored_weights.ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -116,8 +116,8 @@ class RoundedTensors:
         """int32 [rows, words] → [rows, count], codes whose zero is 8."""
         raise NotImplementedError
 
-    def nibbles(self, words: Array) -> Array:
-        """int32 [rows, n] → codes [rows, 8 n], from the low bits up."""
+    def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
+        """int32 [rows, n] → codes [rows, 8 n]. `order`: of a word's codes, 0 in its lowest bits."""
         raise NotImplementedError
 
     def repeat(self, values: Array, times: int) -> Array:
@@ -216,7 +216,7 @@ class RoundedTensors:
                 put4(self.unpack(own, fmt.bits, inner))
             case "qweight" if awq:
                 own = self.on_device(words((inner, rows // 8)), place.target)
-                put4(self._awq_codes(own).T)
+                put4(self.nibbles(own, AWQ_COLUMNS).T)
             case "qweight":
                 own = self.on_device(words((inner // 8, rows)), place.target)
                 put4(self.nibbles(own.T))
@@ -224,7 +224,7 @@ class RoundedTensors:
                 own = words(stored_shape(fmt, part, rows, inner))
                 spread(self.unpack(own.T, fmt.bits, rows), into.zeros)
             case "qzeros" if awq:
-                spread(self._awq_codes(words((groups, rows // 8))), into.zeros)
+                spread(self.nibbles(words((groups, rows // 8)), AWQ_COLUMNS), into.zeros)
             case "qzeros" | "g_idx":
                 value = self.on_host(read()).reshape(-1).astype(np.int64)
                 zeros, group = part == "qzeros", inner // groups
@@ -245,11 +245,6 @@ class RoundedTensors:
                         f"{name} holds {len(scales)} scales for {rows} rows", field=name
                     )
                 into.scales[at] = scales
-
-    def _awq_codes(self, words: Array) -> Array:
-        """int32 [rows, out / 8] → codes [rows, out]."""
-        codes = self.nibbles(words).reshape(len(words), -1, 8)
-        return codes[..., list(AWQ_COLUMNS)].reshape(len(words), -1)
 
 
 def _unsupported(name: str) -> CheckpointError:
