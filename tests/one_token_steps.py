@@ -39,6 +39,7 @@ SIZES = {
 RECURRENT = dict(
     **dict(num_key_value_heads=2, head_dim=256),
     **dict(linear_num_key_heads=8, linear_num_value_heads=16),
+    **dict(linear_key_head_dim=128, linear_value_head_dim=128),
     layer_types=["linear_attention", "full_attention"] * 2,
     rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 )
@@ -109,7 +110,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MIXTURES = ("qwen3_5_moe_text", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "gpt_oss")
 MOST = {None: 0.03, "mxfp4": 0.03, "int4": 0.03, "int4-g32": 0.03, "int8": 0.08, "fp8": 0.15}
 """How far from float32 hidden states may be, over all lengths, as a part of them. Measured of the reference in bfloat16: up to
-0.021, of INT8 0.059 and of FP8 0.113 (inputs on the other side of two codes, in every product)."""
+0.021, of INT8 0.059 and of FP8 0.113 (inputs on the other side of two codes, in every product). Recurrent layers make it half
+as much again: states collect what came before."""
 LENGTHS = (1, 2, 16, 200, 257, 900, 2000)
 NUM_BLOCKS, BLOCK_SIZE = 130, 16
 KEYS, VALUES, SCALE = 2.0, 3.0, 0.3
@@ -260,8 +262,8 @@ Made: TypeAlias = tuple[Tensor, list[Tensor]]
 class Judged:
     """Steps made one way, and another way that is to be as good."""
 
-    def __init__(self, scheme: str | None) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: str | None, family: str = "") -> None:
+        self.most = MOST[scheme] * (1.5 if family.startswith("qwen3_5") else 1.0)
         self.theirs: list[float] = []
         self.ours: list[float] = []
 
@@ -289,5 +291,5 @@ class Judged:
             math.sqrt(sum(x * x for x in found) / len(found)) for found in (self.ours, self.theirs)
         )
         print(f"all: {ours:.4f}, the other way {theirs:.4f}")
-        assert max(ours, theirs) < MOST[self.scheme], (ours, theirs)
+        assert max(ours, theirs) < self.most, (ours, theirs)
         assert ours < 1.3 * theirs, (ours, theirs)

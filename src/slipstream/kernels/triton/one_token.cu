@@ -76,7 +76,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
                 producer.product<E, Q, false>(pointer(OUT_W), pointer(OUT_S));
             }
             if (X && (!DENSE || pointer(ROUTER_W)))
-                Mixture<X>::produce(pointer, producer);
+                Mixture<X>::produce(pointer, memory, producer);
             else {
                 if (!PARALLEL) producer.product<F, E, GATED>(pointer(UP_W), pointer(UP_S));
                 producer.product<E, F, false>(pointer(DOWN_W), pointer(DOWN_S));
@@ -167,7 +167,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         {
             // --- q, k, v
             ahead = Qkv::first(cta, row, QKV_S, x);
-            if (layer) grid_wait(counters, arrivals, 0, ranks);
+            if (layer) grid_wait(counters, arrivals, ranks);
             x_scale = load_input<E, NORM>(residual, norm, norm_bias, EPS, NORM_OFFSET, memory);
             Qkv::run(ahead, row, QKV_S, qkv, x_scale, ring, memory, cta);
             if (LATENT) {
@@ -215,7 +215,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             if (!PARALLEL) {
                 grid_arrive(counters, arrivals);
                 ahead = Up::first(cta, row, UP_S, x);
-                grid_wait(counters, arrivals, 0, ranks);
+                grid_wait(counters, arrivals, ranks);
                 x_scale = load_input<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, NORM_OFFSET, memory);
                 Up::run(ahead, row, UP_S, mid, x_scale, ring, memory, cta);
                 grid_arrive(counters, arrivals);

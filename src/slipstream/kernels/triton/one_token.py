@@ -54,7 +54,7 @@ PRODUCER_WARPS = 2
 RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
 in flight. Measured on an H200."""
-MAX_SPLITS = 16
+MAX_SPLITS = 64
 ONE_HEAD_KEYS = 4096
 """Longest sequence for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
@@ -203,7 +203,8 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     other = (
         512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128
     )  # barriers, pointers, tiles' sums, scratch; alignment
-    other += 0 if s.experts is None else s.experts.num_experts_per_token * 128
+    if s.experts is not None:
+        other += s.experts.num_experts_per_token * 128 + (s.experts.num_experts + 4) * 4
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
 

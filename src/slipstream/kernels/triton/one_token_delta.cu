@@ -54,9 +54,13 @@ struct DeltaRule {
 #pragma unroll
         for (int i = 0; i < CHANNEL_TIMES; i++) {
             const int of = i * THREADS + threadIdx.x, c = channel(of < CHANNELS ? of : 0);
+            if constexpr (W == 4) {
+                const uint2 all = ((const uint2*)row[CONV_W])[c];
+                weight[i][0] = (u16)all.x, weight[i][1] = all.x >> 16, weight[i][2] = (u16)all.y, weight[i][3] = all.y >> 16;
+            }
 #pragma unroll
             for (int w = 0; w < W; w++) {
-                weight[i][w] = ((const u16*)row[CONV_W])[c * W + w];
+                if (W != 4) weight[i][w] = ((const u16*)row[CONV_W])[c * W + w];
                 if (w < W - 1) old[i][w] = slots.from ? ((const u16*)row[CONV_STATES])[(slots.from * (W - 1) + w) * C + c] : 0;
             }
             bias[i] = DELTA_CONV_BIAS ? ((const u16*)row[CONV_B])[c] : 0;

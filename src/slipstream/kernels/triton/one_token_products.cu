@@ -47,7 +47,8 @@ constexpr int BARRIERS_AT = 0, ROUTED_BARRIER = 16 * 16, POINTERS_AT = BARRIERS_
 constexpr int TILE_SUMS_AT = POINTERS_AT + 2 * 8 * TABLE_SLOTS;
 constexpr int SCRATCH_AT = TILE_SUMS_AT + 2 * WARPS * 16 * 4;
 constexpr int FACTORS_AT = SCRATCH_AT + 256;  // [TOP, 16]: what each expert's sums of a tile are multiplied by; then biases
-constexpr int SUMS_AT = FACTORS_AT + (X ? TOP * (DOWN_BIAS ? 128 : 64) : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
+constexpr int LOGITS_AT = FACTORS_AT + (X ? TOP * (DOWN_BIAS ? 128 : 64) : 0);  // of the router, and of the shared expert
+constexpr int SUMS_AT = LOGITS_AT + (X ? (X + 1 + 3) / 4 * 16 : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
 constexpr int RING_AT = (INPUT_AT + max_of(max_of(INPUT_BYTES, DELTA_BYTES), ATTENTION_BYTES) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING_AT) / STAGE_BYTES < 16 ? (SHARED - RING_AT) / STAGE_BYTES : 16;
 static_assert(STAGES >= 3, "too little shared memory");
@@ -151,13 +152,12 @@ struct Ranks {
 // --- grid barriers. Counter 0 counts arrivals of all CTAs, counter 1 groups of heads whose splits are merged, counter 2 exits;
 // from SPLITS_OF on there is a counter of splits for each group of heads.
 constexpr int SPLITS_OF = 4;
-// Wait until `arrivals` are counted, and for all ranks' parts; then arrive at `barrier`, if one is given.
-DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0, const Ranks& ranks = Ranks()) {
+// Wait until `arrivals` are counted, and for all ranks' parts.
+DEVICE void grid_wait(const u32* counter, u32 arrivals, const Ranks& ranks = Ranks()) {
     if (threadIdx.x == 0) {
         while (load_acquire(counter) < arrivals) {
         }
         ranks.wait();
-        if (barrier) barrier_arrive(barrier);
     }
     sync_consumers();
 }
