@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
-from slipstream.config import MAX_STEP_DRAFTS, SchedulingConfig
+from slipstream.config import SchedulingConfig
+from slipstream.config.forms import MAX_STEP_DRAFTS
 from slipstream.core.request import Request, Status
 from slipstream.types import (
     NewRequest,

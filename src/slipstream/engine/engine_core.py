@@ -435,7 +435,7 @@ class DecoderCore(EngineCore):
         return came, went
 
     def _expect(self, times: Sequence[StepTime]) -> None:
-        if self.config.speculation is not None:
+        if self.config.speculation.limit:
             padded = padding(self.config, self.description.spec)
             self.scheduler.part(Speculation).costs.expect(
                 times, lambda rows: sum(padded(0, rows, 1, by_rows=True) or (rows,))
