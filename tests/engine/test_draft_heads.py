@@ -550,7 +550,7 @@ def test_other_heads_that_do_not_fit(tmp_path):
     refused(path, tmp_path / "no-map", "lacks d2t and t2d, one of which must map its 128 tokens")
     refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")
     with pytest.raises(
-        ConfigError, match="method 'mtp' is for safetensors checkpoints with layers that draft"
+        ConfigError, match="method 'mtp' is for checkpoints with layers that draft"
     ):
         LLM(path, speculative_config={"method": "mtp"}, **SIZES)
     with pytest.raises(ConfigError, match="takes no 'model'"):

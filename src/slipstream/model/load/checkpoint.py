@@ -31,6 +31,7 @@ from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
+from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical, without_prefix
 from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
@@ -52,7 +53,6 @@ from slipstream.spec.parameters import (
     Unpermute,
     Vector,
     keeps_float32,
-    parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
 from slipstream.spec.scheme import Scheme
@@ -179,13 +179,29 @@ def _ignored(description: ModelDescription) -> tuple[str, ...]:
     """Returns patterns of tensors that a checkpoint may have and the model has no place for."""
     if description.format == "gguf":
         assert description.family.gguf is not None
-        return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
-    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored)
+        own = (
+            *description.family.gguf.ignored,
+            *_drafting(description, description.family.gguf.mtp),
+        )
+        return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *own)
+    drafting = _drafting(description, description.family.mtp)
+    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored, *drafting)
     if description.spec.tied_embeddings:  # some write the head although it is the embeddings
         ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
-    if description.family.mtp:
-        ignored = (*ignored, rf"model\.layers\.{description.spec.num_layers}\..*")
     return ignored
+
+
+MAX_MODULES = 8
+"""Layers after the last one that may be for drafts."""
+
+
+def _drafting(description: ModelDescription, mtp: MTPFormat | None) -> tuple[str, ...]:
+    """Returns patterns of the layers that draft, which are read apart (`spec.mtp`)."""
+    if mtp is None:
+        return ()
+    first = description.spec.num_layers
+    below = {mtp.renamed[1].format(n=n) for n in range(first, first + MAX_MODULES)}
+    return tuple(f"{re.escape(name)}.*" for name in sorted(below))
 
 
 def expands(
@@ -212,9 +228,7 @@ def array_weights(
     `held` holds those that stay quantized. Other weights that are stored quantized, or without
     their zeros, are expanded. CheckpointError names the tensor at fault.
     """
-    shapes = {
-        n: s for n, s in parameters(description.spec).items() if held is None or n not in held
-    }
+    shapes = {n: s for n, s in description.shapes.items() if held is None or n not in held}
     stored = (
         gguf_arrays(description, dtype)
         if description.format == "gguf"
