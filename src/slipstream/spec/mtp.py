@@ -16,6 +16,7 @@ from slipstream.spec.description import ModelDescription, PartDescription, read_
 from slipstream.spec.draft_heads import HeadDescription, LayeredSpec
 from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical
+from slipstream.spec.model import AttentionSpec, LayerSpec, RopeSpec
 from slipstream.spec.parameters import Placement
 from slipstream.spec.quantization_config import StoredQuantization
 from slipstream.spec.safetensors import tensor_names
@@ -53,7 +54,7 @@ def read_mtp(target: ModelDescription) -> HeadDescription:
     stored = _stored_names(target)
     head, names = _head(target, fmt, config, stored)
     part = _part(target, fmt, head, names, stored)
-    found = {canonical(name, part.family.prefixes, names) for name in stored} - {None}
+    found = {canonical(name, part.family.prefixes, names) for name in stored}
     if stored and not found & {f"{name}.weight" for name in _around(fmt, target, head).values()}:
         raise CheckpointError(
             f"{target.path} has no {next(iter(names))}: its config names layers that draft, but they were left out when "
@@ -104,7 +105,7 @@ def _head(
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
         draft_vocab_size=spec.vocab_size,
-        layers=fmt.layers(spec, config),
+        layers=tuple(map(_with_one_position, fmt.layers(spec, config))),
         norm=spec.final_norm,
         join="product",
         own_head=f"{own_head}.weight" in stored,
@@ -123,6 +124,15 @@ def _head(
         if place.target.startswith("layers."):
             names[own + name.removeprefix(usual)] = place
     return head, names
+
+
+def _with_one_position(layer: LayerSpec) -> LayerSpec:
+    """The layer without a picture's rows and columns: a head counts positions as tokens."""
+    a = layer.attention
+    if not isinstance(a, AttentionSpec) or not isinstance(a.position, RopeSpec):
+        return layer
+    position = dataclasses.replace(a.position, sections=None)
+    return dataclasses.replace(layer, attention=dataclasses.replace(a, position=position))
 
 
 def _part(

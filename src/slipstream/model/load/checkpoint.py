@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ from slipstream.spec.parameters import (
     Vector,
     keeps_float32,
 )
-from slipstream.spec.safetensors import safetensors_files
+from slipstream.spec.safetensors import safetensors_files, tensor_names
 from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -91,7 +92,30 @@ def names_of(description: ModelDescription) -> Mapping[str, Placement]:
     if description.format == "gguf":
         assert description.family.gguf is not None
         return description.family.gguf.names(description.spec)
-    return description.family.names(description.spec)
+    return with_stacks(description.family.names(description.spec), tensor_names(description.path))
+
+
+STACKED = {"experts.0.gate_proj.weight": "gate_up_proj", "experts.0.down_proj.weight": "down_proj"}
+"""The first expert's tensor, and the one that has all experts' (Qwen 3.5)."""
+
+
+def with_stacks(names: Mapping[str, Placement], stored: frozenset[str]) -> Mapping[str, Placement]:
+    """Returns the table `names` for a checkpoint that stores all experts of a layer in one tensor,
+    gate above up, where transformers writes a tensor for each expert."""
+    if not any(name.endswith(".experts.gate_up_proj") for name in stored):
+        return names
+    stacks = dict[str, Placement]()
+    for name, place in names.items():
+        for first, stack in STACKED.items():
+            if name.endswith(first):
+                stacks[name.removesuffix(first) + f"experts.{stack}"] = place
+    targets = {place.target for place in stacks.values()}
+    found = {name: place for name, place in names.items() if place.target not in targets}
+    counts = Counter(place.target for place in names.values())
+    for name, place in stacks.items():
+        copies = counts[place.target] // (2 if name.endswith("gate_up_proj") else 1)
+        found[name] = Placement(place.target, copies=copies)
+    return found
 
 
 def finder(

@@ -19,7 +19,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition
 from slipstream.model.load.cache_scales import CacheScales
-from slipstream.model.load.checkpoint import StoredWeights
+from slipstream.model.load.checkpoint import StoredWeights, names_of
 from slipstream.model.load.device_loader import DeviceLoader
 from slipstream.model.load.loaded import (
     LoadedModel,
@@ -377,12 +377,11 @@ class _Load:
 def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
     """Makes a rank's part of a checkpoint. ConfigError if its weights can't be split that way."""
     stored, formats = description.quantization, dict[str, WeightFormat]()
-    gguf = description.family.gguf if description.format == "gguf" else None
     if stored is not None and stored.formats is not None:
         formats = description.native_formats(ops.rounded)
     elif stored is not None and is_rounded(stored):
         formats = scheme_formats(description.shapes, stored.scheme or "")
-    names = (gguf or description.family).names(description.spec)
+    names = names_of(description)
     method = None if stored is None else stored.method
     part = Sharded(description.spec, shard, names, description.family.prefixes, formats, method)
     check_formats(part)

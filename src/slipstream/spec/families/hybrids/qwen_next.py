@@ -208,6 +208,7 @@ FAMILIES = (
             ignored=IGNORED,
             mtp=MTP,
             nested_config=nested,
+            prefixes=("model.", "language_model.", "model.language_model.") if nested else ("",),
         )
         for name, architecture, read, nested in (
             ("qwen3_5_text", "Qwen3_5ForCausalLM", read_3_5, None),
