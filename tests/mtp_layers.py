@@ -272,3 +272,39 @@ def mixture(config: dict[str, Any], t: dict[str, Tensor], h: Tensor, name: str) 
         weight = torch.where(chosen == i, weights, 0.0).sum(-1, keepdim=True)
         out = out + weight * dense(t, h, f"{name}experts.{i}.")
     return out
+
+
+# --- A model that counts ----------------------------------------------------------------------------------------------
+
+
+def teach_to_count(path: Path, *, by: str) -> None:
+    """Makes the model at `path` answer each token by the next one, and its layer that drafts know it: `by` the "token" of a
+    pair, or by its "state" alone.
+
+    Token t has the embedding [cos f·t, sin f·t] for some frequencies f, so a rotation leads to the next one. Nothing is added
+    to the residual, and the output head's rows are those of the embeddings before.
+    """
+    config, stored = read(path)
+    e, of = config["hidden_size"], names(config)
+    embed = next(
+        n for n in ("model.embed_tokens.weight", "backbone.embeddings.weight") if n in stored
+    )
+    size = len(stored[embed])
+    step = 2 * torch.pi * torch.arange(1, e // 2 + 1) ** 2 / size
+    angles = torch.outer(torch.arange(size), step)
+    numbers = 2**0.5 * torch.cat((angles.cos(), angles.sin()), 1)
+    cos, sin = step.cos().diag(), step.sin().diag()
+    turn = torch.cat((torch.cat((cos, -sin), 1), torch.cat((sin, cos), 1)))
+    offset = 1.0 if config["model_type"].startswith("qwen3") else 0.0
+    for name, tensor in stored.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif "norm" in name and tensor.dim() == 1:
+            tensor.fill_(1.0 - offset)
+    stored[embed], stored["lm_head.weight"] = numbers, numbers.roll(1, 0)
+    halves = [torch.eye(e), torch.zeros(e, e)] if by == "token" else [torch.zeros(e, e), turn]
+    halves = halves[::-1] if config["model_type"] == "mimo" else halves
+    stored[of["join"]] = torch.cat(halves, 1)
+    config["tie_word_embeddings"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({n: t.contiguous() for n, t in stored.items()}, path / "model.safetensors")

@@ -246,3 +246,29 @@ def test_a_layer_in_a_gguf_file(tmp_path):
         plain = answers(llm, SETTINGS["greedy"])
     with LLM(str(tmp_path), **SIZES) as llm:
         assert answers(llm, SETTINGS["greedy"]) == plain
+
+
+# --- Right drafts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["token", "state"])
+@pytest.mark.parametrize("family", mtp_layers.FAMILIES)
+def test_a_layer_that_knows_the_answer_is_always_right(tmp_path, family, by):
+    """By the token of a pair or by its state: a draft from another position's would be wrong. Prompts come in chunks and again
+    behind prefix hits."""
+    mtp_layers.build(tmp_path, family)
+    mtp_layers.teach_to_count(tmp_path, by=by)
+    starts, sampling = (5, 40, 111), SamplingParams(temperature=0, max_tokens=31, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [9, 8, *range(n, n + 27 + n // 9)]} for n in starts]
+    config = {"method": "mtp", "num_speculative_tokens": 5}
+    with LLM(
+        str(tmp_path), speculative_config=config, **{**SIZES, "max_num_batched_tokens": 24}
+    ) as llm:
+        for _ in range(2):
+            for prompt, output in zip(prompts, llm.generate(prompts, sampling), strict=True):
+                first = prompt["prompt_token_ids"][-1] + 1
+                assert list(output.outputs[0].token_ids) == list(range(first, first + 31))
+                assert output.outputs[0].num_accepted == output.outputs[0].num_drafted == 25
+        stats = llm.stats()
+    assert stats.spec_accepted_tokens == stats.spec_draft_tokens == 150
+    assert stats.spec_num_drafts == 30
