@@ -453,7 +453,7 @@ def test_the_number_of_drafts_is_chosen_by_what_pays(setup, plain):
     with setup.llm(config=config) as llm:
         assert answers(llm, SETTINGS["greedy"], SOME) == plain["greedy"]
         limit = llm.config.speculation.limit
-    assert limit == {"medusa": 3, "dflash": 7}.get(setup.kind, 16)
+    assert limit == {"medusa": 3, "dflash": 7, "mtp-hybrid": 10}.get(setup.kind, 16)
 
 
 def test_a_head_is_in_the_ledger(setup):

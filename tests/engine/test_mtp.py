@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.spec.scheme import SCHEMES
@@ -272,3 +272,28 @@ def test_a_layer_that_knows_the_answer_is_always_right(tmp_path, family, by):
         stats = llm.stats()
     assert stats.spec_accepted_tokens == stats.spec_draft_tokens == 150
     assert stats.spec_num_drafts == 30
+
+
+# --- States -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "most"), [(None, 10), (14, 1), (28, 3), (100, 16)])
+@pytest.mark.parametrize("method", ["mtp", "suffix"])
+def test_the_number_of_drafts_follows_the_states_that_there_are(tmp_path, slots, most, method):
+    """A step that verifies drafts writes a state for each. Three quarters of the states are for running sequences."""
+    mtp_layers.build(tmp_path, "qwen3_5_text")
+    sizes = {**SIZES, "state_slots": slots}
+    with LLM(str(tmp_path), speculative_config={"method": method}, **sizes) as llm:
+        assert llm.ledger.num_states == (slots or 64)
+        assert llm.config.speculation.limit == llm.core.config.speculation.limit == most
+        own = answers(llm, SETTINGS["greedy"])
+    with LLM(str(tmp_path), **SIZES) as llm:
+        assert answers(llm, SETTINGS["greedy"]) == own
+
+
+def test_a_fixed_number_of_drafts_needs_its_states(tmp_path):
+    mtp_layers.build(tmp_path, "qwen3_5_text")
+    with pytest.raises(OutOfMemoryError, match="state_slots=21: 4 sequences need 22"):
+        LLM(str(tmp_path), speculative_config=MTP, **SIZES, state_slots=21)
+    with LLM(str(tmp_path), speculative_config=MTP, **SIZES, state_slots=22) as llm:
+        assert llm.config.speculation.limit == 3

@@ -105,11 +105,17 @@ HOST_STATE_BYTES = 2**31
 """Maximum default size of running sequences' states in host memory: half of the cache there."""
 
 
+AUTO_DRAFTS = 3
+"""Drafts of a sequence for whose states the default number of sequences leaves room, if their number is chosen."""
+
+
 def _sequences_with_states(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> int:
     """Number of sequences, a power of two, whose states take a quarter of a GPU's memory, or a fifth of what a host has
     free."""
     speculation = speculation_section(args, spec)
-    slots = 2 + (0 if speculation is None else speculation.limit)
+    slots = 2
+    if speculation is not None:
+        slots += speculation.num_speculative_tokens or AUTO_DRAFTS
     room = device.memory_bytes // 4
     if not device.is_cuda:
         room = min(HOST_STATE_BYTES, device.free_bytes // 5)
