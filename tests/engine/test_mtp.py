@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
+from slipstream.cli.main import main
+from slipstream.config import EngineArgs
+from slipstream.costs.estimate import estimate
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.quantize import dequantize, round_linear
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import mtp_layers
 from tests.engine.test_draft_heads import proposals
@@ -297,3 +301,79 @@ def test_a_fixed_number_of_drafts_needs_its_states(tmp_path):
         LLM(str(tmp_path), speculative_config=MTP, **SIZES, state_slots=21)
     with LLM(str(tmp_path), speculative_config=MTP, **SIZES, state_slots=22) as llm:
         assert llm.config.speculation.limit == 3
+
+
+# --- Bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("", "qwen3_5_moe_text"), ("", "glm4_moe"), ("int8", "qwen3_5_text"), ("gptq", "mimo")],
+)
+def test_the_estimate_knows_the_layer(tmp_path, kind, family):
+    """To a few percent of what an engine holds. A block has the layer's keys and values and the states that it reads."""
+    if kind:
+        rounded(tmp_path, kind, family)
+    else:
+        mtp_layers.build(tmp_path, family)
+    sizes = {k: v for k, v in SIZES.items() if k != "skip_tokenizer_init"}
+    found = []
+    for config in (None, MTP):
+        args = EngineArgs(model=str(tmp_path), speculative_config=config, **sizes)
+        ledger = estimate(args, read_spec(tmp_path))[1]
+        with LLM(str(tmp_path), speculative_config=config, **SIZES) as llm:
+            assert ledger.block_bytes == llm.ledger.block_bytes
+            found.append((ledger.weights_bytes, llm.ledger.weights_bytes))
+    estimated, held = (b - a for a, b in zip(*found, strict=True))
+    assert estimated == pytest.approx(held, rel=0.2)  # rows are filled up, a rotary table is there
+
+
+def test_info_names_the_layer(tmp_path, capsys):
+    mtp_layers.build(tmp_path, "qwen3_5_text")
+    new = mtp_layers.drawn(mtp_layers.read(tmp_path)[0], 0)
+    assert main(["info", str(tmp_path)]) == 0
+    count = sum(tensor.numel() for tensor in new.values())
+    assert f"by a layer of its own, {count:,} parameters" in capsys.readouterr().out
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_vllms_names_of_the_method(tmp_path):
+    mtp_layers.build(tmp_path, "qwen3_next")
+    for method in ("qwen3_next_mtp", "deepseek_mtp"):
+        config = {"method": method, "num_speculative_tokens": 2}
+        with LLM(str(tmp_path), speculative_config=config, **SIZES) as llm:
+            assert llm.config.speculation.method == "mtp"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "none"])
+def test_the_layer_is_rounded_when_asked(tmp_path, quantization):
+    mtp_layers.build(tmp_path, "qwen3_5_moe_text")
+    config = {**MTP, "quantization": quantization}
+    with LLM(str(tmp_path), speculative_config=config, **SIZES) as llm:
+        layer = llm.core.executor.runner.draft.head._body.layers[0]
+        assert {part.kind for part in layer.attention.out.parts} == {
+            native.I8 if quantization == "int8" else native.F32
+        }
+        own = answers(llm, SETTINGS["greedy"])
+    with LLM(str(tmp_path), **SIZES) as llm:
+        assert answers(llm, SETTINGS["greedy"]) == own
+
+
+def test_a_rounded_layer_is_not_rounded_again(tmp_path):
+    rounded(tmp_path, "int8")
+    with pytest.raises(
+        ConfigError, match="quantization='int4', but the layers that draft are stored rounded"
+    ):
+        LLM(str(tmp_path), speculative_config={**MTP, "quantization": "int4"}, **SIZES)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "mimo", "nemotron_h"])
+def test_random_weights(tmp_path, family):
+    """From the config alone."""
+    mtp_layers.build(tmp_path, family)
+    (tmp_path / "model.safetensors").unlink()
+    with LLM(str(tmp_path), speculative_config=MTP, load_format="dummy", **SIZES) as llm:
+        assert answers(llm, SETTINGS["greedy"], PROMPTS[:2])
+        assert llm.stats().spec_draft_tokens > 0
