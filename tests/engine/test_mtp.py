@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -377,3 +379,17 @@ def test_random_weights(tmp_path, family):
     with LLM(str(tmp_path), speculative_config=MTP, load_format="dummy", **SIZES) as llm:
         assert answers(llm, SETTINGS["greedy"], PROMPTS[:2])
         assert llm.stats().spec_draft_tokens > 0
+
+
+def test_the_benchmark_drafts_at_the_acceptance_that_is_said(tmp_path):
+    """`--curve` of the speculation benchmark, as it is run on a GPU."""
+    mtp_layers.build(tmp_path, "qwen3_5_moe_text", max_position_embeddings=2048)
+    script = Path(__file__).parents[2] / "benchmarks" / "speculation.py"
+    options = "--curve 1.93 2.73 --num-seqs 1 2 --max-tokens 16 --rounds 1 --dtype float32 --num-threads 1"
+    command = [sys.executable, script, "--study", "speed", tmp_path, *options.split()]
+    subprocess.run([*command, "--output", tmp_path / "record.json"], check=True, timeout=280)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert "forced to 1.93, 2.73 tokens a verification" in record["label"]
+    for runs in record["runs"].values():
+        found = [runs[name]["tokens_a_verification"] for name in runs]
+        assert found == [1.0, pytest.approx(1.93, abs=0.15), pytest.approx(2.73, abs=0.25)]
