@@ -193,6 +193,18 @@ class ModelDescription:
         return total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartDescription(ModelDescription):
+    """A part of a checkpoint beside its model: the shapes of its parameters, by our names, and a
+    family with the names of its tensors alone. A loader reads it as it reads the model."""
+
+    part: Mapping[str, Shape]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return dict(self.part)
+
+
 def read_spec(path: Path) -> ModelDescription:
     """The description of a folder with a config.json, or of a .gguf file.
 

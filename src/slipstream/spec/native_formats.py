@@ -57,9 +57,9 @@ def native_weight_bytes(
 
 
 def is_expandable(target: str) -> bool:
-    """Whether a checkpoint may store `target` quantised: a product, or `expand`, which is expanded
-    at load."""
-    return is_product(target) or target.endswith(".expand.weight")
+    """Whether a checkpoint may store `target` quantised: a product, or one of those that are
+    expanded at load: `expand`, and `join` of a draft head."""
+    return is_product(target) or target.endswith((".expand.weight", "join.weight"))
 
 
 def native_formats(

@@ -20,6 +20,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.llama import names
 from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, SharedExpertSpec
 
@@ -29,7 +30,7 @@ def read_qwen2(c: ConfigReader) -> ModelSpec:
 
 
 def read_mimo(c: ConfigReader) -> ModelSpec:
-    """MiMo 7B is a Qwen 2 with layers that draft tokens, which are not run."""
+    """MiMo 7B is a Qwen 2 with layers that draft tokens."""
     c.require("attention_bias", True)
     c.ignore("num_nextn_predict_layers")
     return _read(c, "mimo", qkv_bias=True, out_bias=False, qk_norm=False)
@@ -167,6 +168,19 @@ QWEN3_VL = {
     "experts.down": {"weight": "mlp.experts.down_proj"},
 }
 
+MTP = "model.mtp_layers.0."
+MIMO = MTPFormat(
+    counts=("num_nextn_predict_layers",),
+    renamed=("model.layers.0.", MTP),
+    around={
+        "embed_norm": f"{MTP}token_layernorm",
+        "hidden_norm": f"{MTP}hidden_layernorm",
+        "join": f"{MTP}input_proj",
+        "final_norm": f"{MTP}final_layernorm",
+    },
+    state_first=True,
+)
+
 FAMILIES = tuple(
     Family(
         model_type=name,
@@ -174,6 +188,7 @@ FAMILIES = tuple(
         read=read,
         names=names,
         ignored=(r"model\.mtp_layers\..*",) if read is read_mimo else (),
+        mtp=MIMO if read is read_mimo else None,
         gguf=config
         and GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
     )

@@ -19,6 +19,7 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
+from slipstream.spec.families.mtp import Config, MTPFormat
 from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
 from slipstream.spec.model import (
     DenseSpec,
@@ -112,7 +113,8 @@ def _read(c: ConfigReader, family: str, moe: MoESpec | None) -> ModelSpec:
         mixer: dict[str, Any] = {"recurrent": recurrent} if is_recurrent[i] else {"attention": of}
         return LayerSpec(**mixer, mlp=dense if is_dense else moe, block=before(norm))
 
-    c.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # drafts, which are not run
+    c.ignore("mtp_num_hidden_layers")
+    c.require("mtp_use_dedicated_embeddings", False)
     c.require("attn_output_gate", True)
     c.ignore("mamba_ssm_dtype")  # states are float32
     return model(c, family, layer, norm, max_position)
@@ -164,8 +166,29 @@ NAMES_NEXT = table(
         "recurrent.gates": _gates_by_key_head,
     },
 )
+
+
+def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
+    """A layer with attention, and with experts if any of the model's has some."""
+    of = next(layer.attention for layer in spec.layers if layer.attention is not None)
+    mlps = sorted((x.mlp for x in spec.layers), key=lambda mlp: not isinstance(mlp, MoESpec))
+    return (dataclasses.replace(spec.layers[0], recurrent=None, attention=of, mlp=mlps[0]),)
+
+
+MTP = MTPFormat(
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    default=1,
+    layers=mtp_layers,
+    renamed=("model.layers.0.", "mtp.layers.0."),
+    around={
+        "embed_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "join": "mtp.fc",
+        "final_norm": "mtp.norm",
+    },
+)
 IGNORED = (r"(model\.)?mtp\..*", r"(model\.)?visual\..*")
-"""Drafts and the image encoder, which are not run."""
+"""Layers that draft, which `MTP` describes, and the image encoder, which is not run."""
 
 FAMILIES = (
     Family(
@@ -174,6 +197,7 @@ FAMILIES = (
         read=read_next,
         names=NAMES_NEXT,
         ignored=IGNORED,
+        mtp=MTP,
     ),
     *(
         Family(
@@ -182,7 +206,9 @@ FAMILIES = (
             read=read,
             names=NAMES_3_5,
             ignored=IGNORED,
+            mtp=MTP,
             nested_config=nested,
+            prefixes=("model.", "language_model.", "model.language_model.") if nested else ("",),
         )
         for name, architecture, read, nested in (
             ("qwen3_5_text", "Qwen3_5ForCausalLM", read_3_5, None),
