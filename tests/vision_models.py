@@ -40,6 +40,13 @@ SPECIAL = {
 }
 IMAGE = {"smolvlm": "<image>", "gemma3": "<image_soft_token>", "qwen2_5_vl": "<|image_pad|>"}
 PLACEHOLDER = {"smolvlm": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
+QWEN3 = {
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+}
+"""The names of transformers' classes."""
 VOCAB = 288
 TEMPLATES = {
     "smolvlm": (
@@ -63,6 +70,9 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
+for _like in QWEN3:
+    for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
+        _table[_like] = _table["qwen2_5_vl"]
 _TEXT = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -85,6 +95,9 @@ _SIGLIP = dict(
     patch_size=4,
     initializer_range=0.2,
 )
+
+
+_MIXTURE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 
 
 def token_id(family: str, token: str) -> int:
@@ -123,10 +136,12 @@ def _config(family: str, **more: Any) -> Any:
             eoi_token_index=token_id(family, "<end_of_image>"),
             **more,
         )
-    text = {
-        **_TEXT,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]},
-    }
+    ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
+    ids |= {"image_token_id": image, "video_token_id": token_id(family, "<|video_pad|>")}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+    if family in QWEN3:
+        return _qwen3_config(family, rope, ids, more)
+    text = {**_TEXT, "rope_parameters": rope}
     vision = dict(
         depth=3,
         hidden_size=32,
@@ -138,15 +153,41 @@ def _config(family: str, **more: Any) -> Any:
         fullatt_block_indexes=[1],
         initializer_range=0.2,
     )
-    ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
-    return t.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=image,
-        video_token_id=token_id(family, "<|video_pad|>"),
-        **ids,
-        **more,
+    return t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **more)
+
+
+def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: Any) -> Any:
+    import transformers as t
+
+    # As published: time has more frequencies than rows and columns.
+    rope = {**rope, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_TEXT, "num_hidden_layers": 4, "head_dim": 16, "rope_parameters": rope}
+    text |= _MIXTURE if family.endswith("moe") else {}
+    vision = dict(
+        depth=3,
+        hidden_size=48,
+        intermediate_size=100,
+        num_heads=2,
+        patch_size=4,
+        out_hidden_size=32,
+        num_position_embeddings=25,
+        initializer_range=0.2,
     )
+    if family.startswith("qwen3_5"):
+        text |= dict(
+            head_dim=32,
+            rope_parameters={**rope, "partial_rotary_factor": 0.5},
+            **({"shared_expert_intermediate_size": 24} if family.endswith("moe") else {}),
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        )
+    else:
+        vision["deepstack_visual_indexes"] = [0, 2]
+    kind = getattr(t, f"{QWEN3[family]}Config")
+    return kind(text_config=text, vision_config=vision, **ids, **more)
 
 
 PROCESSING: dict[str, dict[str, Any]] = {
@@ -175,6 +216,16 @@ PROCESSING: dict[str, dict[str, Any]] = {
     },
 }
 """As preprocessor_config.json has them."""
+for _like in QWEN3:
+    PROCESSING[_like] = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 16 * 16, "longest_edge": 48 * 48},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
 
 
 def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
@@ -187,6 +238,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "smolvlm": t.SmolVLMForConditionalGeneration,
         "gemma3": t.Gemma3ForConditionalGeneration,
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
+        **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in QWEN3.items()},
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
@@ -232,6 +284,7 @@ def their_processor(family: str) -> Any:
         "smolvlm": SmolVLMImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
         "qwen2_5_vl": Qwen2VLImageProcessorPil,
+        **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
     }
     return kinds[family](
         **{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
@@ -247,7 +300,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
     kinds = (ids == token_id(family, IMAGE[family])).int()
     if family == "gemma3":
         given["token_type_ids"] = kinds
-    elif family == "qwen2_5_vl":
+    elif family.startswith("qwen"):
         given["mm_token_type_ids"] = kinds
     if pictures:
         nested = [pictures] if family == "smolvlm" else pictures

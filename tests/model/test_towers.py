@@ -69,7 +69,7 @@ def close(path, theirs):
 def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
-    assert read_spec(tmp_path).spec.vision is None
+    assert read_spec(tmp_path).taking_images(0).spec.vision is None
 
 
 def test_experts_stored_the_other_way_round_are_turned(tmp_path):

@@ -31,10 +31,11 @@ from slipstream.model.layers import MLP, normed
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.spec.vision import (
     AxialRopeSpec,
-    GridPositionSpec,
+    Connector,
     ImageProcessing,
     MLPConnector,
     PatchGrid,
+    PoolConnector,
     VisionSpec,
 )
 
@@ -61,7 +62,8 @@ class Layout:
 
     whole: PackedParts  # one part per picture
     windows: PackedParts  # one part per window; `whole` without windows
-    positions: Tensor | None  # int64 [N]: rows of the position table
+    positions: Tensor | None  # int64 [N, n]: rows of the position table, which are summed
+    weights: Tensor | None  # float32 [N, n]: their weights; None: 1
     cos_sin: Tensor | None  # float32 [N, D]: cosines, then sines
     meta: AttentionMetadata  # patch i has row i of `cos_sin`, and slot i of keys and values
     order: Tensor | None  # int64 [N / merge²]: groups in window order; None: unchanged
@@ -100,6 +102,29 @@ class VisionLayer:
         return h + self.mlp(ops, normed(ops, self.norms["pre_mlp"], h))
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connector's norm and products. `norm` and `up` are None where it has none."""
+
+    spec: Connector
+    norm: NormParams | None
+    up: Linear | None
+    out: Linear
+
+    def __call__(self, ops: OpSet, h: Tensor, merge: int) -> Tensor:
+        """States [N, E] → tokens [N / merge², text size]."""
+        rows: Any = h
+        if isinstance(self.spec, PoolConnector):
+            rows = rows.unflatten(0, (-1, merge**2)).mean(1)
+        if self.norm is not None:
+            rows = normed(ops, self.norm, rows.reshape(-1, self.norm.weight.shape[-1]))
+        if not isinstance(self.spec, PoolConnector):
+            rows = rows.reshape(-1, merge**2 * h.shape[1])
+        if self.up is not None and isinstance(self.spec, MLPConnector):
+            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation)
+        return ops.linear(rows, self.out)
+
+
 class ImageTower:
     """An image encoder of `spec`. Takes the `parameters` whose names begin with "vision." out of
     the mapping."""
@@ -136,12 +161,22 @@ class ImageTower:
             if spec.final_norm is None
             else build_norm(spec.final_norm, "vision.final_norm", own)
         )
-        norm = getattr(spec.connector, "norm", None)
-        self.connector_norm = (
-            None if norm is None else build_norm(norm, "vision.connector.norm", own)
-        )
-        self.up = linear("connector.up") if isinstance(spec.connector, MLPConnector) else None
-        self.out = linear("connector.out")
+
+        def connection(s: Connector, name: str) -> Connection:
+            norm = getattr(s, "norm", None)
+            return Connection(
+                s,
+                None if norm is None else build_norm(norm, f"vision.{name}.norm", own),
+                linear(f"{name}.up") if isinstance(s, MLPConnector) else None,
+                linear(f"{name}.out"),
+            )
+
+        self.connector = connection(spec.connector, "connector")
+        self.deepstack: dict[int, Connection] = {}
+        if (s := spec.deepstack) is not None:
+            self.deepstack = {
+                x: connection(s.connector, f"deepstack.{i}") for i, x in enumerate(s.layers)
+            }
         assert not own, f"unused: {list(own)}"
         self._scale = processing.scale
         self._mean, self._std = (
@@ -166,7 +201,7 @@ class ImageTower:
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
-        each picture."""
+        each picture, with those for DeepStack beside them: [num_tokens, (1 + layers) · text size]."""
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
         return [
@@ -185,14 +220,19 @@ class ImageTower:
             rows = torch.cat([self._patches(picture[None]) for picture in pictures])
         h = ops.linear(rows, self.patch)
         if layout.positions is not None and self.positions is not None:
-            h = h + self.positions[layout.positions]
+            h = h + self._positions(layout.positions, layout.weights)
         if layout.order is not None:
             h = h.unflatten(0, (-1, spec.merge**2))[layout.order].flatten(0, 1)
+        stacked = list[Tensor]()
         for i, layer in enumerate(self.layers):
             h = layer(ops, h, layout.whole if i in spec.full_layers else layout.windows, layout)
+            if i in self.deepstack:
+                stacked.append(self.deepstack[i](ops, h, spec.merge))
         if self.final_norm is not None:
             h = normed(ops, self.final_norm, h)
-        tokens = self._connect(h)
+        tokens = self.connector(ops, h, spec.merge)
+        if stacked:
+            tokens = torch.cat((tokens, *stacked), dim=1)
         if layout.order is not None:
             ordered = tokens
             tokens = torch.empty_like(ordered)
@@ -220,21 +260,17 @@ class ImageTower:
             rows = rows[:, :, None].expand(-1, -1, s.num_frames, -1, -1)
         return rows.flatten(1).to(self.dtype)
 
-    def _connect(self, h: Tensor) -> Tensor:
-        """States [N, E] → tokens [N / merge², text size]."""
-        spec, ops = self.spec, self.ops
-        if (
-            self.up is not None
-            and self.connector_norm is not None
-            and isinstance(spec.connector, MLPConnector)
-        ):
-            wide = normed(ops, self.connector_norm, h).view(-1, spec.merge**2 * spec.hidden_size)
-            rows: Any = ops.activation(ops.linear(wide, self.up), spec.connector.activation)
-        elif self.connector_norm is not None:
-            rows = normed(ops, self.connector_norm, h.unflatten(0, (-1, spec.merge**2)).mean(1))
-        else:
-            rows = h.reshape(-1, spec.merge**2 * spec.hidden_size)
-        return ops.linear(rows, self.out)
+    def _positions(self, index: Tensor, weights: Tensor | None) -> Tensor:
+        """The sums [N, E] of rows of the position table."""
+        assert self.positions is not None
+        table, found = self.positions, None
+        for i in range(index.shape[1]):
+            part = table[index[:, i]]
+            if weights is not None:
+                part = part.float() * weights[:, i : i + 1]
+            found = part if found is None else found + part
+        assert found is not None
+        return found.to(self.dtype)
 
     def _make_layout(self, grids: tuple[PatchGrid, ...]) -> Layout:
         spec = self.spec
@@ -244,18 +280,22 @@ class ImageTower:
             np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids])
             for axis in range(2)
         )
-        positions = cos_sin = order = None
+        positions = weights = cos_sin = order = None
         windows = whole
-        if isinstance(spec.position, GridPositionSpec):
-            side = spec.position.side
-            if spec.position.by_fraction:
-                positions = self._placed(
-                    np.concatenate([grid_positions(grid, side, spec.merge) for grid in grids])
+        if (grid_spec := spec.position) is not None:
+            side = grid_spec.side
+            if grid_spec.read == "fractions":
+                found = [grid_positions(grid, side, spec.merge)[:, None] for grid in grids]
+                positions = self._placed(np.concatenate(found))
+            elif grid_spec.read == "bilinear":
+                both = [between_cells(grid, side, spec.merge) for grid in grids]
+                positions, weights = (
+                    self._placed(np.concatenate(x)) for x in zip(*both, strict=True)
                 )
             else:
-                positions = self._placed(rows * side + columns)
-        else:
-            cos_sin = axial_rotations(spec.position, rows, columns)
+                positions = self._placed((rows * side + columns)[:, None])
+        if spec.rope is not None:
+            cos_sin = axial_rotations(spec.rope, rows, columns)
         if spec.window is not None:
             starts = np.cumsum([0, *(sizes // spec.merge**2)])
             groups, lengths = list[LongArray](), list[int]()
@@ -272,7 +312,7 @@ class ImageTower:
                     len(cos_sin), -1
                 )
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
-        return Layout(whole, windows, positions, turned, self._meta(len(rows)), order)
+        return Layout(whole, windows, positions, weights, turned, self._meta(len(rows)), order)
 
     def _meta(self, count: int) -> AttentionMetadata:
         """Makes metadata for `rope_and_cache`, which reads only positions and slots."""
@@ -289,7 +329,7 @@ class ImageTower:
             max_seq_len=0,
         )
 
-    def _placed(self, index: LongArray) -> Tensor:
+    def _placed(self, index: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(index)).to(self.device)
 
 
@@ -353,6 +393,25 @@ def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
         return found
 
     return buckets(grid.height)[rows] * side + buckets(grid.width)[columns]
+
+
+def between_cells(
+    grid: PatchGrid, side: int, merge: int
+) -> tuple[LongArray, npt.NDArray[np.float32]]:
+    """Returns the four cells of a table of side × side positions around each patch, and their
+    weights, both [N, 4]. The corners of grid and table are the same."""
+
+    def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
+        where = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
+        low = np.floor(where)
+        part = (where - low)[:, None]
+        cells = np.minimum(low.astype(np.int64)[:, None] + np.arange(2), side - 1)
+        return cells, np.concatenate((1 - part, part), axis=1)
+
+    rows, columns = patch_places(grid, merge)
+    (above, by_row), (left, by_column) = near(rows, grid.height), near(columns, grid.width)
+    cells = above[:, :, None] * side + left[:, None]
+    return cells.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
 
 
 def axial_rotations(

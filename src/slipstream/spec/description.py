@@ -419,15 +419,17 @@ def _with_images(
         }
         own = {k: v for k, v in own.items() if k not in images}
     text = family.read(ConfigReader(own))
-    spec = dataclasses.replace(text, vision=family.vision(outer, text))
-    assert spec.vision is not None
+    vision = family.vision(outer, text)
+    if vision is None:
+        return text, None
+    spec = dataclasses.replace(text, vision=vision)
     name, said = "preprocessor_config.json", dict[str, Any]()
     if (path / name).is_file():
         said = read_json(path / name)
     elif (path / "processor_config.json").is_file():
         name = "processor_config.json"
         said = read_json(path / name).get("image_processor") or {}
-    return spec, family.processing(ConfigReader(said, name), spec.vision)
+    return spec, family.processing(ConfigReader(said, name), vision)
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ tokens. No torch.
     patches = rows of pixels · patch (+ positions)
     states  = layers(patches)                    a transformer that is not causal
     tokens  = connector(groups of merge × merge neighbouring patches)
+    added   = connectors of earlier states       what the decoder's first layers add (DeepStack)
 
 Patches are numbered group by group, and row by row within a group. So all connectors read the
 patches of a token consecutively. `size` of a picture is in pixels; `grid` is in patches.
@@ -37,12 +38,20 @@ class PatchGrid(NamedTuple):
 class GridPositionSpec:
     """A table of `side` × `side` learned positions that is added to the patches' embeddings.
 
-    `by_fraction`: it is read at the same fractions of a picture's height and width (Idefics 3;
-    Patch n' Pack, arXiv:2307.06304). Otherwise every picture has exactly this grid.
+    `read` says how a picture's grid reads it:
+
+    1. `cells`: every picture has exactly this grid.
+    2. `fractions`: at the same fractions of its height and width (Idefics 3; Patch n' Pack,
+       arXiv:2307.06304).
+    3. `bilinear`: between the four nearest cells, where the corners of grid and table are the same
+       (Qwen 3 VL).
     """
 
     side: int
-    by_fraction: bool
+    read: Literal["cells", "fractions", "bilinear"]
+
+    def shape(self, hidden: int) -> Shape:
+        return (self.side**2, hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +86,44 @@ class PoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
-    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 and 2.5
-    VL)."""
+    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL).
+
+    The norm is over each state, or over the whole group if that is its size.
+    """
 
     norm: NormSpec
     activation: Activation
 
-    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+    def shapes(
+        self, hidden: int, merge: int, text: int, name: str = "vision.connector"
+    ) -> dict[str, Shape]:
         width = merge * merge * hidden
         return {
-            **self.norm.shapes("vision.connector.norm"),
-            "vision.connector.up.weight": (width, width),
-            "vision.connector.up.bias": (width,),
-            "vision.connector.out.weight": (text, width),
-            "vision.connector.out.bias": (text,),
+            **self.norm.shapes(f"{name}.norm"),
+            f"{name}.up.weight": (width, width),
+            f"{name}.up.bias": (width,),
+            f"{name}.out.weight": (text, width),
+            f"{name}.out.bias": (text,),
         }
 
 
 Connector: TypeAlias = ConcatConnector | PoolConnector | MLPConnector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepStackSpec:
+    """DeepStack (arXiv:2406.04334): the states behind `layers` of the encoder have a connector each.
+    What the i-th gives is added to the states of a picture's tokens behind layer i of the decoder
+    (Qwen 3 VL)."""
+
+    layers: tuple[int, ...]
+    connector: MLPConnector
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        found: dict[str, Shape] = {}
+        for i in range(len(self.layers)):
+            found |= self.connector.shapes(hidden, merge, text, f"vision.deepstack.{i}")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +174,7 @@ class VisionSpec:
     - `num_frames`: times that a patch's pixels are repeated (Qwen's encoder is made for films);
       None: the weights have no such dimension.
     - `merge`: patches on the side of a group, which becomes one token.
+    - `position`: what is added to the patches; `rope`: how the layers rotate them.
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
     - `token_id`: the placeholder that an embedding replaces.
@@ -158,11 +188,13 @@ class VisionSpec:
     patch_bias: bool
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
-    position: GridPositionSpec | AxialRopeSpec
     merge: int
     connector: Connector
     token_id: int
     prompt: PromptFormat
+    position: GridPositionSpec | None = None
+    rope: AxialRopeSpec | None = None
+    deepstack: DeepStackSpec | None = None
     num_frames: int | None = None
     window: int | None = None
     full_layers: frozenset[int] = frozenset()
@@ -171,7 +203,7 @@ class VisionSpec:
     @property
     def whole_tokens(self) -> int:
         """Tokens of a picture that a step must hold together; 0: none."""
-        if not self.bidirectional or not isinstance(self.position, GridPositionSpec):
+        if not self.bidirectional or self.position is None:
             return 0
         return (self.position.side // self.merge) ** 2
 
@@ -199,8 +231,8 @@ class VisionSpec:
         found: dict[str, Shape] = {"vision.patch.weight": (self.hidden_size, self.patch_numbers)}
         if self.patch_bias:
             found["vision.patch.bias"] = (self.hidden_size,)
-        if isinstance(self.position, GridPositionSpec):
-            found["vision.positions.weight"] = (self.position.side**2, self.hidden_size)
+        if self.position is not None:
+            found["vision.positions.weight"] = self.position.shape(self.hidden_size)
         for i, layer in enumerate(self.layers):
             found |= {
                 f"vision.layers.{i}.{name}": shape
@@ -208,6 +240,8 @@ class VisionSpec:
             }
         if self.final_norm is not None:
             found |= self.final_norm.shapes("vision.final_norm")
+        if self.deepstack is not None:
+            found |= self.deepstack.shapes(self.hidden_size, self.merge, text_size)
         return found | self.connector.shapes(self.hidden_size, self.merge, text_size)
 
     def check(self, vocab_size: int) -> None:
@@ -224,8 +258,9 @@ class VisionSpec:
         if self.hidden_size % self.layers[0].self_attention.num_heads:
             message = f"hidden_size ({self.hidden_size}) is not a multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")
-        if isinstance(self.position, GridPositionSpec) and self.position.side % self.merge:
-            message = f"{self.position.side} patches on a side can't be merged {self.merge} by {self.merge}"
+        grid = self.position
+        if grid is not None and grid.read != "bilinear" and grid.side % self.merge:
+            message = f"{grid.side} patches on a side can't be merged {self.merge} by {self.merge}"
             raise UnsupportedModelError(message, field="image_size")
 
 

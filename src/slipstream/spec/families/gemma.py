@@ -211,7 +211,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         patch_bias=True,
         layers=layers,
         final_norm=NormSpec(kind="layer", size=v.size("hidden_size"), eps=eps, bias=True),
-        position=GridPositionSpec(side=side, by_fraction=False),
+        position=GridPositionSpec(side=side, read="cells"),
         merge=side // tokens_side,
         connector=PoolConnector(
             norm=NormSpec(kind="rms", size=v.size("hidden_size"), eps=eps, weight_offset=1.0)
@@ -235,7 +235,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 
 
 def read_gemma3_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    assert isinstance(vision.position, GridPositionSpec)
+    assert vision.position is not None
     side = vision.position.side * vision.patch_size
     size = c.take("size", dict, {"height": side, "width": side})
     if size != {"height": side, "width": side}:

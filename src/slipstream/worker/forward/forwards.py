@@ -37,7 +37,7 @@ from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
 from slipstream.worker.forward.base import StateCache as StateCache
-from slipstream.worker.forward.images import ImageEncoder, ImageOps, step_images
+from slipstream.worker.forward.images import ImageEncoder, ImageOps, stacked, step_images
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.input_batch import GatheredInputs
 from slipstream.worker.packed_tables import upload
@@ -180,9 +180,9 @@ class WithImages(Variant):
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
         spec = self.decoder.spec
         assert spec.vision is not None
-        sections = getattr(spec.attentions[0].position, "sections", None)
+        axes = getattr(spec.attentions[0].position, "axes", None)
         decoder = self.decoder.with_ops(
-            cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, sections))
+            cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, axes))
         )
         h = self.decoder.embedded(given.token_ids, given.meta)
         if images.parts and self.encoder is not None:
@@ -194,7 +194,10 @@ class WithImages(Variant):
                     )
                 ]
             )
-            h = h.index_copy(0, upload(images.tokens, h.device), rows.to(h.dtype))
+            size, tokens = h.shape[1], upload(images.tokens, h.device)
+            h = h.index_copy(0, tokens, rows[:, :size].to(h.dtype))
+            if rows.shape[1] > size:
+                decoder = stacked(decoder, h, images.tokens, rows[:, size:].to(h.dtype))
         hidden, states = decoder.run(h, batch.kv, given.meta)
         return self._output(self._keep(hidden, states, given.meta), given)
 

@@ -15,7 +15,8 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import Theirs
 from slipstream.spec.model import LayerSpec
-from slipstream.spec.vision import FixedSize, ImageProcessing, PixelRange, TileSizes
+from slipstream.spec.positions import require_positive
+from slipstream.spec.vision import AxialRopeSpec, FixedSize, ImageProcessing, PixelRange, TileSizes
 
 RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
     1: "lanczos",
@@ -44,6 +45,19 @@ def square(c: ConfigReader, key: str, default: int) -> int:
             raise c.unsupported(key, "only squares are supported")
         return value[0]
     return c.size(key, default)
+
+
+def axial_rope(c: ConfigReader, head_dim: int, theta: float = 1e4) -> AxialRopeSpec:
+    """The rotary embedding of patches, by transformers 5's `rope_parameters`."""
+    if "rope_parameters" in c:
+        own = c.part("rope_parameters")
+        own.require("rope_type", "axial")
+        theta = own.take("rope_theta", float, theta)
+        own.finish()
+    if head_dim % 4:
+        raise c.unsupported("head_dim", f"{head_dim} can't be rotated by rows and columns")
+    require_positive("vision_config.rope_parameters", rope_theta=theta)
+    return AxialRopeSpec(theta=theta, head_dim=head_dim)
 
 
 def processing(

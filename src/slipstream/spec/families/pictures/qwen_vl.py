@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import (
+    Sections,
     activation,
     attention,
     before,
@@ -17,10 +18,9 @@ from slipstream.spec.families.builders import (
     rope,
 )
 from slipstream.spec.families.names import LLAMA, Theirs, table
-from slipstream.spec.families.pictures.images import processing, square
+from slipstream.spec.families.pictures.images import axial_rope, processing, square
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec
 from slipstream.spec.vision import (
-    AxialRopeSpec,
     ImageProcessing,
     MLPConnector,
     PixelRange,
@@ -68,7 +68,7 @@ def read_text(c: ConfigReader) -> ModelSpec:
             h.head_dim,
             theta=1e6,
             max_position=max_position,
-            sectioned=True,
+            sections=Sections(),
             renamed={"mrope": "default"},
         ),
         qkv_bias=True,
@@ -98,30 +98,13 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         mlp=mlp,
         block=before(norm),
     )
-    theta = 10000.0
-    if (axial := v.value("rope_parameters")) is not None:
-        if (
-            not isinstance(axial, dict)
-            or axial.keys() - {"rope_theta", "rope_type"}
-            or axial.get("rope_type") != "axial"
-        ):
-            raise v.unsupported("rope_parameters", "must have rope_type 'axial', and rope_theta")
-        theta = float(axial.get("rope_theta", theta))
-    if h.head_dim % 4:
-        raise v.unsupported(
-            "num_heads", f"heads of {h.head_dim} can't be rotated by rows and columns"
-        )
     window, side = v.size("window_size", 112), patch_size * merge
     if window % side:
         raise v.unsupported("window_size", f"must be a multiple of {side} pixels")
     full = v.take("fullatt_block_indexes", list)
     if not all(isinstance(i, int) for i in full):
         raise v.unsupported("fullatt_block_indexes", "must be whole numbers")
-    v.require("out_hidden_size", text.hidden_size)
-    if v.value("out_hidden_size") is None and text.hidden_size != 3584:
-        raise v.unsupported(
-            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}"
-        )
+    check_width(v, text)
     v.require("spatial_patch_size", patch_size)
     v.ignore("tokens_per_second")  # of films
     num_channels = v.size("in_channels" if "in_channels" in v else "in_chans", 3)
@@ -133,7 +116,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         num_frames=square(v, "temporal_patch_size", 2),
         layers=(layer,) * depth,
         final_norm=None,
-        position=AxialRopeSpec(theta=theta, head_dim=h.head_dim),
+        rope=axial_rope(v, h.head_dim),
         merge=merge,
         window=window // side,
         full_layers=frozenset(full),
@@ -147,6 +130,14 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         return made
     c.finish()
     return made
+
+
+def check_width(v: ConfigReader, text: ModelSpec) -> None:
+    """Raise UnsupportedModelError unless the encoder's tokens are as wide as the decoder."""
+    if v.size("out_hidden_size", 3584) != text.hidden_size:
+        raise v.unsupported(
+            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}"
+        )
 
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
