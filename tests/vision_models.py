@@ -70,6 +70,23 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
+GEMMA4 = ("gemma4", "gemma4_large")
+"""As E2B and E4B: inputs of layers, bounds of products. As 26B and 31B: pictures that see themselves."""
+for _like in GEMMA4:
+    SPECIAL[_like] = (
+        *(
+            "<bos>",
+            "<turn|>",
+            "<|image>",
+            "<|image|>",
+            "<image|>",
+            "<|audio|>",
+            "<|video|>",
+            "<pad>",
+        ),
+    )
+    IMAGE[_like] = PLACEHOLDER[_like] = "<|image|>"
+    TEMPLATES[_like] = TEMPLATES["gemma3"].replace("<start_of_image>", "<|image|>")
 for _like in QWEN3:
     for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
         _table[_like] = _table["qwen2_5_vl"]
@@ -136,6 +153,8 @@ def _config(family: str, **more: Any) -> Any:
             eoi_token_index=token_id(family, "<end_of_image>"),
             **more,
         )
+    if family in GEMMA4:
+        return _gemma4_config(family, more)
     ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
     ids |= {"image_token_id": image, "video_token_id": token_id(family, "<|video_pad|>")}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
@@ -154,6 +173,45 @@ def _config(family: str, **more: Any) -> Any:
         initializer_range=0.2,
     )
     return t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **more)
+
+
+def _gemma4_config(family: str, more: Any) -> Any:
+    import transformers as t
+
+    is_large = family == "gemma4_large"
+    text = {
+        **_TEXT,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 90,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0 if is_large else 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 0 if is_large else 2,
+        "use_bidirectional_attention": "vision" if is_large else None,
+        "initializer_range": 0.2,
+        "pad_token_id": token_id(family, "<pad>"),
+    }
+    vision = dict(
+        hidden_size=48,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        patch_size=4,
+        position_embedding_size=256,
+        standardize=is_large,
+        use_clipped_linears=not is_large,
+        initializer_range=0.2,
+    )
+    ids = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
+    ids |= {"boi": "<|image>", "eoi": "<image|>"}
+    numbers = {f"{name}_token_id": token_id(family, token) for name, token in ids.items()}
+    return t.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, **numbers, **more
+    )
 
 
 def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: Any) -> Any:
@@ -216,6 +274,17 @@ PROCESSING: dict[str, dict[str, Any]] = {
     },
 }
 """As preprocessor_config.json has them."""
+for _like in GEMMA4:
+    PROCESSING[_like] = {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "max_soft_tokens": 70,
+        "pooling_kernel_size": 3,
+        "do_normalize": False,
+        "image_mean": [0.0, 0.0, 0.0],
+        "image_std": [1.0, 1.0, 1.0],
+        "resample": 3,
+    }
 for _like in QWEN3:
     PROCESSING[_like] = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -239,16 +308,36 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "gemma3": t.Gemma3ForConditionalGeneration,
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
         **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in QWEN3.items()},
+        **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        _shake(model)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     write_tokenizer(path, family)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSING[family]))
     return model
+
+
+def _shake(model: Any) -> None:
+    """Numbers of Gemma 4 that are learned beside gradients, or keep scores that are not scaled from being one-hot."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight") and "Gemma4" in type(model).__name__:
+            parameter.mul_(0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("input_min", "output_min")):
+            buffer.fill_(-1.5 - torch.rand(()).item())
+        elif name.endswith(("input_max", "output_max")):
+            buffer.fill_(1.5 + torch.rand(()).item())
+        elif name.endswith(("layer_scalar", "std_scale")):
+            buffer.uniform_(0.5, 1.5)
+        elif name.endswith("std_bias"):
+            buffer.normal_(0.0, 0.3)
 
 
 def write_tokenizer(path: Path, family: str) -> None:
@@ -277,6 +366,7 @@ def picture(seed: int, width: int = 50, height: int = 37) -> Any:
 def their_processor(family: str) -> Any:
     """transformers' image processor with the same settings, by Pillow."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -285,6 +375,7 @@ def their_processor(family: str) -> Any:
         "gemma3": Gemma3ImageProcessorPil,
         "qwen2_5_vl": Qwen2VLImageProcessorPil,
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
+        **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
     }
     return kinds[family](
         **{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
@@ -300,7 +391,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
     kinds = (ids == token_id(family, IMAGE[family])).int()
     if family == "gemma3":
         given["token_type_ids"] = kinds
-    elif family.startswith("qwen"):
+    elif family.startswith("qwen") or family in GEMMA4:
         given["mm_token_type_ids"] = kinds
     if pictures:
         nested = [pictures] if family == "smolvlm" else pictures
@@ -308,6 +399,6 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
         given |= {
             k: v
             for k, v in made.items()
-            if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+            if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids")
         }
     return given

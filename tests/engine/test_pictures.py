@@ -21,7 +21,7 @@ from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_processor
 
-FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,13 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
             :, :, :, :, :, 0
         ]  # both frames are the same
         theirs = [patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, piece.height, piece.width)]
+    elif family == "gemma4":
+        (piece,) = ours.pieces
+        rows, columns = piece.height // 4, piece.width // 4
+        assert made["num_soft_tokens_per_image"] == [piece.num_tokens]
+        patches = 2 * (theirs[0, : rows * columns] - 0.5)  # as the model's code begins
+        pixels = patches.reshape(rows, columns, 4, 4, 3).transpose(4, 0, 2, 1, 3)
+        theirs = [pixels.reshape(3, piece.height, piece.width)]
     for a, b in zip(own, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)  # the same bytes from Pillow; then float32
 
@@ -90,6 +97,8 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
                 ours.text
                 == "\n\n<start_of_image>" + "<image_soft_token>" * count + "<end_of_image>\n\n"
             )
+        elif family == "gemma4":
+            assert ours.text == "<|image>" + "<|image|>" * count + "<image|>"
         elif family.startswith("qwen"):
             assert ours.text == "<|image_pad|>" * count
         else:

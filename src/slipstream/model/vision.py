@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,19 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
-from slipstream.model.layers import MLP, normed
+from slipstream.model.layers import normed
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.spec.vision import (
+    CLIPPED,
     AxialRopeSpec,
+    AxisPositionSpec,
+    ConcatConnector,
     Connector,
     ImageProcessing,
     MLPConnector,
     PatchGrid,
     PoolConnector,
+    ScaledPoolConnector,
     VisionSpec,
 )
 
@@ -70,17 +74,54 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Clamped:
+    """A product that clamps its input and its results, as one op set's linear.
+
+    It has several products side by side, of `rows` each. Those with the same bounds of inputs are
+    computed together.
+    """
+
+    linear: Linear
+    inputs: Sequence[tuple[float, float, slice]]  # bounds, and the columns of the result
+    low: Tensor  # [R], of the results
+    high: Tensor
+
+    @classmethod
+    def of(cls, linear: Linear, bounds: Tensor, rows: Sequence[int]) -> Clamped:
+        """`bounds` [n, 4] are those of n products of `rows` each (`spec.vision.BOUNDS`)."""
+        counts = torch.tensor(rows, device=bounds.device)
+        low, high = (bounds[:, i].repeat_interleave(counts) for i in (2, 3))
+        inputs = list[tuple[float, float, slice]]()
+        for (lo, hi), end in zip(bounds[:, :2].tolist(), itertools.accumulate(rows), strict=True):
+            start = inputs[-1][2].stop if inputs else 0
+            if inputs and inputs[-1][:2] == (lo, hi):
+                start = inputs.pop()[2].start
+            inputs.append((lo, hi, slice(start, end)))
+        return cls(linear, inputs, low, high)
+
+    def __call__(self, ops: OpSet, x: Tensor) -> Tensor:
+        found = [ops.linear(x.clamp(lo, hi), self.linear)[:, own] for lo, hi, own in self.inputs]
+        rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        return rows.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
 class VisionLayer:
     spec: LayerSpec
-    qkv: Linear
-    out: Linear
-    mlp: MLP
+    qkv: Linear | Clamped
+    out: Linear | Clamped
+    up: Linear | Clamped
+    down: Linear | Clamped
     norms: Mapping[str, NormParams]
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
         """[N, E] → [N, E]."""
-        a = self.spec.self_attention
-        rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
+        a, mlp = self.spec.attention, self.spec.mlp
+        assert isinstance(a, AttentionSpec)
+        assert isinstance(mlp, DenseSpec)
+        rows = _product(ops, normed(ops, self.norms["pre_attention"], h), self.qkv)
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
         if layout.cos_sin is not None:  # written to a cache with one token per block
             k_cache, v_cache = (
@@ -92,33 +133,55 @@ class VisionLayer:
                 num_kv_heads=a.num_heads,
                 head_dim=a.head_dim,
                 cos_sin=layout.cos_sin,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+                norm_eps=0.0 if a.qk_norm is None else a.qk_norm.eps,
+                value_eps=a.value_eps,
             )
             q, k, v = (
                 ops.rope_and_cache(rows, kv, layout.meta, heads),
                 kv.k.squeeze(2),
                 kv.v.squeeze(2),
             )
-        h = h + ops.linear(ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1), self.out)
-        return h + self.mlp(ops, normed(ops, self.norms["pre_mlp"], h))
+        mixed = ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1)
+        h = h + self._after("post_attention", ops, _product(ops, mixed, self.out))
+        rows = _product(ops, normed(ops, self.norms["pre_mlp"], h), self.up)
+        rows = cast("Tensor", ops.activation(rows, mlp.activation, gated=mlp.gated))
+        return h + self._after("post_mlp", ops, _product(ops, rows, self.down))
+
+    def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
+        return normed(ops, self.norms[name], h) if name in self.norms else h
+
+
+def _product(ops: OpSet, x: Tensor, by: Linear | Clamped) -> Tensor:
+    return by(ops, x) if isinstance(by, Clamped) else ops.linear(x, by)
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """A connector's norm and products. `norm` and `up` are None where it has none."""
+class Projector:
+    """A connector's norm and products. What it has not is None. `standard`: (shift, gain)."""
 
     spec: Connector
     norm: NormParams | None
     up: Linear | None
     out: Linear
+    standard: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, merge: int) -> Tensor:
         """States [N, E] → tokens [N / merge², text size]."""
         rows: Any = h
         if isinstance(self.spec, PoolConnector):
             rows = rows.unflatten(0, (-1, merge**2)).mean(1)
+        if isinstance(self.spec, ScaledPoolConnector):
+            rows = rows.unflatten(0, (-1, merge**2)).mean(1, dtype=torch.float32).to(h.dtype)
+            rows = rows.float() * h.shape[1] ** 0.5
+            if self.standard is not None:
+                shift, gain = self.standard
+                rows = (rows - shift.float()) * gain.float()
+            rows = rows.to(h.dtype)
         if self.norm is not None:
             rows = normed(ops, self.norm, rows.reshape(-1, self.norm.weight.shape[-1]))
-        if not isinstance(self.spec, PoolConnector):
+        if not isinstance(self.spec, PoolConnector | ScaledPoolConnector):
             rows = rows.reshape(-1, merge**2 * h.shape[1])
         if self.up is not None and isinstance(self.spec, MLPConnector):
             rows = ops.activation(ops.linear(rows, self.up), self.spec.activation)
@@ -153,6 +216,8 @@ class ImageTower:
         self.most_patches = MAX_PATCHES[self.device.type]
         self.patch = linear("patch")
         self.positions = own.pop("vision.positions.weight", None)
+        if isinstance(spec.position, AxisPositionSpec) and self.positions is not None:
+            self.positions = self.positions.flatten(0, 1)
         self.layers = [
             self._layer(layer, f"layers.{i}.", own, linear) for i, layer in enumerate(spec.layers)
         ]
@@ -162,20 +227,23 @@ class ImageTower:
             else build_norm(spec.final_norm, "vision.final_norm", own)
         )
 
-        def connection(s: Connector, name: str) -> Connection:
-            norm = getattr(s, "norm", None)
-            return Connection(
-                s,
-                None if norm is None else build_norm(norm, f"vision.{name}.norm", own),
-                linear(f"{name}.up") if isinstance(s, MLPConnector) else None,
-                linear(f"{name}.out"),
-            )
+        def projector(s: Connector, name: str) -> Projector:
+            norm, standard = None, None
+            if isinstance(s, ScaledPoolConnector):
+                norm = NormParams(kind="rms", weight=weight.new_ones(spec.hidden_size), eps=s.eps)
+                if s.standardized:
+                    parts = (own.pop(f"vision.{name}.{x}.weight") for x in ("shift", "gain"))
+                    standard = (next(parts), next(parts))
+            elif not isinstance(s, ConcatConnector):
+                norm = build_norm(s.norm, f"vision.{name}.norm", own)
+            up = linear(f"{name}.up") if isinstance(s, MLPConnector) else None
+            return Projector(s, norm, up, linear(f"{name}.out"), standard)
 
-        self.connector = connection(spec.connector, "connector")
-        self.deepstack: dict[int, Connection] = {}
+        self.connector = projector(spec.connector, "connector")
+        self.deepstack: dict[int, Projector] = {}
         if (s := spec.deepstack) is not None:
             self.deepstack = {
-                x: connection(s.connector, f"deepstack.{i}") for i, x in enumerate(s.layers)
+                x: projector(s.connector, f"deepstack.{i}") for i, x in enumerate(s.layers)
             }
         assert not own, f"unused: {list(own)}"
         self._scale = processing.scale
@@ -188,14 +256,30 @@ class ImageTower:
     def _layer(self, s: LayerSpec, name: str, own: dict[str, Tensor], linear: Any) -> VisionLayer:
         assert isinstance(s.attention, AttentionSpec)
         assert isinstance(s.mlp, DenseSpec)
-        qkv, out = linear(f"{name}attention.qkv"), linear(f"{name}attention.out")
-        mlp = MLP(s.mlp, linear(f"{name}mlp.up"), linear(f"{name}mlp.down"))
+        products: list[Linear | Clamped] = [
+            linear(f"{name}{x}") for x in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+        ]
+        if (bounds := own.pop(f"vision.{name}bounds.weight", None)) is not None:
+            bounds, size = bounds.view(len(CLIPPED), -1), padded(s.mlp.intermediate_size)
+            rows = (
+                s.attention.qkv_rows,
+                (self.spec.hidden_size,),
+                (size, size),
+                (self.spec.hidden_size,),
+            )
+            of_each = bounds.split([len(x) for x in rows])
+            made = zip(products, of_each, rows, strict=True)
+            products = [Clamped.of(cast("Linear", p), b, r) for p, b, r in made]
+        qkv, out, up, down = products
         return VisionLayer(
             s,
             qkv,
             out,
-            mlp,
+            up,
+            down,
             {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()},
+            own.pop(f"vision.{name}attention.q_norm.weight", None),
+            own.pop(f"vision.{name}attention.k_norm.weight", None),
         )
 
     @torch.inference_mode()
@@ -255,7 +339,8 @@ class ImageTower:
             s.patch_size,
             -1,
         )
-        rows = cut.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(0, 4)  # [N, C, P, P]
+        order = (3, 6, 7) if s.channels_last else (7, 3, 6)
+        rows = cut.permute(0, 1, 4, 2, 5, *order).flatten(0, 4)  # [N, C, P, P], or [N, P, P, C]
         if s.num_frames is not None:
             rows = rows[:, :, None].expand(-1, -1, s.num_frames, -1, -1)
         return rows.flatten(1).to(self.dtype)
@@ -282,7 +367,10 @@ class ImageTower:
         )
         positions = weights = cos_sin = order = None
         windows = whole
-        if (grid_spec := spec.position) is not None:
+        if isinstance(grid_spec := spec.position, AxisPositionSpec):
+            both_axes = np.stack((columns, grid_spec.size + rows), axis=1)
+            positions = self._placed(both_axes)
+        elif grid_spec is not None:
             side = grid_spec.side
             if grid_spec.read == "fractions":
                 found = [grid_positions(grid, side, spec.merge)[:, None] for grid in grids]
@@ -349,10 +437,14 @@ def pass_ends(counts: Sequence[int], most: int) -> list[int]:
     return [*ends, len(counts)] if counts else []
 
 
+def padded(size: int) -> int:
+    return size + -size % ROW
+
+
 def pad_units(parameters: MutableMapping[str, Tensor], name: str, spec: DenseSpec) -> None:
     """Pads the hidden units of an MLP to a multiple of ROW with zeros, which add nothing."""
     size, parts = spec.intermediate_size, 2 if spec.gated else 1
-    if more := -size % ROW:
+    if more := padded(size) - size:
         for part in ("up.weight", "up.bias"):
             if (value := parameters.get(name + part)) is not None:
                 rows = value.unflatten(0, (parts, size))
@@ -422,9 +514,8 @@ def axial_rotations(
     half = spec.head_dim // 2
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
-    angles = np.concatenate(
-        [np.outer(x.astype(np.float32), frequencies) for x in (rows, columns)], axis=1
-    )
+    axes = (columns, rows) if spec.columns_first else (rows, columns)
+    angles = np.concatenate([np.outer(x.astype(np.float32), frequencies) for x in axes], axis=1)
     return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 

@@ -55,12 +55,25 @@ class GridPositionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPositionSpec:
+    """Two tables of `size` learned positions that are added to the patches' embeddings: one is read
+    by a patch's column, the other by its row (Gemma 4)."""
+
+    size: int
+
+    def shape(self, hidden: int) -> Shape:
+        return (2, self.size, hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AxialRopeSpec:
     """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's
-    frequencies is for the patch's row, the second for its column."""
+    frequencies is for the patch's row, the second for its column; with `columns_first` the other
+    way round."""
 
     theta: float
     head_dim: int
+    columns_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +120,21 @@ class MLPConnector:
         }
 
 
-Connector: TypeAlias = ConcatConnector | PoolConnector | MLPConnector
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledPoolConnector:
+    """One product without a bias on rms((√E · mean of a group's states − shift) · gain), a norm
+    without weights (Gemma 4). `standardized`: with the learned `shift` and `gain`."""
+
+    eps: float
+    standardized: bool
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        learned = ("shift", "gain") if self.standardized else ()
+        found: dict[str, Shape] = {f"vision.connector.{x}.weight": (hidden,) for x in learned}
+        return found | {"vision.connector.out.weight": (text, hidden)}
+
+
+Connector: TypeAlias = ConcatConnector | PoolConnector | ScaledPoolConnector | MLPConnector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +161,14 @@ class PromptFormat:
     replaced. `style` says how the placeholder becomes a run of tokens:
 
     1. `plain`: one token for each embedding (Qwen).
-    2. `surrounded`: `begin`, the tokens, `end`, with empty lines around (Gemma 3).
+    2. `framed`: `begin`, the tokens, `end` (Gemma 4). `surrounded`: with empty lines around (Gemma 3).
     3. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
     """
 
     placeholder: str
     token: str
-    style: Literal["plain", "surrounded", "tiles"]
+    style: Literal["plain", "framed", "surrounded", "tiles"]
     begin: str = ""
     end: str = ""
 
@@ -151,6 +178,8 @@ class PromptFormat:
         run = self.token * num_tokens
         if self.style == "plain":
             return run
+        if self.style == "framed":
+            return f"{self.begin}{run}{self.end}"
         if self.style == "surrounded":
             return f"\n\n{self.begin}{run}{self.end}\n\n"
         whole = f"{self.begin}<global-img>{run}{self.begin}"
@@ -166,6 +195,12 @@ class PromptFormat:
         return "".join(lines) + "\n" + whole
 
 
+CLIPPED = ("q", "k", "v", "out", "gate", "up", "down")
+"""The products of a layer that has bounds, in the order of their rows."""
+
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
     """An image encoder.
@@ -178,8 +213,12 @@ class VisionSpec:
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
     - `token_id`: the placeholder that an embedding replaces.
-    - `bidirectional`: the decoder's tokens of a picture attend to all of it (Gemma 3), so they must
-      be computed together.
+    - `channels_last`: a patch's numbers are ordered by pixel, then by channel.
+    - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
+    - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
+    - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
+      or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
+      most, which the preprocessing tells.
     """
 
     hidden_size: int
@@ -192,25 +231,24 @@ class VisionSpec:
     connector: Connector
     token_id: int
     prompt: PromptFormat
-    position: GridPositionSpec | None = None
+    position: GridPositionSpec | AxisPositionSpec | None = None
     rope: AxialRopeSpec | None = None
     deepstack: DeepStackSpec | None = None
     num_frames: int | None = None
     window: int | None = None
     full_layers: frozenset[int] = frozenset()
-    bidirectional: bool = False
-
-    @property
-    def whole_tokens(self) -> int:
-        """Tokens of a picture that a step must hold together; 0: none."""
-        if not self.bidirectional or self.position is None:
-            return 0
-        return (self.position.side // self.merge) ** 2
+    channels_last: bool = False
+    clipped: bool = False
+    own_input_id: int | None = None
+    bidirectional: Literal["all", "windowed"] | None = None
+    whole_tokens: int = 0
 
     @property
     def kernel(self) -> tuple[int, ...]:
         """The shape of a patch's numbers: [channels, frames if there are any, patch height, patch
-        width]."""
+        width], or with the channels last."""
+        if self.channels_last:
+            return (self.patch_size, self.patch_size, self.num_channels)
         frames = () if self.num_frames is None else (self.num_frames,)
         return (self.num_channels, *frames, self.patch_size, self.patch_size)
 
@@ -238,6 +276,8 @@ class VisionSpec:
                 f"vision.layers.{i}.{name}": shape
                 for name, shape in layer.shapes(self.hidden_size).items()
             }
+            if self.clipped:
+                found[f"vision.layers.{i}.bounds.weight"] = (len(CLIPPED) * len(BOUNDS),)
         if self.final_norm is not None:
             found |= self.final_norm.shapes("vision.final_norm")
         if self.deepstack is not None:
@@ -259,7 +299,11 @@ class VisionSpec:
             message = f"hidden_size ({self.hidden_size}) is not a multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")
         grid = self.position
-        if grid is not None and grid.read != "bilinear" and grid.side % self.merge:
+        if (
+            isinstance(grid, GridPositionSpec)
+            and grid.read != "bilinear"
+            and grid.side % self.merge
+        ):
             message = f"{grid.side} patches on a side can't be merged {self.merge} by {self.merge}"
             raise UnsupportedModelError(message, field="image_size")
 
@@ -299,15 +343,53 @@ class PixelRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """The most tokens of a picture, which is scaled to nearly as many in its proportions; its sides
+    become multiples of `factor` (Gemma 4)."""
+
+    factor: int
+    max_tokens: int
+
+
+Sizes: TypeAlias = TileSizes | FixedSize | PixelRange | TokenBudget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessing:
     """The preprocessing of a picture for the encoder: RGB, scaled, (value · `scale` − mean) /
     std."""
 
-    sizes: TileSizes | FixedSize | PixelRange
+    sizes: Sizes
     resample: Literal["bilinear", "bicubic", "lanczos"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     scale: float = 1 / 255
+
+    def most_tokens(self, vision: VisionSpec) -> int:
+        """The most tokens of a picture or of one of its tiles."""
+        side = vision.patch_size * vision.merge
+        match self.sizes:
+            case TileSizes(tile=tile):
+                return (tile // side) ** 2
+            case FixedSize(height=height, width=width):
+                return height * width // side**2
+            case PixelRange(max_pixels=pixels):
+                return pixels // side**2
+            case TokenBudget(max_tokens=most):
+                return most
+
+
+def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int]:
+    """(height, width): the largest multiples of the factor within the budget, in about the same
+    proportions."""
+    factor, most = sizes.factor, sizes.max_tokens
+    scale = math.sqrt(most * factor**2 / (height * width))
+    rows, columns = (math.floor(scale * side / factor) for side in (height, width))
+    if rows == 0:
+        rows, columns = 1, min(width // height, most)
+    elif columns == 0:
+        rows, columns = min(height // width, most), 1
+    return rows * factor, columns * factor
 
 
 MAX_SIDE = 4096

@@ -47,9 +47,11 @@ from slipstream.spec.vision import (
     ImageProcessing,
     PixelRange,
     TileSizes,
+    TokenBudget,
     VisionSpec,
     scaled_for_tiles,
     whole_tiles,
+    within_budget,
     within_pixels,
 )
 from slipstream.types import ImageSpan
@@ -70,7 +72,7 @@ there is room for another client. A pixel takes some 6 bytes."""
 
 _STRIP_PIXELS = 2**20
 KEY_BYTES = 16
-LOW_DETAIL_PIXELS = 512 * 512
+LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS = 512 * 512, 70
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Detail: TypeAlias = Literal["auto", "low", "high"]
 
@@ -206,6 +208,13 @@ class PictureProcessor:
                     least = min(sizes.min_pixels, most)
                     sizes = PixelRange(factor=sizes.factor, min_pixels=least, max_pixels=most)
                 size = within_pixels(image.height, image.width, sizes)
+                tiles = [image.scaled(*size, self._how)]
+            case TokenBudget() as budget:
+                if detail == "low":
+                    budget = TokenBudget(
+                        factor=budget.factor, max_tokens=min(budget.max_tokens, LOW_DETAIL_TOKENS)
+                    )
+                size = within_budget(image.height, image.width, budget)
                 tiles = [image.scaled(*size, self._how)]
         pieces = tuple(self._piece(tile) for tile in tiles)
         return PreparedPicture(vision.prompt.text(pieces[0].num_tokens, rows, columns), pieces)

@@ -224,7 +224,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
             begin="<start_of_image>",
             end="<end_of_image>",
         ),
-        bidirectional=True,
+        bidirectional="all",
     )
     v.finish()
     c.ignore(
@@ -235,7 +235,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 
 
 def read_gemma3_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    assert vision.position is not None
+    assert isinstance(vision.position, GridPositionSpec)
     side = vision.position.side * vision.patch_size
     size = c.take("size", dict, {"height": side, "width": side})
     if size != {"height": side, "width": side}:

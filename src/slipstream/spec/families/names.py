@@ -137,6 +137,7 @@ def table(
                 below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
             patch = spec.vision if target == "vision.patch.weight" else None
+            patch = None if patch is None or patch.channels_last else patch
             parts, start = theirs[stem], 0
             copies = (
                 of.mlp.num_experts

@@ -37,13 +37,20 @@ from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
 from slipstream.worker.forward.base import StateCache as StateCache
-from slipstream.worker.forward.images import ImageEncoder, ImageOps, stacked, step_images
+from slipstream.worker.forward.images import (
+    ImageEncoder,
+    ImageOps,
+    StepImages,
+    stacked,
+    step_images,
+)
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.input_batch import GatheredInputs
 from slipstream.worker.packed_tables import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
+    from slipstream.spec.vision import VisionSpec
     from slipstream.worker.adapters import Adapters
 
 _logger = logging.getLogger("slipstream.engine")
@@ -198,8 +205,18 @@ class WithImages(Variant):
             h = h.index_copy(0, tokens, rows[:, :size].to(h.dtype))
             if rows.shape[1] > size:
                 decoder = stacked(decoder, h, images.tokens, rows[:, size:].to(h.dtype))
-        hidden, states = decoder.run(h, batch.kv, given.meta)
+        hidden, states = decoder.run(h, batch.kv, self._with_inputs(h, given, images, spec.vision))
         return self._output(self._keep(hidden, states, given.meta), given)
+
+    def _with_inputs(
+        self, h: Tensor, given: GatheredInputs, images: StepImages, vision: VisionSpec
+    ) -> AttentionMetadata:
+        """The step's metadata with the layers' own inputs, in which pictures have a token's row."""
+        token_ids = given.token_ids
+        if self.decoder.layer_inputs is not None and vision.own_input_id is not None:
+            index = upload(images.tokens, h.device)
+            token_ids = token_ids.index_fill(0, index, vision.own_input_id)
+        return self.decoder.with_inputs(token_ids, h, given.meta)  # type: ignore[no-any-return]
 
 
 class Forwards:

@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.vision import ImageTower
-from slipstream.spec.vision import VisionSpec
+from slipstream.spec.vision import GridPositionSpec, VisionSpec
 from slipstream.types import ImageSpan, StepPlan
 from slipstream.worker.packed_tables import upload
 from slipstream.worker.rows import IntArray, LongArray, RowTable
@@ -74,8 +74,9 @@ class ImageEncoder:
         Returns how many times that memory a pass may take.
         """
         s = self.spec
-        fixed = s.position if s.position is not None and s.position.read != "bilinear" else None
-        side = s.patch_size * (fixed.side if fixed is not None else PROBE_GROUPS * s.merge)
+        grid = s.position if isinstance(s.position, GridPositionSpec) else None
+        fixed = grid is not None and grid.read != "bilinear"
+        side = s.patch_size * (grid.side if grid and fixed else PROBE_GROUPS * s.merge)
         self.tower(
             [torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)]
         )
@@ -149,7 +150,7 @@ class ImageOps:
     ) -> None:
         """`axes` are the decoder's `RopeSpec.axes`."""
         self._ops, self._images, self._axes = ops, images, axes
-        self._among = spec.bidirectional and bool(images.parts)
+        self._among = spec.bidirectional if images.parts else None
         self._positions: Tensor | None = None  # int64 [3, T]
         if images.places:
             positions = meta.positions.expand(3, -1).clone()
@@ -187,7 +188,7 @@ class ImageOps:
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = self._ops.attention(q, kv, meta, params)
-        if not self._among:
+        if self._among is None or (self._among == "windowed" and params.window is None):
             return out
         # Compute the images' tokens again, as sequences that end with them and are not causal.
         index = upload(self._images.tokens, q.device)
