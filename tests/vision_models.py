@@ -192,6 +192,7 @@ def _gemma4_config(family: str, more: Any) -> Any:
         "use_bidirectional_attention": "vision" if is_large else None,
         "initializer_range": 0.2,
         "pad_token_id": token_id(family, "<pad>"),
+        **more.pop("text", {}),
     }
     vision = dict(
         hidden_size=48,
@@ -220,14 +221,14 @@ def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: 
     # As published: time has more frequencies than rows and columns.
     rope = {**rope, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {**_TEXT, "num_hidden_layers": 4, "head_dim": 16, "rope_parameters": rope}
-    text |= _MIXTURE if family.endswith("moe") else {}
+    text |= (_MIXTURE if family.endswith("moe") else {}) | more.pop("text", {})
     vision = dict(
         depth=3,
         hidden_size=48,
         intermediate_size=100,
         num_heads=2,
         patch_size=4,
-        out_hidden_size=32,
+        out_hidden_size=text["hidden_size"],
         num_position_embeddings=25,
         initializer_range=0.2,
     )
@@ -298,7 +299,7 @@ for _like in QWEN3:
 
 
 def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
-    """The model, in `path` with all its files."""
+    """The model, in `path` with all its files. `more`: of its config; of Qwen 3 and Gemma 4 "text", of its decoder's."""
     import torch
     import transformers as t
 

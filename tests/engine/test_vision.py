@@ -21,6 +21,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.model.vision import pass_ends
 from slipstream.types import LoRARequest
 from tests import forked_ranks
+from tests.model.test_compressed import compress_gptq
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
 
 FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "gemma4_large")
@@ -212,6 +213,25 @@ def test_speculation_changes_nothing(models, family):
     with engine(path, speculative_model="ngram", num_speculative_tokens=3) as llm:
         (guessed,) = llm.generate(prompt, wanted)
     assert list(plain.outputs[0].token_ids) == list(guessed.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4"])
+def test_rounded_checkpoints_keep_their_encoders_dense(family, tmp_path):
+    path = tmp_path
+    build_vision(path, family, seed=3, text={"hidden_size": 64})
+    prompt = prompt_of(family, picture(1), picture(2, 30, 61))
+    with engine(path, quantization="int8") as llm:
+        llm.generate(prompt, GREEDY)
+        tower = llm.core.executor.runner.model.tower.num_bytes
+    with engine(path) as llm:
+        assert llm.core.executor.runner.model.tower.num_bytes == tower
+        llm.generate(prompt, GREEDY)
+    with engine(path, quantization="int4-g32", kernels="reference") as llm:
+        (rounded,) = llm.generate(prompt, GREEDY)
+    compress_gptq(path, "language_model")
+    with engine(path, kernels="reference") as llm:
+        (stored,) = llm.generate(prompt, GREEDY)
+    assert stored.outputs[0].token_ids == rounded.outputs[0].token_ids
 
 
 def test_adapters_and_pictures_go_together(models, tmp_path):
