@@ -72,6 +72,13 @@ TEMPLATES = {
 }
 GEMMA4 = ("gemma4", "gemma4_large")
 """As E2B and E4B: inputs of layers, bounds of products. As 26B and 31B: pictures that see themselves."""
+SPECIAL["mistral3"] = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+IMAGE["mistral3"] = PLACEHOLDER["mistral3"] = "[IMG]"
+TEMPLATES["mistral3"] = (
+    "<s>{% for message in messages %}[INST]{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}[IMG]{% else %}{{ item['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}[/INST]{% endfor %}"
+)
 for _like in GEMMA4:
     SPECIAL[_like] = (
         *(
@@ -155,6 +162,26 @@ def _config(family: str, **more: Any) -> Any:
         )
     if family in GEMMA4:
         return _gemma4_config(family, more)
+    if family == "mistral3":
+        text = {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None}
+        vision = dict(
+            model_type="pixtral",
+            hidden_size=48,
+            intermediate_size=100,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            patch_size=4,
+            image_size=64,
+            hidden_act="silu",
+            initializer_range=0.2,
+        )
+        return t.Mistral3Config(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=image,
+            tie_word_embeddings=False,
+            **more,
+        )
     ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
     ids |= {"image_token_id": image, "video_token_id": token_id(family, "<|video_pad|>")}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
@@ -275,6 +302,11 @@ PROCESSING: dict[str, dict[str, Any]] = {
     },
 }
 """As preprocessor_config.json has them."""
+PROCESSING["mistral3"] = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": {"height": 4, "width": 4},
+    "size": {"longest_edge": 60},
+}
 for _like in GEMMA4:
     PROCESSING[_like] = {
         "image_processor_type": "Gemma4ImageProcessor",
@@ -310,6 +342,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
         **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in QWEN3.items()},
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
+        "mistral3": t.Mistral3ForConditionalGeneration,
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
@@ -368,6 +401,7 @@ def their_processor(family: str) -> Any:
     """transformers' image processor with the same settings, by Pillow."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -377,10 +411,12 @@ def their_processor(family: str) -> Any:
         "qwen2_5_vl": Qwen2VLImageProcessorPil,
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
+        "mistral3": PixtralImageProcessorPil,
     }
-    return kinds[family](
-        **{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
-    )
+    own = {k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
+    if family == "mistral3":  # as PixtralProcessor does
+        own["patch_size"] = {"height": 8, "width": 8}
+    return kinds[family](**own)
 
 
 def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
@@ -400,6 +436,10 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
         given |= {
             k: v
             for k, v in made.items()
-            if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids")
+            if k
+            in (
+                *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids"),
+                "image_sizes",
+            )
         }
     return given

@@ -21,7 +21,7 @@ from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_processor
 
-FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "gemma4")
+FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "gemma4", "mistral3")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,8 @@ def normalised(processor: PictureProcessor, piece: pictures.Piece) -> np.ndarray
 def test_pixels_equal_those_of_transformers(processors, family, width, height, seed):
     if family.startswith("qwen") and max(width, height) > 200 * min(width, height):
         return
+    if family == "mistral3" and max(width, height) > 60 * min(width, height):
+        return  # transformers scales to no pixels and fails; ours has one
     ours, image = (
         processors[family].prepare(picture(seed, width, height)),
         picture(seed, width, height),
@@ -92,7 +94,11 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
     for width, height in ((50, 37), (64, 64), (20, 90), (200, 10)):
         ours = processors[family].prepare(picture(1, width, height))
         count = ours.pieces[0].num_tokens
-        if family == "gemma3":
+        if family == "mistral3":
+            piece = ours.pieces[0]
+            lines = ["[IMG]" * piece.columns] * piece.rows
+            assert ours.text == "[IMG_BREAK]".join(lines) + "[IMG_END]"
+        elif family == "gemma3":
             assert (
                 ours.text
                 == "\n\n<start_of_image>" + "<image_soft_token>" * count + "<end_of_image>\n\n"
@@ -259,6 +265,26 @@ def test_pictures_are_shared_within_a_salt(processors):
     }
     assert len(keys) == len(salts)
     assert tuple(piece.key for piece in ready.pieces) in keys
+
+
+def test_rows_of_a_picture_have_text_between_them_and_nowhere_else(processors):
+    processor = processors["mistral3"]
+    vision, ready = processor.vision, processor.prepare(picture(1, 40, 30))
+    (piece,) = ready.pieces
+    row = [vision.token_id] * piece.columns
+    good = [1, 2, *([*row, 0] * piece.rows), 3]
+    (span,) = pictures.placed(good, [ready], vision)
+    assert (span.offset, span.end) == (2, len(good) - 1)
+    counts = [span.num_embeddings(i) for i in range(span.end - span.offset + 1)]
+    are_embedded = [token == vision.token_id for token in good[2:-1]]
+    assert counts == [sum(are_embedded[:i]) for i in range(len(are_embedded) + 1)]
+    for wrong in (
+        [*row * piece.rows, 0],
+        good[2:-2],
+        [*row[1:], 0, vision.token_id, *good[2 + len(row) : -1]],
+    ):
+        with pytest.raises(RequestError, match="placeholders are not those"):
+            pictures.placed(wrong, [ready], vision)
 
 
 def exif(orientation: int, *, entries: int = 1, num_bytes: int = 0) -> bytes:

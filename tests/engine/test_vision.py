@@ -24,7 +24,16 @@ from tests import forked_ranks
 from tests.model.test_compressed import compress_gptq
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
 
-FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "gemma4_large")
+FAMILIES = (
+    "smolvlm",
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "gemma4",
+    "gemma4_large",
+    "mistral3",
+)
 LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe")
 """Families whose decoder alone differs from one above."""
 HYBRIDS = ("qwen3_5",)

@@ -38,6 +38,7 @@ from slipstream.spec.vision import (
     ImageProcessing,
     MLPConnector,
     PatchGrid,
+    PatchMergeConnector,
     PoolConnector,
     ScaledPoolConnector,
     VisionSpec,
@@ -166,6 +167,7 @@ class Projector:
     up: Linear | None
     out: Linear
     standard: tuple[Tensor, Tensor] | None = None
+    merge: Linear | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, merge: int) -> Tensor:
         """States [N, E] → tokens [N / merge², text size]."""
@@ -181,9 +183,12 @@ class Projector:
             rows = rows.to(h.dtype)
         if self.norm is not None:
             rows = normed(ops, self.norm, rows.reshape(-1, self.norm.weight.shape[-1]))
-        if not isinstance(self.spec, PoolConnector | ScaledPoolConnector):
+        if self.merge is not None:  # each channel of the group's patches, one after the other
+            rows = rows.unflatten(0, (-1, merge**2)).transpose(1, 2).flatten(1)
+            rows = ops.linear(rows, self.merge)
+        elif not isinstance(self.spec, PoolConnector | ScaledPoolConnector):
             rows = rows.reshape(-1, merge**2 * h.shape[1])
-        if self.up is not None and isinstance(self.spec, MLPConnector):
+        if self.up is not None and isinstance(self.spec, MLPConnector | PatchMergeConnector):
             rows = ops.activation(ops.linear(rows, self.up), self.spec.activation)
         return ops.linear(rows, self.out)
 
@@ -215,6 +220,8 @@ class ImageTower:
         self.device, self.dtype = weight.device, weight.dtype
         self.most_patches = MAX_PATCHES[self.device.type]
         self.patch = linear("patch")
+        first = spec.first_norm
+        self.first_norm = None if first is None else build_norm(first, "vision.first_norm", own)
         self.positions = own.pop("vision.positions.weight", None)
         if isinstance(spec.position, AxisPositionSpec) and self.positions is not None:
             self.positions = self.positions.flatten(0, 1)
@@ -236,8 +243,10 @@ class ImageTower:
                     standard = (next(parts), next(parts))
             elif not isinstance(s, ConcatConnector):
                 norm = build_norm(s.norm, f"vision.{name}.norm", own)
-            up = linear(f"{name}.up") if isinstance(s, MLPConnector) else None
-            return Projector(s, norm, up, linear(f"{name}.out"), standard)
+            merges = isinstance(s, PatchMergeConnector)
+            up = linear(f"{name}.up") if merges or isinstance(s, MLPConnector) else None
+            merge = linear(f"{name}.merge") if merges else None
+            return Projector(s, norm, up, linear(f"{name}.out"), standard, merge)
 
         self.connector = projector(spec.connector, "connector")
         self.deepstack: dict[int, Projector] = {}
@@ -303,6 +312,8 @@ class ImageTower:
         else:
             rows = torch.cat([self._patches(picture[None]) for picture in pictures])
         h = ops.linear(rows, self.patch)
+        if self.first_norm is not None:
+            h = normed(ops, self.first_norm, h)
         if layout.positions is not None and self.positions is not None:
             h = h + self._positions(layout.positions, layout.weights)
         if layout.order is not None:
@@ -515,7 +526,15 @@ def axial_rotations(
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
     axes = (columns, rows) if spec.columns_first else (rows, columns)
-    angles = np.concatenate([np.outer(x.astype(np.float32), frequencies) for x in axes], axis=1)
+    if spec.alternate:
+        powers = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+        each = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
+        of_axes = each[::2], each[1::2]
+    else:
+        of_axes = frequencies, frequencies
+    angles = np.concatenate(
+        [np.outer(x.astype(np.float32), f) for x, f in zip(axes, of_axes, strict=True)], axis=1
+    )
     return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 

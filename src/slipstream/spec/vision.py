@@ -69,11 +69,13 @@ class AxisPositionSpec:
 class AxialRopeSpec:
     """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's
     frequencies is for the patch's row, the second for its column; with `columns_first` the other
-    way round."""
+    way round. Both are the same numbers, or with `alternate` every other one of a head's (Pixtral).
+    """
 
     theta: float
     head_dim: int
     columns_first: bool = False
+    alternate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,32 @@ class ScaledPoolConnector:
         return found | {"vision.connector.out.weight": (text, hidden)}
 
 
-Connector: TypeAlias = ConcatConnector | PoolConnector | ScaledPoolConnector | MLPConnector
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchMergeConnector:
+    """A product that makes one state of a group's normed ones, channel by channel, then an MLP as
+    wide as the decoder (Mistral 3)."""
+
+    norm: NormSpec
+    activation: Activation
+    bias: bool
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        found = {
+            **self.norm.shapes("vision.connector.norm"),
+            "vision.connector.merge.weight": (hidden, merge * merge * hidden),
+            "vision.connector.up.weight": (text, hidden),
+            "vision.connector.out.weight": (text, text),
+        }
+        if self.bias:
+            found |= dict.fromkeys(
+                ("vision.connector.up.bias", "vision.connector.out.bias"), (text,)
+            )
+        return found
+
+
+Connector: TypeAlias = (
+    ConcatConnector | PoolConnector | ScaledPoolConnector | MLPConnector | PatchMergeConnector
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,19 +189,29 @@ class PromptFormat:
 
     1. `plain`: one token for each embedding (Qwen).
     2. `framed`: `begin`, the tokens, `end` (Gemma 4). `surrounded`: with empty lines around (Gemma 3).
-    3. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
+    3. `rows`: a run for each row of tokens, each with `row_end` behind it, the last with `end` (Pixtral).
+    4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
     """
 
     placeholder: str
     token: str
-    style: Literal["plain", "framed", "surrounded", "tiles"]
+    style: Literal["plain", "framed", "surrounded", "rows", "tiles"]
     begin: str = ""
     end: str = ""
+    row_end: str = ""
+
+    @property
+    def gap(self) -> int:
+        """Tokens of text behind each row of a picture's tokens."""
+        return int(self.style == "rows")
 
     def text(self, num_tokens: int, rows: int = 0, columns: int = 0) -> str:
         """The text for a picture. Each of its `rows` × `columns` tiles, and the whole, have
-        `num_tokens` embeddings."""
+        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens."""
+        if self.style == "rows":
+            line = self.token * columns
+            return f"{line}{self.row_end}" * (rows - 1) + line + self.end
         run = self.token * num_tokens
         if self.style == "plain":
             return run
@@ -209,6 +246,7 @@ class VisionSpec:
     - `num_frames`: times that a patch's pixels are repeated (Qwen's encoder is made for films);
       None: the weights have no such dimension.
     - `merge`: patches on the side of a group, which becomes one token.
+    - `first_norm`: of the patches' embeddings.
     - `position`: what is added to the patches; `rope`: how the layers rotate them.
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
@@ -231,6 +269,7 @@ class VisionSpec:
     connector: Connector
     token_id: int
     prompt: PromptFormat
+    first_norm: NormSpec | None = None
     position: GridPositionSpec | AxisPositionSpec | None = None
     rope: AxialRopeSpec | None = None
     deepstack: DeepStackSpec | None = None
@@ -269,6 +308,8 @@ class VisionSpec:
         found: dict[str, Shape] = {"vision.patch.weight": (self.hidden_size, self.patch_numbers)}
         if self.patch_bias:
             found["vision.patch.bias"] = (self.hidden_size,)
+        if self.first_norm is not None:
+            found |= self.first_norm.shapes("vision.first_norm")
         if self.position is not None:
             found["vision.positions.weight"] = self.position.shape(self.hidden_size)
         for i, layer in enumerate(self.layers):
@@ -351,7 +392,16 @@ class TokenBudget:
     max_tokens: int
 
 
-Sizes: TypeAlias = TileSizes | FixedSize | PixelRange | TokenBudget
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestSide:
+    """The most pixels of a side. Larger pictures are scaled in their proportions; then sides are
+    rounded up to multiples of `factor` (Pixtral)."""
+
+    factor: int
+    longest: int
+
+
+Sizes: TypeAlias = TileSizes | FixedSize | PixelRange | TokenBudget | LongestSide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +427,8 @@ class ImageProcessing:
                 return pixels // side**2
             case TokenBudget(max_tokens=most):
                 return most
+            case LongestSide(longest=longest):
+                return math.ceil(longest / side) ** 2
 
 
 def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int]:
@@ -390,6 +442,16 @@ def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int
     elif columns == 0:
         rows, columns = min(height // width, most), 1
     return rows * factor, columns * factor
+
+
+def within_side(height: int, width: int, sizes: LongestSide) -> tuple[int, int]:
+    """(height, width) as multiples of the factor, which may exceed the longest side by less than
+    it."""
+    ratio = max(height / sizes.longest, width / sizes.longest)
+    if ratio > 1:
+        height, width = (max(1, math.floor(side / ratio)) for side in (height, width))
+    factor = sizes.factor
+    return math.ceil(height / factor) * factor, math.ceil(width / factor) * factor
 
 
 MAX_SIDE = 4096

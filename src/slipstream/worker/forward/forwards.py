@@ -195,8 +195,8 @@ class WithImages(Variant):
         if images.parts and self.encoder is not None:
             rows = torch.cat(
                 [
-                    x[a:b]
-                    for x, (_, a, b) in zip(
+                    x[span.num_embeddings(a) : span.num_embeddings(b)]
+                    for x, (span, a, b) in zip(
                         self.encoder.embeddings(images), images.parts, strict=True
                     )
                 ]

@@ -125,7 +125,10 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
                 at = start + span.offset + first - s.num_computed_tokens
                 parts.append((span, first, end))
                 sequences.append(i)
-                tokens.append(np.arange(at, at + end - first))
+                index = np.arange(first, end)
+                if span.gap:  # without the text behind each row
+                    index = index[index % (span.columns + span.gap) < span.columns]
+                tokens.append(at - first + index)
             if row.places is not None:
                 places.append(
                     (

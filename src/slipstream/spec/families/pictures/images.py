@@ -47,10 +47,8 @@ def square(c: ConfigReader, key: str, default: int) -> int:
     return c.size(key, default)
 
 
-def axial_rope(
-    c: ConfigReader, head_dim: int, theta: float = 1e4, *, columns_first: bool = False
-) -> AxialRopeSpec:
-    """The rotary embedding of patches, by transformers 5's `rope_parameters`."""
+def axial_rope(c: ConfigReader, head_dim: int, theta: float = 1e4, **how: bool) -> AxialRopeSpec:
+    """The rotary embedding of patches, by transformers 5's `rope_parameters`. `how`: fields of `AxialRopeSpec`."""
     theta = c.take("rope_theta", float, theta)
     if "rope_parameters" in c:
         own = c.part("rope_parameters")
@@ -60,7 +58,7 @@ def axial_rope(
     if head_dim % 4:
         raise c.unsupported("head_dim", f"{head_dim} can't be rotated by rows and columns")
     require_positive("vision_config.rope_parameters", rope_theta=theta)
-    return AxialRopeSpec(theta=theta, head_dim=head_dim, columns_first=columns_first)
+    return AxialRopeSpec(theta=theta, head_dim=head_dim, **how)
 
 
 def processing(
