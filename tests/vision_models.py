@@ -94,7 +94,7 @@ for _like in GEMMA4:
     )
     IMAGE[_like] = PLACEHOLDER[_like] = "<|image|>"
     TEMPLATES[_like] = TEMPLATES["gemma3"].replace("<start_of_image>", "<|image|>")
-for _like in QWEN3:
+for _like in (*QWEN3, "qwen2_vl"):
     for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
         _table[_like] = _table["qwen2_5_vl"]
 _TEXT = dict(
@@ -185,6 +185,10 @@ def _config(family: str, **more: Any) -> Any:
     ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
     ids |= {"image_token_id": image, "video_token_id": token_id(family, "<|video_pad|>")}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+    if family == "qwen2_vl":
+        vision = dict(embed_dim=48, hidden_size=32, depth=2, num_heads=2, patch_size=4, mlp_ratio=2)
+        text = {**_TEXT, "rope_parameters": rope}
+        return t.Qwen2VLConfig(text_config=text, vision_config=vision, **ids, **more)
     if family in QWEN3:
         return _qwen3_config(family, rope, ids, more)
     text = {**_TEXT, "rope_parameters": rope}
@@ -302,6 +306,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
     },
 }
 """As preprocessor_config.json has them."""
+PROCESSING["qwen2_vl"] = PROCESSING["qwen2_5_vl"]
 PROCESSING["mistral3"] = {
     "image_processor_type": "PixtralImageProcessor",
     "patch_size": {"height": 4, "width": 4},
@@ -343,6 +348,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in QWEN3.items()},
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
         "mistral3": t.Mistral3ForConditionalGeneration,
+        "qwen2_vl": t.Qwen2VLForConditionalGeneration,
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
@@ -409,6 +415,7 @@ def their_processor(family: str) -> Any:
         "smolvlm": SmolVLMImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
         "qwen2_5_vl": Qwen2VLImageProcessorPil,
+        "qwen2_vl": Qwen2VLImageProcessorPil,
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
         "mistral3": PixtralImageProcessorPil,

@@ -34,8 +34,8 @@ FAMILIES = (
     "gemma4_large",
     "mistral3",
 )
-LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe")
-"""Families whose decoder alone differs from one above."""
+LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl")
+"""Families of which a part alone differs from one above."""
 HYBRIDS = ("qwen3_5",)
 STEP = {"gemma4_large": 80}
 """Tokens of a step that must hold a whole picture; 24 of others."""

@@ -20,7 +20,7 @@ pytestmark = [
 DEVICE = "cuda"
 FAMILIES = (
     *("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("gemma4", "gemma4_large", "mistral3"),
+    *("gemma4", "gemma4_large", "mistral3", "qwen2_vl"),
 )
 SETTINGS = dict(dtype="float32", block_size=16, max_num_seqs=4, kv_cache_bytes=2**26)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

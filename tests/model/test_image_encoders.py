@@ -13,7 +13,16 @@ from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_inputs, token_id
 
-FAMILIES = ("qwen2_5_vl", "gemma3", "qwen3_vl", "qwen3_5", "gemma4", "gemma4_large", "mistral3")
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "gemma3",
+    "qwen3_vl",
+    "qwen3_5",
+    "gemma4",
+    "gemma4_large",
+    "mistral3",
+)
 SIZES = ((50, 37), (30, 61), (97, 20), (16, 16), (8, 120))
 CPU = torch.device("cpu")
 

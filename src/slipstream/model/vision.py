@@ -28,7 +28,7 @@ from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
 from slipstream.model.layers import normed
-from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
+from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, OwnActivation
 from slipstream.spec.vision import (
     CLIPPED,
     AxialRopeSpec,
@@ -147,7 +147,10 @@ class VisionLayer:
         mixed = ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1)
         h = h + self._after("post_attention", ops, _product(ops, mixed, self.out))
         rows = _product(ops, normed(ops, self.norms["pre_mlp"], h), self.up)
-        rows = cast("Tensor", ops.activation(rows, mlp.activation, gated=mlp.gated))
+        if isinstance(act := mlp.activation, OwnActivation):  # which needs no kernel here
+            rows = act.function(rows.float()).to(rows.dtype)
+        else:
+            rows = cast("Tensor", ops.activation(rows, act, gated=mlp.gated))
         return h + self._after("post_mlp", ops, _product(ops, rows, self.down))
 
     def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:

@@ -17,14 +17,13 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, square
-from slipstream.spec.families.pictures.qwen_vl import OUTER, check_width, read_processing
+from slipstream.spec.families.pictures.qwen_vl import OUTER, PLAIN, check_width, read_processing
 from slipstream.spec.families.qwen import QWEN3_VL, read_qwen3_vl, read_qwen3_vl_moe
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.vision import (
     DeepStackSpec,
     GridPositionSpec,
     MLPConnector,
-    PromptFormat,
     VisionSpec,
 )
 
@@ -94,7 +93,7 @@ def _read(
         connector=MLPConnector(norm=norm, activation="gelu"),
         deepstack=DeepStackSpec(layers=tuple(layers), connector=whole) if layers else None,
         token_id=token_id,
-        prompt=PromptFormat(placeholder="<|image_pad|>", token="<|image_pad|>", style="plain"),
+        prompt=PLAIN,
     )
     v.finish()
     c.finish()
