@@ -153,6 +153,7 @@ class ImageSpan:
 
     `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
     uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
+    `gap`: tokens of text behind each row, which belong to the span (Pixtral).
     """
 
     offset: int  # the first placeholder's position
@@ -162,14 +163,18 @@ class ImageSpan:
     height: int
     width: int
     pixels: bytes = field(repr=False)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.columns
+    gap: int = 0
 
     @property
     def end(self) -> int:
-        return self.offset + self.rows * self.columns
+        return self.offset + self.rows * (self.columns + self.gap)
+
+    def num_embeddings(self, count: int) -> int:
+        """The embeddings among the first `count` tokens of the span."""
+        if not self.gap:
+            return count
+        rows, rest = divmod(count, self.columns + self.gap)
+        return rows * self.columns + min(rest, self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

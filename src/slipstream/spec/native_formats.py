@@ -90,8 +90,12 @@ def native_formats(
 def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat]:
     """The format of `scheme` for all products' weights, and for the head if the scheme quantises
     it."""
-    heads = ("head.weight",) if SCHEMES[scheme].head else ()
-    return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
+    by = SCHEMES[scheme]
+    return {
+        name: FORMATS[scheme]
+        for name in shapes
+        if (by.head if name == "head.weight" else is_product(name))
+    }
 
 
 def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:

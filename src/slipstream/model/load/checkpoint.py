@@ -36,6 +36,7 @@ from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical, without_prefix
 from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
+    AxisHalves,
     Deinterleave,
     Flatten,
     MinusOne,
@@ -489,6 +490,9 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             rows = [xp.full((count,), x, dtype=xp.float32) for count, x in factors]
             numbers = xp.concatenate(rows).reshape(-1, *(1,) * (value.ndim - 1))
             return xp.asarray(value, dtype=xp.float32) * numbers
+        case AxisHalves(num_heads=n):
+            parts = value.reshape(n, 2, 2, value.shape[0] // n // 4, *value.shape[1:])
+            return parts.swapaxes(1, 2).reshape(value.shape)
         case Regroup(num_groups=n, sizes=sizes, order=order):
             groups, ends = value.reshape(n, sum(sizes), *value.shape[1:]), [0]
             for size in sizes:

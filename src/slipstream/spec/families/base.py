@@ -235,8 +235,8 @@ class Family:
     mtp: MTPFormat | None = None  # layers of safetensors checkpoints that draft
     nested_config: str | None = None  # the key that holds the language model's own config
     flat_config: bool = False  # whose keys may also stand beside those that `vision` reads
-    vision: Callable[[ConfigReader, ModelSpec], VisionSpec] | None = (
-        None  # from what stands beside the nested config
+    vision: Callable[[ConfigReader, ModelSpec], VisionSpec | None] | None = (
+        None  # from what stands beside the nested config, which may have no encoder
     )
     processing: Callable[[ConfigReader, VisionSpec], ImageProcessing] | None = (
         None  # from the image processor's config
