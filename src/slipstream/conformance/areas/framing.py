@@ -38,7 +38,7 @@ async def characters_are_whole(session: Session) -> str:
     them."""
     num_streamed = 0
     for text in TEXTS:
-        ask = Ask(max_tokens=200, schema=constant(text))
+        ask = Ask(max_tokens=500, schema=constant(text))
         with offered("a schema with a constant"):
             answer = await session.whole(ask)
         streamed = await session.streamed(ask)

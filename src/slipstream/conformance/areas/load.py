@@ -133,7 +133,7 @@ async def mixed_requests_keep_apart(session: Session) -> str:
     asks = [(s, SHORT.but(prompt="Hi " * (7 * i + 1))) for i, s in enumerate(sessions * 3)]
     alone = [prompt_tokens(await s.whole(ask)) for s, ask in asks]
     calls = [s.streamed(a) if i % 2 else s.whole(a) for i, (s, a) in enumerate(asks)]
-    tagged = [Ask(max_tokens=60, schema=constant(f"tag {i} 🦜")) for i in range(8)]
+    tagged = [Ask(max_tokens=500, schema=constant(f"tag {i} 🦜")) for i in range(8)]
     found, texts = await asyncio.gather(asyncio.gather(*calls), session.together(tagged, 8))
     for before, answer in zip(alone, found, strict=True):
         together = prompt_tokens(answer)

@@ -40,7 +40,7 @@ async def calls_are_those_of_the_whole(session: Session) -> None:
     """Calls of tools in the stream, put together, are those of the whole answer."""
     await required(session)
     for prompt in ("What is the weather in Paris?", "Note that the lamp is green."):
-        await compare(session, Ask(prompt=prompt, tools=TOOLS, choice="required", max_tokens=300))
+        await compare(session, Ask(prompt=prompt, tools=TOOLS, choice="required", max_tokens=600))
 
 
 @check("streams.usage", *ALL)

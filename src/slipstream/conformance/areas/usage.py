@@ -7,7 +7,7 @@ from slipstream.conformance.protocols.base import Answer, Ask, Usage
 from slipstream.conformance.registry import UnsupportedError, check, expect, offered
 from slipstream.conformance.session import Session
 
-LONG = "The keeper of the lighthouse wrote down every ship that passed. " * 24
+LONG = "The keeper of the lighthouse wrote down every ship that passed. " * 12
 COUNTS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 

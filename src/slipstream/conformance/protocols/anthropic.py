@@ -29,6 +29,14 @@ CHOICES = {"required": "any", "auto": "auto", "none": "none"}
 DELTAS = {"text": "text_delta", "tool_use": "input_json_delta"}
 
 
+def arguments(text: str) -> Any:
+    """The object that deltas give; the text itself, if `max_tokens` cut it."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return text
+
+
 class Messages(Protocol):
     """`POST /v1/messages`."""
 
@@ -55,6 +63,8 @@ class Messages(Protocol):
             ]
         if ask.choice is not None:
             body["tool_choice"] = {"type": CHOICES[ask.choice]}
+        if ask.choice == "required":
+            body["tool_choice"]["disable_parallel_tool_use"] = True
         if ask.schema is not None:
             body["output_config"] = {"format": {"type": "json_schema", "schema": ask.schema}}
         if ask.think:
@@ -112,7 +122,7 @@ class Messages(Protocol):
                             inputs[index] = inputs.get(index, "") + delta["partial_json"]
                 case "content_block_stop":
                     if (text := inputs.get(data["index"])) is not None:
-                        body["content"][data["index"]]["input"] = json.loads(text or "{}")
+                        body["content"][data["index"]]["input"] = arguments(text)
                 case "message_delta":
                     body |= data["delta"]
                     body["usage"] = {**(body.get("usage") or {}), **(data.get("usage") or {})}

@@ -17,7 +17,8 @@ DONE = "[DONE]"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A request in no protocol's words. `history` follows the prompt, in the protocol's own items;
-    `extra` are fields of the protocol, which win."""
+    `extra` are fields of the protocol, which win. The choice "required" asks for one call, since
+    small models would go on calling."""
 
     prompt: str = "Write a short story about a lighthouse."
     history: tuple[Any, ...] = ()
@@ -77,8 +78,10 @@ class Answer:
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """What must be equal in the whole answer and the stream."""
-        calls = [(call.name, call.parsed()) for call in self.calls]
+        """What must be equal in the whole answer and the stream. Arguments that `max_tokens` cuts
+        have no one form."""
+        cut = self.finish == "length"
+        calls = [(call.name, None if cut else call.parsed()) for call in self.calls]
         return self.text, self.reasoning, calls, self.finish
 
 

@@ -135,6 +135,8 @@ class Chat(Completions):
             body["tools"] = [{"type": "function", "function": f} for f in functions]
         if ask.choice is not None:
             body["tool_choice"] = ask.choice
+        if ask.choice == "required":
+            body["parallel_tool_calls"] = False
         if ask.think:
             body["reasoning_effort"] = "low"
         return body | ask.extra

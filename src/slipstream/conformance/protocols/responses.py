@@ -51,6 +51,8 @@ class Responses(Protocol):
             ]
         if ask.choice is not None:
             body["tool_choice"] = ask.choice
+        if ask.choice == "required":
+            body["parallel_tool_calls"] = False
         if ask.schema is not None:
             given = {"type": "json_schema", "name": "answer", "schema": ask.schema, "strict": True}
             body["text"] = {"format": given}
