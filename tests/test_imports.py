@@ -29,7 +29,8 @@ PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.it
 ORDER = (
     *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_params"),
     *("outputs", "stats", "types", "config", "hub", "costs", "start_messages", "platform"),
-    *("kernels", "model", "core", "worker", "engine", "server", "frontend", "conformance", "bench", "simulate"),
+    *("kernels", "model", "core", "worker", "engine", "server", "frontend"),
+    *("conformance", "bench", "simulate"),
     *("fleet", "evals", "compress", "optimize", "cli", "__main__"),
 )
 """The parts of the package, from the ground up: each imports only parts before it."""

@@ -108,7 +108,7 @@ async def run(
 
 
 async def absent(session: Session) -> str | None:
-    """Why a protocol can't be tried: its route is missing. None if it is there."""
+    """Reason why a protocol can't be tried: its route is missing. None if it is there."""
     try:
         reply = await session.post(session.body(Ask(prompt="Hi", max_tokens=1)))
     except httpx.HTTPError:

@@ -59,7 +59,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def faults(value: Any, schema: dict[str, Any]) -> str:
-    """What jsonschema finds wrong with a value; "" if nothing."""
+    """Faults that jsonschema finds in a value; "" if it finds none."""
     try:
         import jsonschema
     except ImportError:

@@ -14,7 +14,7 @@ from slipstream.conformance.protocols.base import Answer, Ask, Body, Event, Prot
 from slipstream.conformance.registry import FailedError, RefusedError, expect
 
 SHAPE_ERRORS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
-"""What reading a body of another shape raises."""
+"""Errors that reading a body of another shape raises."""
 
 
 class Endpoint:
@@ -44,8 +44,9 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a check is given. `concurrency` is how many requests the checks of load send at once;
-    `context` is the model's context in tokens, if the server says it."""
+    """A server, one of its protocols and a model, as a check is given them. `concurrency` is how
+    many requests the checks of load send at once; `context` is the model's context in tokens, if
+    the server says it."""
 
     endpoint: Endpoint
     protocol: Protocol

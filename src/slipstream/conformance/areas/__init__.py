@@ -23,4 +23,4 @@ AREAS = [
         *(errors, listings, embeddings, load),
     )
 ]
-"""Their order. Load comes last, since a server may be busy after it."""
+"""The order of areas. Load comes last, since a server may be busy after it."""

@@ -107,7 +107,7 @@ async def running(session: Session, ask: Ask, *, streams: bool):  # type: ignore
 
 @check("load.overload", *ALL)
 async def overload_is_queued_or_refused(session: Session) -> str:
-    """Of many requests at once each is answered, or refused with 429 or 503 and `Retry-After`. The
+    """Many requests at once are each answered, or refused with 429 or 503 and `Retry-After`. The
     server goes on afterwards."""
     count = session.concurrency * BURST
     body = session.body(SHORT)

@@ -77,6 +77,8 @@ async def required_calls_keep_to_the_schema(session: Session) -> str:
             ids = [call.id for call in answer.calls]
             expect(all(ids) and len(set(ids)) == len(ids), f"ids of calls: {ids}")
         num += len(answer.calls)
+    if not num:
+        raise UnsupportedError("the calls are cut by max_tokens")
     return f"{num} calls"
 
 
@@ -174,7 +176,7 @@ async def stored_answers_are_continued(session: Session) -> None:
 
 @check("tools.not_stored", "responses")
 async def items_go_back_where_nothing_is_stored(session: Session) -> None:
-    """With `store: false` the client sends all items back, as Codex does."""
+    """A client that asks for `store: false` sends all items back, as Codex does."""
     more: dict[str, Any] = {"store": False, "include": ["reasoning.encrypted_content"]}
     with offered("store: false"):
         first = await session.whole(ASKED.but(choice="required", extra=more))

@@ -1,4 +1,4 @@
-"""What is asked and answered in every protocol, and the framing of streams."""
+"""Requests and answers in no protocol's words, and the framing of streams."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Answer:
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """What must be equal in the whole answer and the stream. Arguments that `max_tokens` cuts
+        """The parts that a whole answer and its stream have in common. Arguments that `max_tokens` cuts
         have no one form."""
         cut = self.finish == "length"
         calls = [(call.name, None if cut else call.parsed()) for call in self.calls]
