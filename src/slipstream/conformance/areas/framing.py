@@ -9,7 +9,10 @@ from slipstream.conformance.registry import FailedError, check, expect, offered
 from slipstream.conformance.schemas import closed
 from slipstream.conformance.session import SHAPE_ERRORS, Session
 
-ALL = ("chat", "completions", "responses", "messages", "ollama")
+TALKING = ("chat", "responses", "messages", "ollama")
+"""Protocols that have tools, schemas and reasoning."""
+
+ALL = (*TALKING, "completions")
 TEXTS = ("żółć 漢字 é", "🦜🏽 👩‍👩‍👧 🇯🇵", "नमस्ते שלום", "\U00020bb7 ﷽ Ω≈ç")
 """Characters of two to four bytes, whose tokens end within a character."""
 
@@ -32,7 +35,7 @@ async def events_come_in_order(session: Session) -> None:
         raise FailedError(f"an event's shape: {error!r}") from None
 
 
-@check("framing.unicode", *ALL)
+@check("framing.unicode", *TALKING)
 async def characters_are_whole(session: Session) -> str:
     """Characters whose bytes are in several tokens come whole. A schema makes the model write
     them."""

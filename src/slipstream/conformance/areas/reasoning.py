@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.conformance.areas.tools import TALKING
+from slipstream.conformance.areas.framing import TALKING
 from slipstream.conformance.protocols.base import Ask
 from slipstream.conformance.registry import UnsupportedError, check, expect, offered
 from slipstream.conformance.session import Session

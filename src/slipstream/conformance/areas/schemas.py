@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from slipstream.conformance.areas.framing import ALL
+from slipstream.conformance.areas.framing import TALKING
 from slipstream.conformance.protocols.base import Ask, Body
 from slipstream.conformance.registry import RefusedError, UnsupportedError, check, expect, offered
 from slipstream.conformance.schemas import SCHEMAS, faults
@@ -30,7 +30,7 @@ GRAMMAR_FIELDS: dict[str, Any] = {
 }
 
 
-@check("schemas.hold", *ALL)
+@check("schemas.hold", *TALKING)
 async def schemas_hold(session: Session) -> str:
     """Answers keep to each of the schemas, as jsonschema judges them. A refused schema is no fault;
     one that is taken and broken is."""
@@ -59,7 +59,7 @@ async def schemas_hold(session: Session) -> str:
     return detail
 
 
-@check("schemas.streamed", *ALL)
+@check("schemas.streamed", *TALKING)
 async def schemas_hold_in_streams(session: Session) -> None:
     """Streamed answers keep to their schemas, too."""
     for name in ("flat", "nested", "list of objects"):
@@ -95,7 +95,7 @@ async def json_objects_are_json(session: Session) -> None:
     expect(isinstance(found, dict), f"no object: {answer.text[:80]!r}")
 
 
-@check("schemas.malformed", *ALL)
+@check("schemas.malformed", *TALKING)
 async def malformed_schemas_are_refused(session: Session) -> str:
     """A schema that is none is an error of the client (4xx), neither ignored nor a crash."""
     with offered("schemas"):

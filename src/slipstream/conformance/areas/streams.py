@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.conformance.areas.framing import ALL
+from slipstream.conformance.areas.framing import ALL, TALKING
 from slipstream.conformance.areas.tools import TOOLS, required
 from slipstream.conformance.protocols.base import Ask
 from slipstream.conformance.registry import UnsupportedError, check, expect, offered
@@ -35,7 +35,7 @@ async def text_is_that_of_the_whole(session: Session) -> None:
         await compare(session, Ask(prompt=prompt))
 
 
-@check("streams.tools", "chat", "responses", "messages", "ollama")
+@check("streams.tools", *TALKING)
 async def calls_are_those_of_the_whole(session: Session) -> None:
     """Calls of tools in the stream, put together, are those of the whole answer."""
     await required(session)
@@ -55,7 +55,7 @@ async def usage_is_that_of_the_whole(session: Session) -> None:
     expect(pairs[0] == pairs[1], f"(prompt, completion) streamed {pairs[0]}, whole {pairs[1]}")
 
 
-@check("streams.reasoning", "chat", "responses", "messages", "ollama")
+@check("streams.reasoning", *TALKING)
 async def reasoning_is_that_of_the_whole(session: Session) -> None:
     """Reasoning in the stream, put together, is that of the whole answer."""
     ask = Ask(prompt="What is 17 times 3?", think=True, max_tokens=200)

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.conformance.areas.framing import TALKING
 from slipstream.conformance.protocols.base import Answer, Ask, Call
 from slipstream.conformance.registry import RefusedError, UnsupportedError, check, expect, offered
 from slipstream.conformance.schemas import faults
 from slipstream.conformance.session import Session
 
-TALKING = ("chat", "responses", "messages", "ollama")
 CITY = {"type": "string", "enum": ["Paris", "Rome", "Oslo"]}
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
