@@ -155,6 +155,17 @@ def test_long_prompt_is_refused_in_the_words_of_the_protocol(http):
     )
 
 
+def test_thread_is_refused_by_the_code_on_which_clients_send_the_whole_conversation(http):
+    body = {"model": "smollm2", "messages": CLAUDE_CODE["messages"], "max_tokens": 4}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = http.post("/v1/messages", json=body | {"thread": thread}, headers=VERSION)
+        error = answer.json()["error"]
+        assert (answer.status_code, "thread" in error["message"]) == (400, True)
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+    unthreaded = http.post("/v1/messages", json=body | {"thread": None}, headers=VERSION)
+    assert unthreaded.status_code == 200, unthreaded.text
+
+
 def test_body_of_codex_is_taken(http, model):
     model(TEMPLATE, tool_call_parser="hermes")
     answer = http.post("/v1/responses", json=CODEX | {"max_output_tokens": 8})

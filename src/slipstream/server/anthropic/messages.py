@@ -292,6 +292,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     user_profile_id: Raw = HINT
     container: Raw = OFF
     mcp_servers: Raw = OFF
+    thread: Raw = OFF  # see `error_body`
 
     hints: ClassVar[tuple[str, ...]] = (
         *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
@@ -300,6 +301,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "container": (b"null",),
         "mcp_servers": (b"null", b"[]"),
+        "thread": (b"null",),
     }
 
     def check(self) -> None:
@@ -716,7 +718,8 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
 
 def error_body(error: ApiError, request_id: str) -> bytes:
     """An error in Anthropic's shape. A prompt that is too long gets Anthropic's wording, by which
-    clients know to shorten it."""
+    clients know to shorten it. One of `thread` gets the code by which they send the whole
+    conversation instead."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.named_message
     if error.lengths is not None:
@@ -727,10 +730,14 @@ def error_body(error: ApiError, request_id: str) -> bytes:
             else f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {limit}, decrease input length "
             "or `max_tokens` and try again"
         )
+    details: dict[str, Any] = {}
+    if error.param == "thread":
+        unsupported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        details = {"details": unsupported}
     return encode(
         {
             "type": "error",
-            "error": {"type": kind, "message": message},
+            "error": {"type": kind, "message": message, **details},
             "request_id": request_id,
         }
     )
