@@ -311,7 +311,7 @@ def pool_ns(order: str, num_blocks: int = 65536, size: int = 1024) -> dict[str, 
             call(blocks)
             took[what].append(time.perf_counter_ns() - begin)
         if session is not None:
-            kv.sessions.ended(session, str(name), keys, size)
+            kv.sessions.ended(session, str(name), keys, 0, size)
     bare = BlockPool(num_blocks)
     bare.order = pool.order if order == "value" else None
     for _ in range(50):  # blocks that are never cached

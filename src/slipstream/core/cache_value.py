@@ -2,9 +2,9 @@
 
 1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
    prompt's last blocks, so no client has to name it. Between two requests it pauses.
-2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length. There is a count
-   for each kind of pause (after a tool call or a text, in the first turn or a later one) and for each session. What is known of
-   a session outweighs its kind after a few turns.
+2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
+   pause: after a tool call or a text, in the first turn or a later one. A session has a pace of its own: if its pauses
+   were half as long as others', the next is expected to be, too, as far as sessions were seen to keep their pace.
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
    time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
    is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from math import exp, frexp, log
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from slipstream.types import NO_HINTS, CacheHints
@@ -30,7 +31,7 @@ from slipstream.types import NO_HINTS, CacheHints
 if TYPE_CHECKING:
     from slipstream.core.block_pool import BlockPool
 
-EDGES = (0.0, *(0.5 * 2**i for i in range(19)))
+EDGES = (0.0, *(0.5 * 2.0**i for i in range(19)))
 """Ages in seconds at which the buckets of a pause begin, and the end of the last one (a day and a half)."""
 
 NUM_BUCKETS = len(EDGES) - 1
@@ -44,11 +45,14 @@ FIRST_HAZARDS = (FIRST_HAZARD,) * NUM_BUCKETS
 RATES_AGE = 64
 """Number of buckets that pauses of a kind reach until its rates are computed again."""
 
-OWN_WEIGHT = 4.0
-"""Number of pauses that the kind's counts are worth among a session's own."""
+MEMORY, OWN_MEMORY = 1024.0, 8
+"""Number of pauses of a kind after which its counts are halved, and of a session's last pauses that make its pace."""
 
-MEMORY, OWN_MEMORY = 1024.0, 16.0
-"""Numbers of pauses, of a kind and of a session, after which the counts are halved."""
+FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
+"""Share of a session's pace that its next pause is expected to keep, before any is known, and the weight of this guess."""
+
+STEP, MIN_STEP_S = 1.19, 2.0
+"""Factor of its age after which a session with cached blocks gets a new value, and the least such age in seconds."""
 
 MAX_SESSIONS = 32768
 """Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
@@ -77,36 +81,78 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+class Pace:
+    """Average of a session's last pauses, as the logarithm of seconds."""
+
+    __slots__ = ("count", "mean")
+
+    def __init__(self) -> None:
+        self.count, self.mean = 0, 0.0
+
+    def deviation(self, mean: float) -> float:
+        """Difference from the kind's mean; less while few pauses are known."""
+        return (self.mean - mean) * self.count / (self.count + 2)
+
+
 class Pauses:
-    """Counts of pauses: how many reached each bucket, and how many ended in it."""
+    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace."""
 
-    __slots__ = ("_age", "_known", "ended", "memory", "reached")
+    __slots__ = ("_age", "_rates", "count", "ended", "mean", "products", "reached", "squares")
 
-    def __init__(self, memory: float) -> None:
-        self.memory = memory
-        self._age, self._known = RATES_AGE, (FIRST_HAZARDS, (0.0,))
+    def __init__(self) -> None:
+        self._age, self._rates = RATES_AGE, [0.0]
         self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
+        self.count, self.mean = 0, 0.0
+        # of deviations: the sums of (before times now) and of (before squared)
+        self.products = self.squares = 0.0
 
     def reach(self, bucket: int) -> None:
         self._age += 1
         self.reached[bucket] += 1
-        if self.reached[bucket] > self.memory:
+        if self.reached[bucket] > MEMORY:
             self.reached = [n / 2 for n in self.reached]
             self.ended = [n / 2 for n in self.ended]
 
-    def hazards(self, prior: Sequence[float], weight: float) -> list[float]:
-        """Chance for each bucket that a pause which reaches it ends in it."""
-        return [
-            (ended + weight * p) / (reached + weight)
-            for ended, reached, p in zip(self.ended, self.reached, prior, strict=True)
-        ]
+    def end(self, bucket: int, seconds: float, pace: Pace) -> None:
+        """Count a pause that ended in a bucket, and learn the session's pace."""
+        self.ended[bucket] += 1
+        length = log(max(seconds, EDGES[1] / 2))
+        if pace.count:
+            before = pace.deviation(self.mean)
+            self.products = 0.99 * self.products + before * (length - self.mean)
+            self.squares = 0.99 * self.squares + before * before
+        self.count = min(self.count + 1, 256)
+        self.mean += (length - self.mean) / self.count
+        pace.count = min(pace.count + 1, OWN_MEMORY)
+        pace.mean += (length - pace.mean) / pace.count
 
-    def known(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Hazards and rates by bucket, up to `RATES_AGE` pauses old."""
+    @property
+    def slope(self) -> float:
+        """Share of the deviation of a session's pauses that its next one is expected to have."""
+        known = self.products + FIRST_SLOPE * SLOPE_WEIGHT
+        return min(1.5, max(0.0, known / (self.squares + SLOPE_WEIGHT)))
+
+    def rates(self) -> Sequence[float]:
+        """`rate` by bucket, up to `RATES_AGE` pauses old."""
         if self._age >= RATES_AGE:
-            hazards = self.hazards(FIRST_HAZARDS, FIRST_WEIGHT)
-            self._age, self._known = 0, (hazards, [rate(hazards, i) for i in range(NUM_BUCKETS)])
-        return self._known
+            self._age = 0
+            hazards = [
+                (ended + FIRST_HAZARD * FIRST_WEIGHT) / (reached + FIRST_WEIGHT)
+                for ended, reached in zip(self.ended, self.reached, strict=True)
+            ]
+            self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
+        return self._rates
+
+    def rate_at(self, age: float, pace: Pace) -> float:
+        """Rate of a session of that pace. If its pauses are half as long as others', it is at half the age as they are."""
+        slower = 1.0
+        if pace.count:
+            slower = exp(pace.deviation(self.mean) * self.slope)
+        at = age / slower
+        i = 0 if at < EDGES[1] else min(frexp(at)[1] + 1, NUM_BUCKETS - 1)
+        rates = self.rates()
+        within = min(1.0, (at - EDGES[i]) / WIDTHS[i])
+        return (rates[i] + (rates[i + 1] - rates[i]) * within) / slower
 
 
 def rate(hazards: Sequence[float], bucket: int) -> float:
@@ -137,13 +183,13 @@ class Session:
         "mark",
         "num_open",
         "num_turns",
-        "own",
+        "pace",
         "runs",
     )
 
-    def __init__(self, kind: Kind, own: Pauses | None = None) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
-        self.own = own
+        self.pace = Pace()
         self.idle_since, self.bucket = 0.0, 0
         self.num_open = 0  # requests that wait or run
         self.num_turns = 0
@@ -196,10 +242,10 @@ class Sessions:
 
     def __init__(self, clock: Callable[[], float], attention_tokens: float) -> None:
         self.clock, self.attention_tokens = clock, attention_tokens
-        self._kinds = {kind: Pauses(MEMORY) for kind in KINDS}
+        self._kinds = {kind: Pauses() for kind in KINDS}
         self._by_end: dict[bytes, Session] = {}
         self._named: dict[
-            tuple[str, str], Pauses
+            tuple[str, str], Pace
         ] = {}  # by salt and name; the most recently used name last
         self._last: dict[str, Session] = {}  # sessions by the ids of requests that have ended
         self.timers: list[tuple[float, int, Session]] = []
@@ -220,24 +266,25 @@ class Sessions:
         )
         if session is None:
             session = Session("text")
-        elif session.own is None:
-            session.own = Pauses(OWN_MEMORY)
         if hints.session:
-            session.own = self._of_name((salt, hints.session))
+            session.pace = self._of_name((salt, hints.session))
         session.hints = hints
         session.num_turns += 1
         self.open(session)
         return session
 
     def ended(
-        self, session: Session, request_id: str, keys: list[bytes], num_prompt_blocks: int
+        self,
+        session: Session,
+        request_id: str,
+        keys: list[bytes],
+        num_shared: int,
+        num_prompt_blocks: int,
     ) -> None:
-        """Begin a pause of a session, one of whose requests has ended."""
+        """Begin a pause of a session, one of whose requests has ended. Others begin with its first `num_shared` blocks."""
         self.tick()
-        ends = (
-            *keys[max(0, num_prompt_blocks - 2) : num_prompt_blocks],
-            *keys[num_prompt_blocks:][-1:],
-        )
+        first = max(num_shared, num_prompt_blocks - 2)
+        ends = (*keys[first:num_prompt_blocks], *keys[num_prompt_blocks:][-1:])
         self._forget_ends(session)
         session.ends = ends
         for end in ends:
@@ -264,11 +311,11 @@ class Sessions:
             new.reach(bucket)
         self._changed(session)
 
-    def _of_name(self, name: tuple[str, str]) -> Pauses:
-        self._named[name] = pauses = self._named.pop(name, None) or Pauses(OWN_MEMORY)
+    def _of_name(self, name: tuple[str, str]) -> Pace:
+        self._named[name] = pace = self._named.pop(name, None) or Pace()
         if len(self._named) > MAX_NAMES:
             del self._named[next(iter(self._named))]
-        return pauses
+        return pace
 
     def _forget_ends(self, session: Session) -> None:
         for end in session.ends:
@@ -286,8 +333,8 @@ class Sessions:
         if session.due is not None:
             session.due = None
             del self.idle[session]
-            for pauses in self._pauses(session):
-                pauses.ended[session.bucket] += 1
+            seconds = self.clock() - session.idle_since
+            self._kinds[session.kind].end(session.bucket, seconds, session.pace)
         self._changed(session)
 
     def used(self, session: Session) -> None:
@@ -302,8 +349,7 @@ class Sessions:
         if session.num_open:
             return
         session.kind, session.idle_since, session.bucket = kind, self.clock(), 0
-        for pauses in self._pauses(session):
-            pauses.reach(0)
+        self._kinds[kind].reach(0)
         self.idle[session] = None
         if len(self.idle) > MAX_SESSIONS:
             self._forget(next(iter(self.idle)))
@@ -317,17 +363,17 @@ class Sessions:
         self.close(session, kind)
         return session
 
-    def _pauses(self, session: Session) -> tuple[Pauses, ...]:
-        kind = self._kinds[session.kind]
-        return (kind,) if session.own is None else (kind, session.own)
-
     def _wait(self, session: Session) -> None:
-        """Set the timer for the session's next bucket, or for the end of its time to live."""
-        at = session.idle_since + EDGES[session.bucket + 1]
+        """Set the timer for the session's next value."""
+        now = self.clock()
+        age = max(now - session.idle_since, MIN_STEP_S)
+        after = EDGES[session.bucket + 1]
+        if session.runs:
+            after = min(after, age * STEP)
         ttl_s = session.hints.ttl_s
-        if ttl_s is not None and EDGES[session.bucket] < ttl_s < EDGES[session.bucket + 1]:
-            ends = session.idle_since + ttl_s
-            at = ends if ends > self.clock() else at
+        if ttl_s is not None and age < ttl_s < after:
+            after = ttl_s
+        at = session.idle_since + after
         self._number += 1
         session.due = at, self._number, session
         heappush(self.timers, session.due)
@@ -346,8 +392,7 @@ class Sessions:
             ):
                 session.bucket += 1
                 if session.bucket < NUM_BUCKETS:
-                    for pauses in self._pauses(session):
-                        pauses.reach(session.bucket)
+                    self._kinds[session.kind].reach(session.bucket)
             if session.bucket < NUM_BUCKETS:
                 self._wait(session)
                 self._changed(session)
@@ -377,11 +422,9 @@ class Sessions:
             return 0.0
         if session.due is None:
             return FIRST_HAZARD / WIDTHS[-1] * hints.weight
-        hazards, rates = self._kinds[session.kind].known()
-        found = rates[session.bucket]
-        if session.own is not None:
-            found = rate(session.own.hazards(hazards, OWN_WEIGHT), session.bucket)
-        lives = hints.ttl_s is not None and self.clock() < session.idle_since + hints.ttl_s
+        age = self.clock() - session.idle_since
+        found = self._kinds[session.kind].rate_at(age, session.pace)
+        lives = hints.ttl_s is not None and age < hints.ttl_s
         return found * hints.weight * (HINTED if lives else 1.0)
 
 
@@ -460,8 +503,8 @@ class ValueOrder:
                 run.session.runs.pop(run, None)
             run.blocks, run.above, run.session, run.entry = [], None, None, None
             run.num_below = run.num_free = 0
-        for block, run in enumerate(self._owners):
-            if run is not None:
+        for block, owner in enumerate(self._owners):
+            if owner is not None:
                 self._owners[block] = None
                 if not self._ref_counts[block]:
                     self._loose[block] = None
@@ -471,15 +514,15 @@ class ValueOrder:
 
     def enter(
         self, blocks: Sequence[int], session: Session, writer: str
-    ) -> tuple[Run | None, list[Session]]:
+    ) -> tuple[Run | None, list[Session], int]:
         """Find the run that ends with the last of `blocks`, the cached beginning of a request's chain.
 
         Runs are split where the chain leaves them. Returns that run, and the sessions of the runs on the way that
-        others begin with as well: they are in use now, and the caller closes them.
+        others begin with as well, with the number of their blocks: they are in use now, and the caller closes them.
         """
         above: Run | None = None
         shared: dict[Session, None] = {}
-        i = 0
+        i = num_shared = 0
         while i < len(blocks):
             known = self._owners[blocks[i]]
             if known is None:
@@ -502,16 +545,17 @@ class ValueOrder:
                     self._put_below(run, above, i)
                 if run.session is not session:
                     if run.session is None or run.session.kind != "shared":
-                        self._move(run, Session("shared", Pauses(OWN_MEMORY)))
+                        self._move(run, Session("shared"))
                     assert run.session is not None
                     shared[run.session] = None
+                    num_shared = end
             above, i = run, end
         if above is not None:
             is_free = not (above.writer or above.num_below) and above.session is session
             above.writer = writer if is_free else ""
         for each in shared:
             self.sessions.open(each)
-        return above, list(shared)
+        return above, list(shared), num_shared
 
     def extend(self, run: Run | None, session: Session, writer: str, block: int, index: int) -> Run:
         """Append a newly cached block to a chain whose last run is `run`. Returns the run of the block."""
@@ -675,7 +719,8 @@ class ValueOrder:
     def _loosen(self) -> None:
         """Let go of all free blocks: copies to the tiers hold the blocks at the ends of their runs."""
         counts = self._ref_counts
-        for run in {run for run in self._owners if run is not None and run.num_free}:
+        found = {run for run in self._owners if run is not None and run.num_free}
+        for run in sorted(found, key=lambda run: run.start):  # the last is taken first
             for block in run.blocks:
                 if not counts[block]:
                     self._owners[block] = None
@@ -694,7 +739,7 @@ class ValueOrder:
             assert all(self._owners[block] is run for block in run.blocks)
             assert run.num_free == sum(not counts[block] for block in run.blocks)
             assert run.num_below == sum(other.above is run for other in runs)
-            assert run.above is None or run.above in runs
+            assert run.above is None or run.above in runs or run.above.session is None
             assert (
                 not run.num_free or run.num_below or run.entry is not None or counts[run.blocks[-1]]
             )

@@ -259,7 +259,9 @@ class KVCacheManager:
             if g == self.full:
                 table, hashes = tables[g], self.pool.hashes
                 end = next((i for i, b in enumerate(table) if hashes[b] is None), len(table))
-                request.run, request.shared = order.enter(table[:end], session, request.request_id)
+                request.run, request.shared, request.num_shared = order.enter(
+                    table[:end], session, request.request_id
+                )
             else:
                 order.touch([b for b in tables[g] if b != NULL_BLOCK], depth)
 
@@ -286,7 +288,9 @@ class KVCacheManager:
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
             num_prompt = request.num_prompt_tokens // self.block_size
-            self.sessions.ended(session, request.request_id, request.block_keys, num_prompt)
+            self.sessions.ended(
+                session, request.request_id, request.block_keys, request.num_shared, num_prompt
+            )
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 

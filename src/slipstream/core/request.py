@@ -66,6 +66,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
+        "num_shared",
         "order",
         "participants",
         "passed",
@@ -126,6 +127,7 @@ class Request:
         self.session: Session | None = None
         self.run: Run | None = None  # of its last cached block
         self.shared: list[Session] = []  # of the runs before, which it has in common with others
+        self.num_shared = 0  # blocks of these runs
         self.passed: Run | None = None  # of the blocks that it needs no more
         self.num_preemptions = 0
         self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
