@@ -30,7 +30,7 @@ from slipstream.core.block_pool import BlockPool
 from slipstream.core.make import make_scheduler
 from slipstream.core.scheduler import Scheduler
 from slipstream.spec.model import CacheGroup
-from slipstream.types import EngineRequest, SamplingParams, StepResult
+from slipstream.types import NO_HINTS, CacheHints, EngineRequest, SamplingParams, StepResult
 
 ORDERS = ("lru", "value")
 DEPTH = 32768.0
@@ -134,6 +134,7 @@ def agents(order: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
                     sampling=SamplingParams(temperature=0, ignore_eos=True),
                     max_tokens=each[i].rng.randint(60, 250),
                     arrival=clock.now,
+                    cache_hints=CacheHints(calls=True),
                 )
             )
         plan = scheduler.schedule()
@@ -162,8 +163,6 @@ def agents(order: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
         for out in scheduler.update(plan, StepResult(plan.step_id, tokens)):
             if out.finish_reason is not None:
                 i, answer = answers.pop(out.request_id)
-                if scheduler.kv.sessions is not None:
-                    scheduler.kv.sessions.called(out.request_id)
                 turns += counts
                 each[i].take(answer)
                 heapq.heappush(due, (clock.now + each[i].pause(), i))
@@ -290,11 +289,7 @@ def pool_ns(order: str, num_blocks: int = 65536, size: int = 1024) -> dict[str, 
         took["allocate"].append(time.perf_counter_ns() - begin)
         run, session = (
             None,
-            None
-            if kv.sessions is None
-            else kv.sessions.arrived(
-                keys, EngineRequest.__dataclass_fields__["cache_hints"].default
-            ),
+            None if kv.sessions is None else kv.sessions.arrived(keys, NO_HINTS),
         )
         for i, (block, key) in enumerate(zip(blocks, keys, strict=True)):
             pool.register(block, key)
@@ -311,7 +306,7 @@ def pool_ns(order: str, num_blocks: int = 65536, size: int = 1024) -> dict[str, 
             call(blocks)
             took[what].append(time.perf_counter_ns() - begin)
         if session is not None:
-            kv.sessions.ended(session, str(name), keys, 0, size)
+            kv.sessions.ended(session, keys, 0, size)
     bare = BlockPool(num_blocks)
     bare.order = pool.order if order == "value" else None
     for _ in range(50):  # blocks that are never cached

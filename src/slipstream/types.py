@@ -125,6 +125,7 @@ class CacheHints:
     ttl_s: float | None = None  # kept rather than others for so long
     weight: float = 1.0  # of its blocks among others'
     ends: bool = False  # no request will continue this one
+    calls: bool = False  # its answer may be a tool call, which the next request answers
 
 
 NO_HINTS = CacheHints()

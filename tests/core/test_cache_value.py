@@ -96,7 +96,6 @@ def test_a_session_that_returns_outlives_prompts_that_do_not():
     text, found = prompt(0), []
     for turn in range(12):
         found.append(run(e, f"turn{turn}", text))
-        e.scheduler.kv.sessions.called(f"turn{turn}")
         for i in range(4):
             pass_time(e, 5)
             run(e, f"other{turn}.{i}", prompt(1 + turn * 4 + i))
@@ -178,7 +177,7 @@ def rate_after(seconds: float, hints: CacheHints) -> float:
     now = [0.0]
     sessions = Sessions(lambda: now[0], 32768)
     session = sessions.arrived([], hints)
-    sessions.ended(session, "a", [b"1", b"2"], 0, 2)
+    sessions.ended(session, [b"1", b"2"], 0, 2)
     now[0] = seconds
     sessions.tick()
     return sessions.rate_of(session)
@@ -292,8 +291,8 @@ class OrderMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 9), calls=st.booleans())
-    def end(self, which, calls):
+    @rule(which=st.integers(0, 9))
+    def end(self, which):
         name = list(self.running)[which % len(self.running)]
         found = self.running.pop(name)
         if found["run"] is not None and found["run"].writer == name:
@@ -301,9 +300,7 @@ class OrderMachine(RuleBasedStateMachine):
         for shared in found["shared"]:
             self.sessions.close(shared, "shared")
         self.pool.release(found["blocks"])
-        self.sessions.ended(found["session"], name, found["keys"], found["n"], len(found["keys"]))
-        if calls:
-            self.sessions.called(name)
+        self.sessions.ended(found["session"], found["keys"], found["n"], len(found["keys"]))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 4000.0, 200000.0]))
     def wait(self, seconds):
@@ -347,7 +344,7 @@ class OrderMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "pool"):
             while self.running:
-                self.end(0, False)
+                self.end(0)
             while self.borrowed:
                 self.give_back()
             assert len(set(self.pool.allocate(self.pool.num_free))) == self.pool.num_usable

@@ -3,8 +3,8 @@
 1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
    prompt's last blocks, so no client has to name it. Between two requests it pauses.
 2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
-   pause: after a tool call or a text, in the first turn or a later one. A session has a pace of its own: if its pauses
-   were half as long as others', the next is expected to be, too, as far as sessions were seen to keep their pace.
+   pause: of requests with tools and without, after the first turn or a later one. A session has a pace of its own: if its
+   pauses were half as long as others', the next is expected to be, too, as far as sessions were seen to keep their pace.
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
    time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
    is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
@@ -247,7 +247,6 @@ class Sessions:
         self._named: dict[
             tuple[str, str], Pace
         ] = {}  # by salt and name; the most recently used name last
-        self._last: dict[str, Session] = {}  # sessions by the ids of requests that have ended
         self.timers: list[tuple[float, int, Session]] = []
         self._number = 0
         self.idle: dict[
@@ -276,7 +275,6 @@ class Sessions:
     def ended(
         self,
         session: Session,
-        request_id: str,
         keys: list[bytes],
         num_shared: int,
         num_prompt_blocks: int,
@@ -291,25 +289,10 @@ class Sessions:
             self._by_end[end] = session
         if self.keeps_keys:
             session.keys = keys
-        self._last[request_id] = session
-        if len(self._last) > 1024:
-            del self._last[next(iter(self._last))]
-        self.close(session, "later text" if session.num_turns > 1 else "text")
-
-    def called(self, request_id: str) -> None:
-        """Note that an answer ended with a tool call."""
-        session = self._last.get(request_id)
-        if session is None or session.num_open or session.kind not in ("text", "later text"):
-            return
-        old, session.kind = (
-            self._kinds[session.kind],
-            "call" if session.kind == "text" else "later call",
+        kinds: tuple[Kind, Kind] = (
+            ("call", "later call") if session.hints.calls else ("text", "later text")
         )
-        new = self._kinds[session.kind]
-        for bucket in range(session.bucket + 1):
-            old.reached[bucket] = max(0.0, old.reached[bucket] - 1)
-            new.reach(bucket)
-        self._changed(session)
+        self.close(session, kinds[session.num_turns > 1])
 
     def _of_name(self, name: tuple[str, str]) -> Pace:
         self._named[name] = pace = self._named.pop(name, None) or Pace()

@@ -288,9 +288,7 @@ class KVCacheManager:
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
             num_prompt = request.num_prompt_tokens // self.block_size
-            self.sessions.ended(
-                session, request.request_id, request.block_keys, request.num_shared, num_prompt
-            )
+            self.sessions.ended(session, request.block_keys, request.num_shared, num_prompt)
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
