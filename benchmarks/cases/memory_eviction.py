@@ -326,10 +326,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", type=float, default=3.0, help="all sessions at their longest, over the cache"
     )
     parser.add_argument(
-        "--pause", type=float, default=5.0, help="median pause of the median session, in seconds"
+        "--pause", type=float, default=30.0, help="median pause of the median session, in seconds"
     )
     parser.add_argument(
-        "--minutes", type=float, default=40.0, help="virtual ones, of which the second half counts"
+        "--minutes", type=float, default=12.0, help="virtual ones, of which the second half counts"
     )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="JSON lines with timestamp (ms) and hash_ids")
@@ -338,6 +338,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     parts, results = args.parts.split(","), dict[str, Any]()
+    if args.output.exists():  # parts that are not measured now stay as they were
+        results = json.loads(args.output.read_text())["results"]
     if "agents" in parts:
         for seed in range(args.seeds):
             found = {order: agents(order, args, seed) for order in ORDERS}

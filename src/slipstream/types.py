@@ -118,8 +118,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
-    """What a client says about the return of its session. It changes the order in which cached blocks are evicted, and
-    nothing else."""
+    """A client's hints about the return of its session.
+
+    They change the order in which cached blocks are evicted, and nothing else.
+    """
 
     session: str = ""  # requests of one name and `cache_salt` share what is learned of their pauses
     ttl_s: float | None = None  # kept rather than others for so long

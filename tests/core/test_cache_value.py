@@ -15,7 +15,7 @@ from slipstream.core.cache_value import (
     EDGES,
     IN_USE,
     NUM_BUCKETS,
-    Pace,
+    OwnPace,
     Pauses,
     Sessions,
     ValueOrder,
@@ -64,12 +64,12 @@ def test_a_rate_is_the_best_of_all_horizons():
 
 def test_before_anything_is_learned_the_rate_falls_with_age():
     pauses = Pauses()
-    rates = [pauses.rate_at(age, Pace()) for age in (0.6, 1, 3, 10, 100, 1000, 10000)]
+    rates = [pauses.rate_at(age, OwnPace()) for age in (0.6, 1, 3, 10, 100, 1000, 10000)]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_a_session_with_short_pauses_is_expected_sooner():
-    pauses, fast, slow = Pauses(), Pace(), Pace()
+    pauses, fast, slow = Pauses(), OwnPace(), OwnPace()
     for _ in range(40):
         for seconds, pace in ((4.0, fast), (64.0, slow)):
             bucket = max(i for i, edge in enumerate(EDGES) if edge <= seconds)
@@ -81,7 +81,7 @@ def test_a_session_with_short_pauses_is_expected_sooner():
 
 
 def test_pauses_without_a_pace_of_their_own_teach_nothing_about_a_session():
-    rng, pauses, paces = random.Random(0), Pauses(), [Pace() for _ in range(4)]
+    rng, pauses, paces = random.Random(0), Pauses(), [OwnPace() for _ in range(4)]
     for i in range(4000):
         pauses.end(5, rng.choice((4.0, 64.0)), paces[i % 4])
     assert pauses.slope < 0.5

@@ -81,7 +81,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-class Pace:
+class OwnPace:
     """Average of a session's last pauses, as the logarithm of seconds."""
 
     __slots__ = ("count", "mean")
@@ -113,7 +113,7 @@ class Pauses:
             self.reached = [n / 2 for n in self.reached]
             self.ended = [n / 2 for n in self.ended]
 
-    def end(self, bucket: int, seconds: float, pace: Pace) -> None:
+    def end(self, bucket: int, seconds: float, pace: OwnPace) -> None:
         """Count a pause that ended in a bucket, and learn the session's pace."""
         self.ended[bucket] += 1
         length = log(max(seconds, EDGES[1] / 2))
@@ -143,7 +143,7 @@ class Pauses:
             self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
         return self._rates
 
-    def rate_at(self, age: float, pace: Pace) -> float:
+    def rate_at(self, age: float, pace: OwnPace) -> float:
         """Rate of a session of that pace. If its pauses are half as long as others', it is at half the age as they are."""
         slower = 1.0
         if pace.count:
@@ -189,7 +189,7 @@ class Session:
 
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
-        self.pace = Pace()
+        self.pace = OwnPace()
         self.idle_since, self.bucket = 0.0, 0
         self.num_open = 0  # requests that wait or run
         self.num_turns = 0
@@ -231,7 +231,7 @@ class Run:
         self.num_free: int = 0
         self.writer = writer  # id of the request that extends it
         self.entry: tuple[float, int, Run] | Literal[True] | None = None
-        """Its entry in the heap. True: it is about to get one."""
+        """Entry in the heap. True: the run is about to get one."""
 
 
 class Sessions:
@@ -245,7 +245,7 @@ class Sessions:
         self._kinds = {kind: Pauses() for kind in KINDS}
         self._by_end: dict[bytes, Session] = {}
         self._named: dict[
-            tuple[str, str], Pace
+            tuple[str, str], OwnPace
         ] = {}  # by salt and name; the most recently used name last
         self.timers: list[tuple[float, int, Session]] = []
         self._number = 0
@@ -294,8 +294,8 @@ class Sessions:
         )
         self.close(session, kinds[session.num_turns > 1])
 
-    def _of_name(self, name: tuple[str, str]) -> Pace:
-        self._named[name] = pace = self._named.pop(name, None) or Pace()
+    def _of_name(self, name: tuple[str, str]) -> OwnPace:
+        self._named[name] = pace = self._named.pop(name, None) or OwnPace()
         if len(self._named) > MAX_NAMES:
             del self._named[next(iter(self._named))]
         return pace

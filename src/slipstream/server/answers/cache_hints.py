@@ -1,4 +1,4 @@
-"""What a body says about the return of its session (docs/agents.md): names, times to live, ends, priority."""
+"""Hints of a body about the return of its session (docs/agents.md): names, times to live, ends, priority."""
 
 from __future__ import annotations
 
