@@ -35,8 +35,8 @@ class EvictionOrder(Protocol):
     def remove(self, block: int) -> None:
         """Give out a free block to a holder."""
 
-    def pop(self) -> int:
-        """Take the block to evict. There is one."""
+    def take(self, count: int) -> list[int]:
+        """Take the blocks to evict. There are as many."""
 
     def discard(self, block: int) -> None:
         """Forget a block that is held, or was removed."""
@@ -98,9 +98,8 @@ class BlockPool:
             block = following[block]
         following[end], self._previous[block] = block, end  # they were at the head
         self.num_free -= count
-        if self.order is not None:
-            for _ in range(count - len(taken)):
-                block = self.order.pop()
+        if self.order is not None and len(taken) < count:
+            for block in self.order.take(count - len(taken)):
                 self.forget(block)
                 self.ref_counts[block] = 1
                 taken.append(block)

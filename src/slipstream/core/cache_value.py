@@ -448,30 +448,43 @@ class ValueOrder:
         else:
             run.num_free -= 1
 
-    def pop(self) -> int:
-        """Take the block that is worth least. There must be one."""
-        if self._loose:
-            return self._loose.popitem()[0]
+    def take(self, count: int) -> list[int]:
+        """Take the blocks that are worth least. There must be as many."""
+        taken: list[int] = []
         timers = self.sessions.timers
         if self._fresh or (timers and timers[0][0] <= self.sessions.clock()):
             self._refresh()
-        heap = self._heap
-        while heap:
+        heap, owners, counts = self._heap, self._owners, self._ref_counts
+        while len(taken) < count:
+            if self._loose:
+                taken.append(self._loose.popitem()[0])
+                continue
+            if not heap:
+                if self._fresh:  # runs that were above others before
+                    self._refresh()
+                    continue
+                self._loosen()
+                assert self._loose, "take() beyond the free blocks"
+                continue
             entry = heap[0]
             run = entry[2]
-            if run.entry is entry:
-                blocks = run.blocks
-                if not run.num_below and not self._ref_counts[blocks[-1]]:
-                    block = blocks.pop()
-                    self._owners[block] = None
-                    run.num_free -= 1
-                    if not blocks:
-                        self._end(run)
-                    return block
-                run.entry = None
-            heappop(heap)
-        self._loosen()
-        return self._loose.popitem()[0]
+            if run.entry is not entry or run.num_below or counts[run.blocks[-1]]:
+                if run.entry is entry:
+                    run.entry = None
+                heappop(heap)
+                continue
+            wanted = count - len(taken) if run.num_free == len(run.blocks) else 1
+            ends = run.blocks[-wanted:]
+            del run.blocks[-wanted:]
+            run.num_free -= len(ends)
+            for block in ends:
+                owners[block] = None
+            taken += reversed(ends)
+            if not run.blocks:
+                self._end(run)
+                if self._fresh:
+                    self._refresh()
+        return taken
 
     def discard(self, block: int) -> None:
         """Forget a block that is held, or was removed; it is cached no more."""
@@ -601,7 +614,7 @@ class ValueOrder:
                 run.entry = self._value(run, run.session), self._number, run
                 heappush(self._heap, run.entry)
         if len(self._heap) > 64 + 2 * len(self._owners):
-            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            self._heap[:] = [entry for entry in self._heap if entry[2].entry is entry]
             heapify(self._heap)
 
     def _value(self, run: Run, session: Session) -> float:
