@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.states import LayerState, StateMetadata, layer_state
 from slipstream.kernels.weights import Linear
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import Scheme
@@ -35,6 +36,13 @@ SIZES = {
     "num_hidden_layers": 4,
     "max_position_embeddings": 2048,
 }
+RECURRENT = dict(
+    **dict(num_key_value_heads=2, head_dim=256),
+    **dict(linear_num_key_heads=8, linear_num_value_heads=16),
+    **dict(linear_key_head_dim=128, linear_value_head_dim=128),
+    layer_types=["linear_attention", "full_attention"] * 2,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     "llama": {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64},
@@ -79,6 +87,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             n_shared_experts=2,
         ),
     },
+    "qwen3_5_text": {**SIZES, **RECURRENT, "num_attention_heads": 8},
+    "qwen3_5_moe_text": {
+        **SIZES,
+        **RECURRENT,
+        "num_attention_heads": 16,
+        **dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=256),
+        **dict(shared_expert_intermediate_size=256),
+    },
     "gpt_oss": {
         "max_position_embeddings": 2048,
         **dict(
@@ -91,14 +107,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(num_local_experts=6, num_experts_per_tok=4, sliding_window=128, num_hidden_layers=2),
     },
 }
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "gpt_oss")
+MIXTURES = ("qwen3_5_moe_text", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "gpt_oss")
 MOST = {None: 0.03, "mxfp4": 0.03, "int4": 0.03, "int4-g32": 0.03, "int8": 0.08, "fp8": 0.15}
 """How far from float32 hidden states may be, over all lengths, as a part of them. Measured of the reference in bfloat16: up to
-0.021, of INT8 0.059 and of FP8 0.113 (inputs on the other side of two codes, in every product)."""
+0.021, of INT8 0.059 and of FP8 0.113 (inputs on the other side of two codes, in every product). Recurrent layers make it half
+as much again: states collect what came before."""
 LENGTHS = (1, 2, 16, 200, 257, 900, 2000)
 NUM_BLOCKS, BLOCK_SIZE = 130, 16
 KEYS, VALUES, SCALE = 2.0, 3.0, 0.3
 """Spread of what the cache holds already; what its 8-bit codes are multiplied with."""
+STATES, NUM_SLOTS, READ, WRITTEN = 0.5, 4, 2, 3
+"""Spread of the states, their number, and the slots before and after the step."""
 
 
 class Exact(ReferenceOps):
@@ -165,7 +184,14 @@ def caches(spec: ModelSpec, kind: torch.dtype, device: torch.device) -> list[Lay
 
         k, v = cache_tensors(layer.attention, NUM_BLOCKS, BLOCK_SIZE, new, values_by_dim=one_byte)
         scale = torch.full((k.shape[1],), SCALE, device=device) if one_byte else None
-        found.append(LayerKV(k, v, scale, scale))
+        state = layer_state(
+            layer.recurrent,
+            NUM_SLOTS,
+            torch.bfloat16,
+            torch.float32,
+            lambda shape, dtype: (torch.randn(shape, device=device) * STATES).to(dtype),
+        )
+        found.append(LayerKV(k, v, scale, scale, state))
     return found
 
 
@@ -179,7 +205,12 @@ def another(kv: Sequence[LayerKV], dtype: torch.dtype | None = None) -> list[Lay
         k = copied(x.k)
         return k, k[..., k.shape[3] - x.v.shape[3] :] if x.latent else copied(x.v)
 
-    return [LayerKV(*both(x), x.k_scale, x.v_scale) for x in kv]
+    def state(x: LayerState | None) -> LayerState | None:
+        if x is None or x.recurrent is None:
+            return None
+        return LayerState(copied(x.conv), x.recurrent.clone())
+
+    return [LayerKV(*both(x), x.k_scale, x.v_scale, state(x.state)) for x in kv]
 
 
 def last_of(length: int, table: Tensor, second: Tensor | None = None) -> AttentionMetadata:
@@ -196,31 +227,47 @@ def last_of(length: int, table: Tensor, second: Tensor | None = None) -> Attenti
         num_decodes=1,
         max_query_len=1,
         max_seq_len=2048,
+        states=slots(READ, WRITTEN, device),
     )
 
 
-def kept(kv: Sequence[LayerKV], meta: AttentionMetadata, groups: Sequence[int] = ()) -> Tensor:
-    """What the caches hold of the step's token, in float32 [layers, heads, keys and values]; `groups` of the layers."""
+def slots(read: int, written: int, device: torch.device | None = None) -> StateMetadata:
+    """The state's slot before a token, and after it."""
+    numbers = (torch.tensor([n], dtype=torch.int32, device=device) for n in (read, written))
+    chunks = torch.zeros((0, 3), dtype=torch.int32, device=device)
+    return StateMetadata(*numbers, chunks)
+
+
+def kept(
+    kv: Sequence[LayerKV], meta: AttentionMetadata, groups: Sequence[int] = ()
+) -> list[Tensor]:
+    """What the caches hold of the step's token, in float32, of each layer: [heads, keys and values], or its state with the
+    convolution's. `groups` of the layers."""
     found = []
     for x, group in zip(kv, groups or [0] * len(kv), strict=True):
+        if x.state is not None and x.state.recurrent is not None:
+            both = x.state.conv[WRITTEN].float(), x.state.recurrent[WRITTEN]
+            found.append(torch.cat([part.flatten() for part in both]))
+            continue
         block, inside = divmod(int(meta.of_group(group).slot_mapping[0]), BLOCK_SIZE)
         found.append(
             torch.cat([x.k[block, :, inside].float(), x.v[block, :, inside].float()], dim=1)
         )
-    return torch.stack(found)
+    return found
+
+
+Made: TypeAlias = tuple[Tensor, list[Tensor]]
 
 
 class Judged:
     """Steps made one way, and another way that is to be as good."""
 
-    def __init__(self, scheme: str | None) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: str | None, family: str = "") -> None:
+        self.most = MOST[scheme] * (1.5 if family.startswith("qwen3_5") else 1.0)
         self.theirs: list[float] = []
         self.ours: list[float] = []
 
-    def step(
-        self, length: int, truth: Tensor, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor]
-    ) -> None:
+    def step(self, length: int, truth: Tensor, theirs: Made, ours: Made) -> None:
         """`truth` hidden states [1, E] in float32; of each way its own, and what it left in the cache (`kept`)."""
         off, yardstick = (
             ((x[0].float() - truth).norm() / truth.norm()).item() for x in (ours, theirs)
@@ -244,5 +291,5 @@ class Judged:
             math.sqrt(sum(x * x for x in found) / len(found)) for found in (self.ours, self.theirs)
         )
         print(f"all: {ours:.4f}, the other way {theirs:.4f}")
-        assert max(ours, theirs) < MOST[self.scheme], (ours, theirs)
+        assert max(ours, theirs) < self.most, (ours, theirs)
         assert ours < 1.3 * theirs, (ours, theirs)

@@ -57,7 +57,7 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
         for _ in range(2)
     )
     token = torch.tensor([77], dtype=torch.int32, device=device)
-    judged = steps.Judged(scheme)
+    judged = steps.Judged(scheme, family)
     with torch.inference_mode():
         for length in steps.LENGTHS:
             seen = second.clone()

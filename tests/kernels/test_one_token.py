@@ -308,7 +308,7 @@ def test_scales_by_tiles():
 def test_order_of_the_table():
     """The table's order is the source's."""
     source = one_token.SOURCES[1].read_text()
-    listed = re.search(r"enum \{ (NORM_W.*?), NUM_POINTERS \}", source, re.DOTALL).group(1)
+    listed = re.search(r"enum \{ (NORM_W.*?),\s+NUM_POINTERS \}", source, re.DOTALL).group(1)
     assert len([name for name in listed.split(",") if name.strip()]) == len(one_token.POINTERS)
     own = {
         "norm": "NORM_W",
@@ -334,6 +334,8 @@ def test_order_of_the_table():
             "sinks",
             "window",
             "table",
+            "conv_states",
+            "states",
         )
         return name.upper() if plain else name.upper() + "_W"
 
@@ -348,9 +350,10 @@ PROGRAMS = 5
 RUN = """
 extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
     return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
-        void** a = of_ranks + THIS_RANK * 14;
+        void** a = of_ranks + THIS_RANK * 16;
         one_token((u16*)a[0], (u64*)a[1], (u16*)a[2], (u16*)a[3], (float*)a[4], (float*)a[5], (u32*)a[6], (float*)a[7],
-                  (long long*)a[8], (int*)a[9], (int*)a[10], (u64*)a[11], (int*)a[12], *(int*)a[13]);
+                  (long long*)a[8], (int*)a[9], (int*)a[10], (u64*)a[11], (int*)a[12], (int*)a[13], (int*)a[14],
+                  *(int*)a[15]);
     });
 }
 """
@@ -448,6 +451,17 @@ OSS = dict(
     **dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=37, num_hidden_layers=2),
 )
 """Rows of MXFP4 of one and a half chunks, and of two and a half. The first layer has a window."""
+HYBRID = dict(
+    **SMALL,
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    **dict(linear_num_key_heads=2, linear_num_value_heads=4),
+    **dict(linear_key_head_dim=32, linear_value_head_dim=64),
+    **dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    ),
+)
+"""Two recurrent layers, and two with gated attention."""
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CACHED = 86
 
@@ -458,8 +472,14 @@ def steps(model, cache):
     paged = Paged(model, 1, 128, block_size=16)
     if cache is not None:
         paged.kv = [
-            eight_bits(layer, cache, model.decoder.ops.values_by_dim(cache)) for layer in paged.kv
+            eight_bits(layer, cache, model.decoder.ops.values_by_dim(cache))
+            if layer.state is None
+            else layer
+            for layer in paged.kv
         ]
+    for state in (layer.state for layer in paged.kv if layer.state is not None):
+        for numbers in (state.conv, state.recurrent):
+            numbers[1:] = torch.randn(numbers[1:].shape).to(numbers.dtype)
     paged.computed[0] = CACHED
     return torch.cat([paged.step([(0, [token])])[0] for token in (9, 200)]).float()
 
@@ -504,6 +524,14 @@ def eight_bits(layer, dtype, turned):
         ),
         ("gpt_oss", OSS, None, torch.int8),
         ("gpt_oss", OSS, "mxfp4", None),
+        ("qwen3_5_text", HYBRID, None, None),
+        ("qwen3_5_text", HYBRID, "int4", torch.int8),
+        (
+            "qwen3_5_moe_text",
+            {**HYBRID, **MANY, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 64},
+            None,
+            None,
+        ),
     ],
     ids=lambda x: str(x) if x is None or isinstance(x, str | torch.dtype) else "",
 )
@@ -648,6 +676,14 @@ def test_experts_as_judged(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_recurrent_layers_as_judged(tmp_path):
+    """Beside gated attention, with experts of which one always runs."""
+    sizes = {**HYBRID, **MANY, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 64}
+    one_token_steps.build(tmp_path, "qwen3_5_moe_text", **sizes)
+    judged(tmp_path, "fp8", torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("scheme", "cache"),
     [("mxfp4", torch.bfloat16), pytest.param("fp8", torch.float8_e4m3fn, marks=pytest.mark.slow)],
@@ -690,6 +726,7 @@ def test_the_choice_of_experts(tmp_path):
         ("glm4_moe", OF_BOTH_KINDS, "fp8"),
         ("deepseek_v2", {**LATENT, **FEW}, "fp8"),
         ("gpt_oss", OSS, "mxfp4"),
+        ("qwen3_5_text", HYBRID, "fp8"),
     ],
 )
 def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, scheme):
@@ -713,10 +750,53 @@ def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, sch
     assert all(torch.equal(x, found[0]) for x in found)
 
 
+def same_states(ours, theirs):
+    if ours is None:
+        return theirs is None
+    return torch.equal(ours.conv, theirs.conv) and torch.equal(ours.recurrent, theirs.recurrent)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("read", "written"), [(2, 3), (2, 2), (0, 1), (1, 0)])
+def test_states_of_a_step(tmp_path, read, written):
+    """They come from one slot and go to another, or to the same, and all others stay; slot 0 is zero and stays as it is."""
+    one_token_steps.build(tmp_path, "qwen3_5_text", **HYBRID)
+    theirs, ours = (
+        load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16)
+        for ops in (ReferenceOps(), OnCpuOps(tmp_path))
+    )
+    torch.manual_seed(0)
+    kv = one_token_steps.caches(ours.spec, torch.bfloat16, CPU)
+    meta = dataclasses.replace(
+        one_token_steps.last_of(40, torch.arange(1, 9, dtype=torch.int32)[None]),
+        states=one_token_steps.slots(read, written),
+    )
+    made = {}
+    with torch.inference_mode():
+        for name, model in (("theirs", theirs), ("ours", ours)):
+            made[name] = one_token_steps.another(kv)
+            fast(model.decoder).forward(torch.tensor([9]), made[name], meta)
+    for before, expected, found in zip(kv, made["theirs"], made["ours"], strict=True):
+        if before.state is None:
+            continue
+        for name in ("conv", "recurrent"):
+            old, right, new = (getattr(x.state, name) for x in (before, expected, found))
+            others = [i for i in range(len(old)) if i != written or not written]
+            assert torch.equal(new[others], old[others])
+            if written:
+                assert (new[written] - right[written]).norm() < 0.03 * right[written].norm()
+                assert not torch.equal(new[written], old[written])
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT), ("gpt_oss", OSS)],
+    [
+        ("qwen3_moe", {**SMALL, **MANY}),
+        ("deepseek_v2", LATENT),
+        ("gpt_oss", OSS),
+        ("qwen3_5_text", HYBRID),
+    ],
 )
 def test_a_step_of_padding(tmp_path, family, sizes):
     """As a graph is captured with: of length 0. It ends, leaves the cache alone, and the next step is as without it."""
@@ -729,13 +809,15 @@ def test_a_step_of_padding(tmp_path, family, sizes):
     padding = dataclasses.replace(
         one_token_steps.last_of(1, torch.zeros(1, 8, dtype=torch.int32)),
         seq_lens=torch.zeros(1, dtype=torch.int32),
+        states=one_token_steps.slots(0, 0),
     )
     token = torch.tensor([9])
     with torch.inference_mode():
         expected = fast(model.decoder).forward(token, one_token_steps.another(kv), usual)
         fast(model.decoder).forward(token, kv, padding)
         assert all(
-            torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(kv, before, strict=True)
+            torch.equal(a.k, b.k) and torch.equal(a.v, b.v) and same_states(a.state, b.state)
+            for a, b in zip(kv, before, strict=True)
         )
         assert torch.equal(fast(model.decoder).forward(token, kv, usual), expected)
 

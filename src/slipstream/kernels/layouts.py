@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from slipstream.spec.model import AttentionSpec, ClampedSwiglu, MoESpec, NamedActivation, OwnNorm
+from slipstream.spec.model import (
+    AttentionSpec,
+    ClampedSwiglu,
+    GatedDeltaSpec,
+    MoESpec,
+    NamedActivation,
+    OwnNorm,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,7 +160,7 @@ class TokenShape:
     """The sizes that all layers of a decoder share, for `OpSet.one_token`.
 
     An MLP is dense, or the mixture `experts` with the same activation. `intermediate_size` is 0 if
-    no MLP is dense.
+    no MLP is dense. Layers with the delta rule `delta` have no attention.
     """
 
     hidden_size: int
@@ -175,3 +182,5 @@ class TokenShape:
     qk_offset: float
     scale: float
     experts: MoESpec | None = None
+    output_gate: bool = False  # the first rows of `qkv` make a gate of attention's output
+    delta: GatedDeltaSpec | None = None

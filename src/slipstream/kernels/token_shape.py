@@ -3,8 +3,9 @@
 `match_layers` compares each layer's ops with the pattern that the kernel implements:
 
   norm, attention, norm, MLP                      or, parallel: norm, [norm], attention, MLP, sum
-  attention: qkv product, rope_and_cache, attention (with a window, sinks), out product
+  attention: qkv product, rope_and_cache, attention (with a window, sinks, an output gate), out product
              or latent attention, with queries of one product
+             or the gated delta rule, with a decay for each head
   MLP:       up product, activation, down product
              or router, experts, [a shared expert, [weighted]]
 
@@ -17,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from slipstream.kernels.layouts import Experts, MLAShape, TokenShape
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.spec.model import ClampedSwiglu, MoESpec, OwnNorm
+from slipstream.spec.model import ClampedSwiglu, GatedDeltaSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 
 LACKS = {
@@ -62,7 +63,8 @@ def widths(s: TokenShape) -> tuple[int, int, int]:
 
 def inner_sizes(s: TokenShape) -> list[int]:
     """Numbers of inputs of the products."""
-    return [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
+    values = 0 if s.delta is None else s.delta.v_size
+    return [n for n in (s.hidden_size, s.num_heads * s.head_dim, values, *widths(s)) if n]
 
 
 def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
@@ -78,6 +80,10 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
         return Reason(
             f"the one-token kernel reads {COLUMN} bytes of a row at once, and rows of {found} are not all multiples"
         )
+    if s.delta is not None and not _takes_delta(s.delta):
+        return Reason(
+            "the one-token kernel has the gated delta rule with one decay a head, no latents, and heads of 32, 64, 128 or 256"
+        )
     if s.head_dim not in (32, 64, 128, 256) or group > 8 or s.num_kv_heads * s.head_dim % 16:
         which = f"heads of {s.head_dim} with {group} queries to a key"
         return Reason(
@@ -92,11 +98,19 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
 
 def ranks_refusal(s: TokenShape) -> Reason | None:
     """Returns why several ranks can't run such layers together; None if they can."""
-    if s.parallel or s.experts is not None or s.latent is not None:
+    if s.parallel or s.experts is not None or s.latent is not None or s.delta is not None:
         return Reason(
-            "the one-token kernel of several ranks has no experts, no latents and no parallel blocks"
+            "the one-token kernel of several ranks has no experts, latents, recurrent layers and parallel blocks"
         )
     return None
+
+
+def _takes_delta(d: GatedDeltaSpec) -> bool:
+    sizes = (32, 64, 128, 256)
+    rows = d.conv_channels + d.v_size
+    whole = rows % 16 == 0 and d.conv_channels % 8 == 0 and d.v_size % 256 == 0
+    plain = d.latent is None and d.decay == "head"
+    return plain and whole and d.key_dim in sizes and d.value_dim in sizes and d.conv_width <= 8
 
 
 def _takes_experts(m: MoESpec, s: TokenShape) -> bool:
@@ -161,7 +175,35 @@ def _sums_apart(body: Sequence[Op]) -> Iterator[Op]:
         yield Op("norm", (total, *residual), normed, {"norm": op.arguments["norm"]}, op.layer)
 
 
+OF_ATTENTION = (
+    *("num_heads", "num_kv_heads", "head_dim", "latent", "interleaved", "qk_eps", "qk_offset"),
+    *("scale", "output_gate"),
+)
+"""Fields of `TokenShape` that a recurrent layer takes from the layers with attention."""
+
+
+def _with_attention(layers: Sequence[LayerMatch]) -> None:
+    """Completes the recurrent layers, and checks that all layers have the same recurrence, if any."""
+    attended = [x for x in layers if x.shape.delta is None]
+    deltas = {x.shape.delta for x in layers} - {None}
+    if not attended or len(deltas) > 1:
+        raise Refused(
+            "the one-token kernel has one kind of recurrent layers, together with others that have attention"
+        )
+    first = attended[0]
+    own = {name: getattr(first.shape, name) for name in OF_ATTENTION} | {
+        "delta": next(iter(deltas), None)
+    }
+    for x in layers:
+        if x.shape.delta is not None:
+            x.shape, x.cos_sin = dataclasses.replace(x.shape, **own), first.cos_sin
+        elif deltas:
+            x.shape = dataclasses.replace(x.shape, delta=own["delta"])
+
+
 def _together(layers: Sequence[LayerMatch]) -> TokenShape:
+    recurrent = [x.shape.delta is not None for x in layers]
+    _with_attention(layers)
     shapes = [layer.shape for layer in layers]
     dense = {s.intermediate_size for s in shapes if s.experts is None}
     mixtures = {s.experts for s in shapes if s.experts is not None}
@@ -179,11 +221,11 @@ def _together(layers: Sequence[LayerMatch]) -> TokenShape:
     experts = next(iter(mixtures), None)
     if experts is not None:
         _check_biases(layers, experts)
-    for mixture in (False, True):
+    for kind in product((False, True), repeat=2):
         there = {
             (*_there(x.products), *_there(x.tensors))
-            for x in layers
-            if (x.shape.experts is not None) == mixture
+            for x, delta in zip(layers, recurrent, strict=True)
+            if (x.shape.experts is not None, delta) == kind
         }
         if len(there) > 1:
             raise Refused(
@@ -317,6 +359,11 @@ class Matcher:
     def _attention(self, x: Value) -> tuple[Value, dict[str, Any]]:
         """Reads attention and returns (its result, its fields of `TokenShape`)."""
         qkv = self._linear("qkv", x)
+        if self._next == "linear" and self._after(1) == "gated_delta":
+            return self._delta(x, qkv)
+        gate = None
+        if self._next == "columns":
+            gate, qkv = self._take("columns"), self._take("columns").out
         if self._next == "norm":
             raise Refused("q_lora_rank: the one-token kernel has no latents of queries")
         if self._next == "linear":
@@ -335,7 +382,18 @@ class Matcher:
             op.arguments["meta"].group,
         )
         self.tensors |= {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "sinks": params.sinks}
-        return self._linear("out", op.out), dict(
+        attended = op.out
+        if gate is not None:
+            if gate.out.width != op.out.width:
+                raise Refused(
+                    "the one-token kernel has output gates of as many numbers as heads give"
+                )
+            opened = self._take("sigmoid")
+            attended = self._take("mul").out
+            if opened.inputs != (gate.out,):
+                raise self._refused()
+        return self._linear("out", attended), dict(
+            output_gate=gate is not None,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
@@ -345,6 +403,28 @@ class Matcher:
             qk_offset=heads.norm_offset,
             scale=params.scale,
         )
+
+    def _delta(self, x: Value, rows: Value) -> tuple[Value, dict[str, Any]]:
+        """Reads a gated delta rule with its product of gates, which is not quantized."""
+        gates = self._take("linear")
+        op = self._take("gated_delta")
+        if gates.x != x or op.inputs != (rows, gates.out):
+            raise self._refused()
+        params, w = op.arguments["params"], gates.arguments["w"]
+        self.plain.append(w)
+        self.tensors |= {
+            "gates": w.weight,
+            "conv": params.conv.weight,
+            "conv_bias": params.conv.bias,
+            "decay": params.decay,
+            "time": params.time,
+            "delta_norm": params.norm,
+        }
+        out = self._linear("out", op.out)
+        if w.bias is not None or any(self.products[n].bias is not None for n in ("qkv", "out")):
+            raise Refused("the one-token kernel has no biases of recurrent layers")
+        none = dict.fromkeys(OF_ATTENTION, 0)
+        return out, {**none, "latent": None, "interleaved": False, "delta": params.spec}
 
     def _latent_attention(self, x: Value, q: Value) -> tuple[Value, dict[str, Any]]:
         if self._next == "scale_queries":
@@ -440,6 +520,9 @@ class Matcher:
     @property
     def _next(self) -> str | None:
         return self.ops[self.at].name if self.at < len(self.ops) else None
+
+    def _after(self, n: int) -> str | None:
+        return self.ops[self.at + n].name if self.at + n < len(self.ops) else None
 
     def _take(self, *names: str) -> Op:
         if self._next not in names:

@@ -6,7 +6,8 @@ file decides which decoders it can run, and defines the kernel's constants.
 2. Weights have 16 bits, are FP8 or INT8 with a scale per row, or INT4 with a scale per group.
    Experts can't be INT4. With bfloat16 weights they can be MXFP4, in the order in which `mxfp4.py`
    packs them.
-3. Layers may have different windows, in two cache groups."""
+3. Layers may have different windows, in two cache groups.
+4. Layers may have the gated delta rule in place of attention, all with the same sizes."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ from slipstream.platform import platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
+from slipstream.spec.recurrent import GatedDeltaSpec
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cu")
     for name in (
         "instructions",
-        *(f"one_token_{part}" for part in ("products", "attention", "mla", "experts")),
+        *(f"one_token_{part}" for part in ("products", "attention", "mla", "experts", "delta")),
         "one_token",
     )
 )
@@ -52,7 +54,7 @@ PRODUCER_WARPS = 2
 RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
 in flight. Measured on an H200."""
-MAX_SPLITS = 16
+MAX_SPLITS = 64
 ONE_HEAD_KEYS = 4096
 """Longest sequence for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
@@ -92,10 +94,12 @@ POINTERS = (
     *("shared_weight", "expert_counts", "logits"),
     *("latent", "latent_scales", "keys", "values"),
     *("sinks", "window", "table", "up_factor", "down_factor"),
+    *("gates", "conv", "conv_bias", "decay", "time", "delta_norm", "conv_states", "states"),
 )
 """Entries of a layer's row in the kernel's table, in order; 0 for a tensor that the layer lacks.
 With latent attention `qkv` makes queries only, `k_norm` norms the latent, and `v` is a view of `k`.
-The last four are not pointers: window, number of the block table, and factors of MXFP4 experts."""
+Of a recurrent layer `qkv` makes the inputs of the rule and its gate. Not pointers: `window`, `table`
+(number of the block table), and factors of MXFP4 experts."""
 
 
 def refusal(
@@ -157,12 +161,25 @@ def heads_per_block(shape: TokenShape) -> int:
     return HEADS_PER_BLOCK if shape.num_heads % HEADS_PER_BLOCK == 0 else 1
 
 
+def delta_columns(d: GatedDeltaSpec, programs: int) -> int:
+    """Columns of a head's state that one program has: as few as there are programs for, of 1,024 numbers at least."""
+    parts = 1
+    while (
+        d.num_heads * parts * 2 <= programs
+        and d.key_dim * d.value_dim // parts >= 2048
+        and d.value_dim // parts >= 16
+    ):
+        parts *= 2
+    return d.value_dim // parts
+
+
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     """Stages that the ring has room for in shared memory, next to a product's input or attention,
     for any cache type. The kernel needs three. `one_token_products.cu` computes the same sizes at
     its top."""
     s, heads = shape, shape.num_heads // shape.num_kv_heads
-    widest = max(s.hidden_size, down_inputs(s), s.num_heads * s.head_dim)
+    values = 0 if s.delta is None else s.delta.v_size
+    widest = max(s.hidden_size, down_inputs(s), s.num_heads * s.head_dim, values)
     form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
     step_bytes = RING[form][0]
     stage, row, sums = 16 * (step_bytes + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
@@ -180,10 +197,14 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         attention = 4 * (
             (heads_per_block(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2)
         )
+    if s.delta is not None:
+        rule = 4 * (2 * s.delta.key_dim + (1 + 2 * WARPS) * s.delta.value_dim)
+        attention = max(attention, rule)
     other = (
         512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128
     )  # barriers, pointers, tiles' sums, scratch; alignment
-    other += 0 if s.experts is None else s.experts.num_experts_per_token * 128
+    if s.experts is not None:
+        other += s.experts.num_experts_per_token * 128 + (s.experts.num_experts + 4) * 4
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
 
@@ -238,6 +259,12 @@ def _refusal_here(
     if shape.num_kv_heads > programs:  # a program attends for at most one kv head
         return Reason(
             f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads"
+        )
+    if (d := shape.delta) is not None and (
+        d.num_heads > programs or d.key_dim * delta_columns(d, programs) > 16384
+    ):
+        return Reason(
+            f"the one-token kernel has {programs} programs here, too few for the states of {d.num_heads} heads"
         )
     if stages(shape, product, shared_bytes) < 3:
         return Reason(
@@ -313,16 +340,20 @@ class OneTokenStep:
         norm = layers[0]["norm"]
         assert isinstance(norm, Tensor)
         self.dtype = norm.dtype
-        q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        q = s.num_heads * s.head_dim
+        made = (s.num_heads * (1 + s.output_gate) + 2 * s.num_kv_heads) * s.head_dim
         if (own := s.latent) is not None:
             made = s.num_heads * (own.nope_dim + own.rotary_dim) + own.rank + own.rotary_dim
+        values = gates = 0
+        if s.delta is not None:
+            values, gates = s.delta.v_size, 2 * s.delta.num_heads
+            made = max(made, s.delta.conv_channels + values)
         # and the output of attention
         self._qkv = torch.zeros(made + q, dtype=self.dtype, device=device)
         self._mid = torch.zeros(down_inputs(s), dtype=self.dtype, device=device)
-        self._partials = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
-        self._softmax = torch.zeros(
-            self.splits * s.num_heads * 2, dtype=torch.float32, device=device
-        )
+        # in recurrent layers: the rule's results, and its gates
+        self._partials = torch.zeros(max(self.splits * q, values), device=device)
+        self._softmax = torch.zeros(max(self.splits * s.num_heads * 2, gates), device=device)
         num_logits = 0 if s.experts is None else s.experts.num_experts + 1
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
         self._counters = torch.zeros(4 + s.num_kv_heads, dtype=torch.int32, device=device)
@@ -345,7 +376,8 @@ class OneTokenStep:
         if self._kv is not kv:
             self._kv = kv
             self._tables.append(self._table(kv))
-        key = kv[0].k.dtype, kv[0].block_size
+        attended = next(x for x in kv if x.state is None)
+        key = attended.k.dtype, attended.block_size
         if key not in self._kernels:
             self._kernels[key] = self.compiled(self.definitions(*key))
         cos_sin = self._partials if self.cos_sin is None else self.cos_sin
@@ -360,7 +392,10 @@ class OneTokenStep:
             cos_sin,
         )
         first, second = (meta.of_group(i % self.num_tables).block_table for i in range(2))
-        steps = (meta.positions, first, meta.seq_lens, self._shared, second)
+        states = (self._counters,) * 2  # not read
+        if meta.states is not None:
+            states = meta.states.read, meta.states.write
+        steps = (meta.positions, first, meta.seq_lens, self._shared, second, *states)
         self._kernels[key](
             self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers))
         )
@@ -377,9 +412,11 @@ class OneTokenStep:
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
         """Values for the names in capitals in the kernel's source."""
-        s, layer, w = self.shape, self.layers[0], self.product
+        s, w = self.shape, self.product
+        layer = next(x for x in self.layers if x.get("gates") is None)  # with attention
         dense, expert, _ = widths(s)
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
+        sizes["V"] = sizes["Q"] if s.delta is None else s.delta.v_size
         own = s.latent or MLAShape(nope_dim=0, rotary_dim=0, rank=0, eps=0.0)
         if s.latent is not None and CACHES[cache] != 16:
             raise ConfigError(
@@ -419,6 +456,8 @@ class OneTokenStep:
             "NORM_BIAS": layer.get("norm_bias") is not None,
             "QK_NORM": layer.get("q_norm") is not None,
             "SINKED": layer.get("sinks") is not None,
+            "OUTPUT_GATE": s.output_gate,
+            **self._delta(),
             "WINDOWS": any(x.get("window") for x in self.layers),
             "TABLES": self.num_tables,
             **{
@@ -467,6 +506,27 @@ class OneTokenStep:
             "WEIGHED": m is not None and m.shared is not None and m.shared.weighed,
         }
 
+    def _delta(self) -> dict[str, int | float]:
+        """Definitions for layers with the gated delta rule."""
+        d = self.shape.delta
+        if d is None:
+            names = "HEADS KEY_HEADS K V WIDTH COLUMNS SCALE EPS TWICE SIGMOID CONV_BIAS"
+            return dict.fromkeys(("DELTA", *(f"DELTA_{name}" for name in names.split())), 0)
+        return {
+            "DELTA": 1,
+            "DELTA_HEADS": d.num_heads,
+            "DELTA_KEY_HEADS": d.num_key_heads,
+            "DELTA_K": d.key_dim,
+            "DELTA_V": d.value_dim,
+            "DELTA_WIDTH": d.conv_width,
+            "DELTA_COLUMNS": delta_columns(d, self.programs),
+            "DELTA_SCALE": d.key_dim**-0.5,
+            "DELTA_EPS": d.eps,
+            "DELTA_TWICE": d.negative_eigenvalues,
+            "DELTA_SIGMOID": d.gate == "sigmoid",
+            "DELTA_CONV_BIAS": any(x.get("conv_bias") is not None for x in self.layers),
+        }
+
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
         table = []
         for layer, cache in zip(self.layers, kv, strict=True):
@@ -478,6 +538,8 @@ class OneTokenStep:
                 "v_scale": cache.v_scale,
             }
             tensors["logits"] = self._logits
+            if cache.state is not None:
+                tensors |= {"conv_states": cache.state.conv, "states": cache.state.recurrent}
             table.append([self._address(tensors.get(name)) for name in POINTERS])
         return torch.tensor(table, dtype=torch.int64).to(self.device)
 

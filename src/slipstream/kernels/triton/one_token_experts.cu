@@ -2,7 +2,8 @@
 //
 //     norm → router | shared expert's up; chosen experts' ups, activation | shared expert's down; chosen experts' downs
 //
-// 1. Each CTA computes some of the router's logits. After the barrier every CTA chooses the experts from all logits.
+// 1. Each CTA computes some of the router's logits. After the barrier every CTA chooses the experts from all logits. It copies
+//    them once: if each warp of all CTAs read these few lines of L2, it would wait for the others (8 µs on an H200).
 // 2. The producer warps need the choice too. While they wait for it, they copy the shared expert's weights. Prefetching
 //    other weights into L2 meanwhile was slower on an H200: the next layer's q, k, v, or experts predicted from the
 //    residual before attention (Eliseev and Mazur, 2023); see benchmarks/results/kernels_cuda_one_token_ahead.json.
@@ -17,86 +18,92 @@ DEVICE u32 ordered(float x) {
 }
 DEVICE float logistic(float x) { return 1.0f / (1.0f + exp2_fast(-1.4426950408889634f * x)); }
 
-// The TOP best of X experts and their weights; of equals the first. Each warp computes all of it. A softmax keeps the order
-// of the logits, so without a correction logits are compared.
+DEVICE float unordered(u32 code) { return __uint_as_float(code & 0x80000000u ? code & 0x7fffffffu : ~code); }
+
+// The TOP best of X experts and their weights; of equals the first. Each warp computes all of it from the logits in shared
+// memory. A softmax keeps the order of the logits, so without a correction logits are compared.
 template <int X_>
 DEVICE TopExperts route(const float* logits, const float* correction) {
     constexpr int PER_LANE_ = (X_ + 31) / 32;
     const int lane = threadIdx.x % 32;
-    float score[PER_LANE_];
     u32 key[PER_LANE_], most = 0;
-#pragma unroll
-    for (int i = 0; i < PER_LANE_; i++) score[i] = lane * PER_LANE_ + i < X_ ? load_cg4(logits + lane * PER_LANE_ + i) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE_; i++) {
-        key[i] = lane * PER_LANE_ + i < X_ ? ordered(score[i]) : 0;
-        most = key[i] > most ? key[i] : most;
-    }
-    if (SIGMOID)
-#pragma unroll
-        for (int i = 0; i < PER_LANE_; i++) score[i] = logistic(score[i]);
-    else {
-        most = warp_max(most);
-        const float top = __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
-        float total = 0.0f;
+    float top = 0.0f, total = 1.0f;
+    {
+        float score[PER_LANE_];
 #pragma unroll
         for (int i = 0; i < PER_LANE_; i++) {
-            score[i] = lane * PER_LANE_ + i < X_ ? exp2_fast(1.4426950408889634f * (score[i] - top)) : 0.0f;
-            total += score[i];
+            const int expert = lane * PER_LANE_ + i;
+            score[i] = expert < X_ ? logits[expert] : 0.0f;
+            if (SIGMOID) score[i] = logistic(score[i]);
         }
-        if (CORRECTED || !NORMALIZE) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE_; i++) {
+            key[i] = lane * PER_LANE_ + i < X_ ? ordered(score[i]) : 0;
+            most = key[i] > most ? key[i] : most;
+        }
+        if (!SIGMOID) top = unordered(warp_max(most));
+        if (!SIGMOID && (CORRECTED || !NORMALIZE)) {
+            total = 0.0f;
+#pragma unroll
+            for (int i = 0; i < PER_LANE_; i++) {
+                score[i] = lane * PER_LANE_ + i < X_ ? exp2_fast(1.4426950408889634f * (score[i] - top)) : 0.0f;
+                total += score[i];
+            }
             total = warp_reduce(total);
-#pragma unroll
-            for (int i = 0; i < PER_LANE_; i++) score[i] /= total;
         }
+        if (CORRECTED)
+#pragma unroll
+            for (int i = 0; i < PER_LANE_; i++)
+                if (lane * PER_LANE_ + i < X_) key[i] = ordered(score[i] / total + correction[lane * PER_LANE_ + i]);
     }
-    if (SIGMOID || CORRECTED)
-#pragma unroll
-        for (int i = 0; i < PER_LANE_; i++)
-            if (lane * PER_LANE_ + i < X_) key[i] = ordered(score[i] + (CORRECTED ? correction[lane * PER_LANE_ + i] : 0.0f));
     TopExperts found;
-#pragma unroll
+    u32 chosen = 0;
+#pragma unroll 1
     for (int j = 0; j < TOP; j++) {
         u32 best = 0;
         int at = 0;
-        float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < PER_LANE_; i++)
-            if (key[i] > best) best = key[i], at = i, value = score[i];
-        const int owner = __ffs(__ballot_sync(~0u, best == warp_max(best))) - 1;
+            if (key[i] > best) best = key[i], at = i;
+        const u32 highest = warp_max(best);
+        const int owner = __ffs(__ballot_sync(~0u, best == highest)) - 1;
         const int expert = __shfl_sync(~0u, lane * PER_LANE_ + at, owner);
-        value = __shfl_sync(~0u, value, owner);
-        if (lane == j) found.expert = expert, found.weight = value;
+        if (lane == j) found.expert = expert, chosen = highest;
 #pragma unroll
         for (int i = 0; i < PER_LANE_; i++)
             if (lane == owner && i == at) key[i] = 0;
+    }
+    if (lane < TOP) {
+        const float y = CORRECTED ? logits[found.expert] : unordered(chosen);
+        if (SIGMOID) found.weight = CORRECTED ? logistic(y) : y;
+        else found.weight = exp2_fast(1.4426950408889634f * (y - top)) / total;
     }
     if (NORMALIZE) found.weight /= warp_reduce(found.weight) + 1e-20f;
     found.weight *= WEIGHT_SCALE;
     return found;
 }
 
-// This CTA's rows of the router [X, E], and of the shared expert's gate [1, E] if there is one. `prefetch` loads them before
-// the grid barrier. As the tap of `load_input` it multiplies them with the normed row. `write` stores the logits.
-template <int ROUTER_ROWS>
-struct RouterRows {
+// This CTA's rows of a product [ROWS, E] that is not quantized. `prefetch` loads them before the grid barrier: the last from
+// `last`, if that is given. As the tap of `load_input` it multiplies them with the normed row. `write` stores the results.
+template <int ROWS>
+struct PlainRows {
     static constexpr int VECTORS = E / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
-    static constexpr int ROWS_OF_CTA = (ROUTER_ROWS + CTAS - 1) / CTAS;
+    static constexpr int ROWS_OF_CTA = (ROWS + CTAS - 1) / CTAS;
     uint4 w[ROWS_OF_CTA][TIMES];
     float sum[ROWS_OF_CTA], bias[ROWS_OF_CTA];
 
-    DEVICE void prefetch(const u64* row, int cta) {
+    DEVICE void prefetch(int cta, u64 weight, u64 last = 0, u64 biases = 0) {
 #pragma unroll
         for (int o = 0; o < ROWS_OF_CTA; o++) {
             const int r = cta + o * CTAS;
+            const bool is_last = last && r == ROWS - 1;
             sum[o] = 0.0f;
-            bias[o] = ROUTER_BIAS && r < X ? to_float(((const u16*)row[ROUTER_B])[r]) : 0.0f;
-            const uint4* from = (const uint4*)row[ROUTER_W] + (long long)r * VECTORS;
-            if (WEIGHED && r == X) from = (const uint4*)row[SHARED_WEIGHT_W];
+            bias[o] = biases && r < ROWS && !is_last ? to_float(((const u16*)biases)[r]) : 0.0f;
+            const uint4* from = is_last ? (const uint4*)last : (const uint4*)weight + (long long)r * VECTORS;
 #pragma unroll
             for (int i = 0; i < TIMES; i++) {
                 const int v = i * THREADS + threadIdx.x;
-                if (r < ROUTER_ROWS && v < VECTORS) w[o][i] = from[v];
+                if (r < ROWS && v < VECTORS) w[o][i] = from[v];
             }
         }
     }
@@ -109,12 +116,12 @@ struct RouterRows {
             for (int j = 0; j < 8; j++) sum[o] += to_float(from_float(y[j])) * z[j];
         }
     }
-    DEVICE void write(float* logits, int cta, u8* memory) {
+    DEVICE void write(float* results, int cta, u8* memory) {
 #pragma unroll
         for (int o = 0; o < ROWS_OF_CTA; o++)
-            if (cta + o * CTAS < ROUTER_ROWS) {
+            if (cta + o * CTAS < ROWS) {
                 const float y = block_reduce<false>(sum[o], (float*)(memory + SCRATCH_AT)) + bias[o];
-                if (threadIdx.x == 0) logits[cta + o * CTAS] = to_float(from_float(y));
+                if (threadIdx.x == 0) results[cta + o * CTAS] = to_float(from_float(y));
             }
     }
 };
@@ -183,15 +190,14 @@ struct Mixture {
     // Producer warps. A CTA without tiles of the experts does not wait for the choice: its producers could otherwise be two
     // choices behind its consumers, which a barrier's parity can't tell from none.
     template <typename Pointer>
-    static DEVICE void produce(Pointer pointer, Producer& producer) {
+    static DEVICE void produce(Pointer pointer, const u8* memory, Producer& producer) {
         if (FS) producer.product<SIZE, E, GATED>(pointer(SHARED_UP_W), pointer(SHARED_UP_S));
         TopExperts experts;
         const int cta = producer.cta;
         if (Up::begin(cta) < Up::begin(cta + 1) || Down::begin(cta) < Down::begin(cta + 1)) {
-            float* logits = (float*)pointer(LOGITS);
             const float* correction = (const float*)pointer(CORRECTION);
             barrier_wait(producer.smem + ROUTED_BARRIER, producer.routed_layers++ & 1);
-            experts = route<X_>(logits, correction);
+            experts = route<X_>((const float*)(memory + LOGITS_AT), correction);
         }
         producer.product<FE, E, GATED, CONCAT, 0, 0, EXPERT_FORM>(pointer(UP_W), pointer(UP_S), experts);
         if (FS) producer.product<E, SIZE, false>(pointer(SHARED_DOWN_W), pointer(SHARED_DOWN_S));
@@ -201,10 +207,10 @@ struct Mixture {
     // Consumer warps: add the mixture to the residual x. `counted`: this CTA counts the chosen experts.
     static DEVICE void run(const u64* row, u16* x, u16* mid, u32* counters, u32& arrivals, bool counted,
                            RingPosition& ring, u8* memory, int cta) {
-        float* logits = (float*)row[LOGITS];
+        float *shared_logits = (float*)row[LOGITS], *logits = (float*)(memory + LOGITS_AT);
         grid_arrive(counters, arrivals);
-        RouterRows<X_ + WEIGHED> own;
-        own.prefetch(row, cta);
+        PlainRows<X_ + WEIGHED> own;
+        own.prefetch(cta, row[ROUTER_W], WEIGHED ? row[SHARED_WEIGHT_W] : 0, ROUTER_BIAS ? row[ROUTER_B] : 0);
         Epilogue shared_ahead;
         if (FS) shared_ahead = SharedUp::first(cta, row, SHARED_UP_S, x);
         grid_wait(counters, arrivals);
@@ -217,10 +223,13 @@ struct Mixture {
         };
         const float x_scale = load_input<E, MLP_NORM>(residual, norm, norm_bias, MLP_EPS, NORM_OFFSET, memory, tap);
         const float up_scale = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[UP_FACTOR]) / RAISED : x_scale;
-        own.write(logits, cta, memory);
+        own.write(shared_logits, cta, memory);
         grid_arrive(counters, arrivals);
         if (FS) SharedUp::run(shared_ahead, row, SHARED_UP_S, mid + TOP * FE, x_scale, ring, memory, cta);
-        grid_wait(counters, arrivals, smem_address(memory) + ROUTED_BARRIER);
+        grid_wait(counters, arrivals);
+        for (int i = threadIdx.x; i < X_ + WEIGHED; i += THREADS) logits[i] = load_cg4(shared_logits + i);
+        sync_consumers();
+        if (threadIdx.x == 0) barrier_arrive(smem_address(memory) + ROUTED_BARRIER);
         const TopExperts experts = route<X_>(logits, (const float*)row[CORRECTION]);
         if (counted && threadIdx.x < TOP && row[EXPERT_COUNTS]) relaxed_add((u64*)row[EXPERT_COUNTS] + experts.expert);
         Up::run(Up::first(cta, row, UP_S, x, experts), row, UP_S, mid, up_scale, ring, memory, cta, experts);
@@ -232,7 +241,7 @@ struct Mixture {
         grid_wait(counters, arrivals);
         if (FS) {
             constexpr int SHARED_INPUT_AT = INPUT_AT + input_bytes(TOP * FE);
-            const float by = WEIGHED ? logistic(load_cg4(logits + X)) : 1.0f;
+            const float by = WEIGHED ? logistic(logits[X]) : 1.0f;
             auto middle = [&](int v, float* y) {
                 unpack8(load_cg16((const uint4*)(mid + TOP * FE) + v), y);
 #pragma unroll

@@ -2,10 +2,14 @@
 
 // --- sizes that follow from one_token.py's definitions
 constexpr int G = H / HK;  // query heads of a kv head
-constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : (H + 2 * HK) * D;  // rows of the weight of q (and k, v)
+constexpr int GATE_ROWS = OUTPUT_GATE ? H * D : 0;  // the first rows of the weight of q, k, v: a gate of attention's output
+constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : GATE_ROWS + (H + 2 * HK) * D;  // rows of the weight of q (and k, v)
 constexpr int LATENT_ROWS = LATENT ? RANK + R : 16;                   // rows of the weight that makes latents
 constexpr int QKV_SIZE = QKV_ROWS + (LATENT ? LATENT_ROWS : 0);       // what the products before attention write
 constexpr int Q = H * D;                                              // what attention writes
+constexpr int DV = DELTA ? DELTA_HEADS * DELTA_V : 16;                // what the delta rule writes
+constexpr int DELTA_CHANNELS = 2 * DELTA_KEY_HEADS * DELTA_K + DV;    // of its convolution: q, k, v
+constexpr int DELTA_ROWS = DELTA ? DELTA_CHANNELS + DV : 16;          // and those of the gate z
 constexpr int ROW_STRIDE = STEP_BYTES + 64;  // padding puts a stage's rows into different banks
 constexpr int SCALE_BYTES = FORM == 2 ? STEP_BYTES * 2 / GROUP * 32 : 0;  // scales in a stage of 4-bit codes
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
@@ -19,7 +23,7 @@ __device__ constexpr int row_bytes(int inputs, int form = FORM) {
     return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : form == MXFP4 ? (inputs + 127) / 128 * 64 : inputs;
 }
 constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's down products, all experts together
-constexpr int MAX_INPUTS = max_of(E, max_of(DOWN_INPUTS, Q));
+constexpr int MAX_INPUTS = max_of(max_of(E, DELTA ? DV : 0), max_of(DOWN_INPUTS, Q));
 __device__ constexpr int input_bytes(int inputs) { return inputs * (FORM == 3 ? 1 : 2); }
 constexpr int INPUT_BYTES = input_bytes(MAX_INPUTS);
 constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : 0;
@@ -35,14 +39,17 @@ constexpr int PARTIALS = KV_BYTES == 1 ? THREADS / D : WARPS;   // partial sums 
 constexpr int ATTENTION_BYTES = 4 * (LATENT ? HEADS_PER_BLOCK * (R + RANK) + NOPE + R + RANK + WARPS * (RANK + 2)
                                    : G * D + 2 * D + (G + 2) * D + G * CHUNK_KEYS + G + PARTIALS * G * D);
 
+constexpr int DELTA_BYTES = DELTA ? 4 * (2 * DELTA_K + (1 + 2 * WARPS) * DELTA_COLUMNS) : 0;
+
 // --- shared memory
 constexpr int TABLE_SLOTS = 64;  // pointers of a layer that there is room for
 constexpr int BARRIERS_AT = 0, ROUTED_BARRIER = 16 * 16, POINTERS_AT = BARRIERS_AT + 16 * 32;
 constexpr int TILE_SUMS_AT = POINTERS_AT + 2 * 8 * TABLE_SLOTS;
 constexpr int SCRATCH_AT = TILE_SUMS_AT + 2 * WARPS * 16 * 4;
 constexpr int FACTORS_AT = SCRATCH_AT + 256;  // [TOP, 16]: what each expert's sums of a tile are multiplied by; then biases
-constexpr int SUMS_AT = FACTORS_AT + (X ? TOP * (DOWN_BIAS ? 128 : 64) : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
-constexpr int RING_AT = (INPUT_AT + max_of(INPUT_BYTES, ATTENTION_BYTES) + 127) / 128 * 128;
+constexpr int LOGITS_AT = FACTORS_AT + (X ? TOP * (DOWN_BIAS ? 128 : 64) : 0);  // of the router, and of the shared expert
+constexpr int SUMS_AT = LOGITS_AT + (X ? (X + 1 + 3) / 4 * 16 : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
+constexpr int RING_AT = (INPUT_AT + max_of(max_of(INPUT_BYTES, DELTA_BYTES), ATTENTION_BYTES) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING_AT) / STAGE_BYTES < 16 ? (SHARED - RING_AT) / STAGE_BYTES : 16;
 static_assert(STAGES >= 3, "too little shared memory");
 static_assert(STAGES <= 16 && ROUTED_BARRIER + 8 <= POINTERS_AT, "the barriers' places");
@@ -53,7 +60,8 @@ static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B,
        UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
        SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W,
-       SINKS, WINDOW, TABLE, UP_FACTOR, DOWN_FACTOR, NUM_POINTERS };
+       SINKS, WINDOW, TABLE, UP_FACTOR, DOWN_FACTOR, GATES_W, CONV_W, CONV_B, DECAY_W, TIME_W, DELTA_NORM_W, CONV_STATES, STATES,
+       NUM_POINTERS };
 
 DEVICE u32 pack2(float low, float high) { return from_float(low) | (u32)from_float(high) << 16; }
 DEVICE void unpack8(const uint4& v, float* y) {  // 8 numbers of the model's type
@@ -144,13 +152,12 @@ struct Ranks {
 // --- grid barriers. Counter 0 counts arrivals of all CTAs, counter 1 groups of heads whose splits are merged, counter 2 exits;
 // from SPLITS_OF on there is a counter of splits for each group of heads.
 constexpr int SPLITS_OF = 4;
-// Wait until `arrivals` are counted, and for all ranks' parts; then arrive at `barrier`, if one is given.
-DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0, const Ranks& ranks = Ranks()) {
+// Wait until `arrivals` are counted, and for all ranks' parts.
+DEVICE void grid_wait(const u32* counter, u32 arrivals, const Ranks& ranks = Ranks()) {
     if (threadIdx.x == 0) {
         while (load_acquire(counter) < arrivals) {
         }
         ranks.wait();
-        if (barrier) barrier_arrive(barrier);
     }
     sync_consumers();
 }

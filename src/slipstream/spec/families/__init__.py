@@ -12,48 +12,48 @@ from typing import Any
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
-    bamba,
-    bert,
-    bloom,
     cohere,
     deepseek,
     ernie,
     exaone,
-    falcon,
-    falcon_h1,
     gemma,
     gemma4,
     glm,
-    gpt,
     gpt_oss,
     granite,
     hunyuan,
-    idefics3,
+    llama,
+    minimax,
+    mistral3,
+    nemotron,
+    olmo,
+    qwen,
+)
+from slipstream.spec.families.base import Family
+from slipstream.spec.families.classic import (
+    bloom,
+    falcon,
+    gpt,
+    mpt,
+    neox,
+    opt,
+    phi,
+    stablelm,
+    starcoder,
+)
+from slipstream.spec.families.encoders import bert, modernbert, nomic, t5
+from slipstream.spec.families.hybrids import (
+    bamba,
+    falcon_h1,
     jamba,
     kimi_linear,
     lfm,
-    llama,
     mamba,
-    minimax,
-    mistral3,
-    modernbert,
-    mpt,
-    nemotron,
     nemotron_h,
-    neox,
-    nomic,
-    olmo,
     olmo_hybrid,
-    opt,
-    phi,
-    qwen,
     qwen_next,
-    qwen_vl,
-    stablelm,
-    starcoder,
-    t5,
 )
-from slipstream.spec.families.base import Family
+from slipstream.spec.families.pictures import idefics3, qwen_vl
 
 MODULES = (
     *(bamba, bert, bloom, cohere, deepseek, ernie, exaone, falcon, falcon_h1, gemma, gemma4),

@@ -24,9 +24,9 @@ from slipstream.spec.families.builders import (
     rope,
     rope_of_kind,
 )
-from slipstream.spec.families.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
+from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
 from slipstream.spec.model import (
     AttentionSpec,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.bert import UNREAD
 from slipstream.spec.families.builders import (
     activation,
     attention,
@@ -21,6 +20,7 @@ from slipstream.spec.families.builders import (
     rope,
     rope_of_kind,
 )
+from slipstream.spec.families.encoders.bert import UNREAD
 from slipstream.spec.families.metadata import encoder_gguf_config, llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import ClassifierSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock

@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.bert import GGUF_BERT, UNREAD, bert_classifier
 from slipstream.spec.families.builders import (
     attention,
     called,
@@ -17,6 +16,7 @@ from slipstream.spec.families.builders import (
     model,
     rope,
 )
+from slipstream.spec.families.encoders.bert import GGUF_BERT, UNREAD, bert_classifier
 from slipstream.spec.families.metadata import encoder_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock

@@ -20,7 +20,7 @@ from slipstream.spec.families.builders import (
     rms,
 )
 from slipstream.spec.families.deepseek import expert_groups
-from slipstream.spec.families.mamba import GGUF, GGUF_CHANGES, mamba_names
+from slipstream.spec.families.hybrids.mamba import GGUF, GGUF_CHANGES, mamba_names
 from slipstream.spec.families.metadata import kv_heads, numbers_by_layer
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (

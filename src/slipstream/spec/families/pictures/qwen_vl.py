@@ -16,8 +16,8 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.images import processing, square
 from slipstream.spec.families.names import LLAMA, Theirs, table
+from slipstream.spec.families.pictures.images import processing, square
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec
 from slipstream.spec.vision import (
     AxialRopeSpec,

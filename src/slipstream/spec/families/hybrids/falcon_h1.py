@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.bamba import BAMBA
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import attention, before, gated, heads, model, rms, rope
-from slipstream.spec.families.mamba import (
+from slipstream.spec.families.hybrids.bamba import BAMBA
+from slipstream.spec.families.hybrids.mamba import (
     GGUF,
     GGUF_CHANGES,
     bamba_mixer,

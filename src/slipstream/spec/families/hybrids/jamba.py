@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.spec.families.bamba import BAMBA
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import attention, before, gated, heads, model, rms
-from slipstream.spec.families.mamba import GGUF, GGUF_CHANGES, mamba_1_names, rank
+from slipstream.spec.families.hybrids.bamba import BAMBA
+from slipstream.spec.families.hybrids.mamba import GGUF, GGUF_CHANGES, mamba_1_names, rank
 from slipstream.spec.families.metadata import kv_heads, llama_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import LayerSpec, MambaSpec, MLPSpec, ModelSpec, MoESpec

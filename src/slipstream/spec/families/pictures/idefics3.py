@@ -6,9 +6,9 @@ The checkpoints of SmolVLM 1 call themselves idefics3, those of SmolVLM 2 smolvl
 from __future__ import annotations
 
 from slipstream.spec.families.base import ConfigReader, Family
-from slipstream.spec.families.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.families.llama import read as read_llama
 from slipstream.spec.families.names import LLAMA, table
+from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.vision import (

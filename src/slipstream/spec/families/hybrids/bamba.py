@@ -16,7 +16,7 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.mamba import (
+from slipstream.spec.families.hybrids.mamba import (
     GGUF,
     GGUF_CHANGES,
     bamba_mixer,

@@ -1,0 +1,1 @@
+"""Families with recurrent layers: linear attention, state spaces, short convolutions."""

@@ -1,0 +1,1 @@
+"""Families that take pictures, and how pictures become their input."""
