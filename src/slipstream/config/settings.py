@@ -173,6 +173,13 @@ class EngineArgs:
         None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
     )
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
+    cache_eviction: str = setting(
+        "value",
+        "order in which cached blocks are evicted: by the chance that they are used again and what they cost, or the least "
+        "recently used first",
+        choices=("value", "lru"),
+        rare=True,
+    )
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps", rare=True)
     enforce_eager: bool = setting(False, "no CUDA graphs", rare=True)
     deterministic: bool = setting(
@@ -376,6 +383,10 @@ class CacheConfig:
         0  # for states of recurrent layers, the null slot included; 0 without such layers
     )
     state_interval: int = 0  # tokens of a prompt between kept states
+    eviction: str = "value"  # or "lru"
+    attention_tokens: float = (
+        32768.0  # depth at which attention costs as much as the rest of a token
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
