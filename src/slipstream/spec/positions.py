@@ -132,7 +132,7 @@ class RopeSpec:
     `style` `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`:
     2i with 2i + 1 (GPT-J). `sections`: a token has three positions (a picture's time, row and
     column; all the same for text), and sections[j] frequencies use position j (M-RoPE; Qwen 2 VL,
-    arXiv:2409.12191).
+    arXiv:2409.12191). `backwards`: by −angle (nanochat).
     """
 
     theta: float
@@ -140,6 +140,7 @@ class RopeSpec:
     style: Literal["half", "interleaved"] = "half"
     scaling: RopeScaling = None
     sections: tuple[int, ...] | None = None
+    backwards: bool = False
 
     def __post_init__(self) -> None:
         require_positive("rope", rope_theta=self.theta)
@@ -160,10 +161,11 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:
     """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / period⌋), so that scores stay sharp in long texts
-    (Ministral 3; "temperature tuning" of Llama 4). Below `period` nothing changes."""
+    (Ministral 3; "temperature tuning" of Llama 4). Below `period` nothing changes. `offset` is added to p (Llama 4: 1)."""
 
     beta: float
     period: float
+    offset: int = 0
 
     def __post_init__(self) -> None:
         require_positive("rope_parameters", original_max_position_embeddings=self.period)
@@ -202,6 +204,15 @@ class BucketSpec:
 class LearnedPositionSpec:
     """A table of `num_positions` rows that is added to the embeddings. Position p has row p +
     `offset` (OPT: 2)."""
+
+    num_positions: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinusoidSpec:
+    """Numbers that are added to the embeddings (Vaswani et al. 2017, §3.5): half of them sines, then as many cosines, with
+    frequencies from 1 to 1/10000. Position p has those of p + `offset` (XGLM: 2)."""
 
     num_positions: int
     offset: int = 0
