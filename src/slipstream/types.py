@@ -23,6 +23,7 @@ from slipstream.errors import AdapterError, RequestError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
 from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
+from slipstream.sampling_params import ReasoningMarkers as ReasoningMarkers
 from slipstream.sampling_params import SamplingParams as SamplingParams
 from slipstream.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
@@ -407,7 +408,8 @@ class StepPlan:
     (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts.
     `copy_ranks` says in whose cache each of `block_copies` is (empty: all are in rank 0's).
     `largest` has the largest numbers of all parts, because all ranks must run the step in the same
-    way; a part may have no request at all.
+    way; a part may have no request at all. `unmasked` are requests whose tokens need no mask from
+    the host any more.
     """
 
     step_id: int
@@ -419,6 +421,7 @@ class StepPlan:
     copy_ranks: tuple[int, ...] = ()
     largest: StepShape | None = None
     state_marks: tuple[StateMark, ...] = ()
+    unmasked: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

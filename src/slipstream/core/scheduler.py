@@ -644,7 +644,9 @@ class Scheduler:
 
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self.in_flight.launched(step, now)
-        released, self.requests.released = self.requests.released, []
+        requests = self.requests
+        released, requests.released = requests.released, []
+        unmasked, requests.unmasked = requests.unmasked, []
         marks = tuple(
             mark for kv in self.kvs if kv.states is not None for mark in kv.states.planned()
         )
@@ -653,13 +655,15 @@ class Scheduler:
             of_ranks = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
             pairs = tuple([copy for copy, _ in of_ranks])
             ranks = tuple([rank for _, rank in of_ranks])
-            return step.plan(self.in_flight.last_id, released, pairs, shared, ranks, marks)
+            return step.plan(
+                self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked
+            )
         if self.requests.num_joined:
             shared = self.kv.shared_prefixes(
                 [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes]
             )
         copies = self.kv.begin_copies()
-        return step.plan(self.in_flight.last_id, released, copies, shared, state_marks=marks)
+        return step.plan(self.in_flight.last_id, released, copies, shared, (), marks, unmasked)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""

@@ -155,6 +155,7 @@ class Answer:
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
+        self.num_reasoning_tokens: int | None = None  # None: the answer is not read for reasoning
         self.stream = bool(body.stream)
         options = body.stream_options
         self.continuous_usage = options is not None and options.continuous_usage_stats
@@ -262,12 +263,14 @@ class Answer:
             },
             **self.more_usage,
         }
+        details: dict[str, int] = {}
+        if self.num_reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.num_reasoning_tokens
         if drafted := sum(choice.num_drafted for choice in self.choices):
             accepted = sum(choice.num_accepted for choice in self.choices)
-            details = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            }
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafted - accepted
+        if details:
             usage["completion_tokens_details"] = details
         return usage
 

@@ -38,7 +38,7 @@ from slipstream.server.answers.tools import (
     ToolSpec,
     chat_template,
     reasons,
-    thinking_variables,
+    thinking_fields,
     written_arguments,
 )
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
@@ -249,10 +249,9 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Settings of thinking. `budget_tokens` is checked but has no effect: max_tokens limits
-    thinking."""
+    """Settings of thinking. `budget_tokens` is an upper limit that holds exactly."""
 
-    hints: ClassVar[tuple[str, ...]] = ("display", "budget_tokens")
+    hints: ClassVar[tuple[str, ...]] = ("display",)
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
@@ -384,7 +383,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         messages = [Message(role="system", content=text)] if (text := _system(self.system)) else []
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")[0]
-        choice, output, thinking = self.tool_choice, self.output_config, self.thinking
+        choice, output = self.tool_choice, self.output_config
         asked = (output.format if output is not None else None) or self.output_format
         continued = self.messages[-1].role == "assistant"
         chosen: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -406,12 +405,20 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
             tools=tools or None,
             tool_choice=chosen,
             parallel_tool_calls=False if one_call else None,
-            chat_template_kwargs=None
-            if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state)
-            else thinking_variables(state, "thinking", asked=thinking.type == "enabled"),
             continue_final_message=continued or None,
+            **self._thinking(state),
             **more,
         )
+
+    def _thinking(self, state: ServerState) -> dict[str, Any]:
+        """`thinking` as fields of a chat."""
+        thinking = self.thinking
+        if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state):
+            return {}
+        fields = thinking_fields(state, "thinking", asked=thinking.type == "enabled")
+        if thinking.budget_tokens is not None:
+            fields["thinking_token_budget"] = thinking.budget_tokens
+        return fields
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
@@ -462,6 +469,7 @@ _NAMES = {
     **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking",
     "tool_choice.function.name": "tool_choice.name",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
@@ -664,11 +672,14 @@ class MessageAnswer(BlockAnswer):
 
     def _usage(self, output: int) -> dict[str, Any]:
         cached = self.prompt_info[0].num_cached_tokens
+        thought = self.num_reasoning_tokens
+        more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
         return {
             "input_tokens": self.record.num_prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output,
+            **more,
         }
 
     def _stop(self) -> tuple[str, str | None]:

@@ -146,6 +146,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
     # No effect: none of our tokenizers adds spaces there.
     spaces_between_special_tokens: bool | None = None
+    thinking_token_budget: Int | None = None  # -1: no limit
     priority: Int | None = None  # lower goes first
     # Cached prefixes are shared only with requests that have the same salt.
     cache_salt: Text | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config.settings import SpeculationConfig
+from slipstream.config.forms import LearnedDrafts
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import Passes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-def check_num_drafts(speculation: SpeculationConfig, description: HeadDescription) -> None:
+def check_num_drafts(speculation: LearnedDrafts, description: HeadDescription) -> None:
     """Raise ConfigError if more drafts are wanted than the head has."""
     wanted, most = speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
@@ -43,7 +43,7 @@ def check_num_drafts(speculation: SpeculationConfig, description: HeadDescriptio
 
 
 def head_scheme(
-    speculation: SpeculationConfig,
+    speculation: LearnedDrafts,
     description: HeadDescription,
     default: str | None,
     *,
