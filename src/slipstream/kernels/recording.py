@@ -140,6 +140,9 @@ class NamedWeight:
     def __mul__(self, factor: float) -> NamedWeight:
         return self
 
+    def __getitem__(self, rows: slice) -> NamedWeight:
+        return NamedWeight(self.name, (rows.stop - rows.start, *self.shape[1:]))
+
 
 @dataclass(frozen=True, slots=True)
 class NamedLinear:

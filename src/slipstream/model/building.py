@@ -160,11 +160,17 @@ def build_layer(
     def streams(s: StreamsSpec) -> Streams:
         parts = ("router", "predict", "correct", "narrow", "wide")
         made: Any = {x: linear(f"streams.{x}", None) for x in parts}
-        ends = (
-            tuple(linear(f"streams.{x}.{i}", None) for i in range(s.count - 1)) if there else ()
-            for x, there in (("open", s.opens), ("close", s.closes))
-        )
-        made |= dict(zip(("opening", "closing"), ends, strict=True))
+
+        def apart(part: str) -> tuple[Linear, ...]:
+            """The products of the streams, whose weights are stored as one."""
+            whole: Any = parameters.pop(f"{name}streams.{part}.weight")
+            each = whole.shape[0] // (s.count - 1)
+            for i in range(s.count - 1):
+                parameters[f"{name}streams.{part}.{i}.weight"] = whole[i * each : (i + 1) * each]
+            return tuple(linear(f"streams.{part}.{i}", None) for i in range(s.count - 1))
+
+        made["opening"] = apart("open") if s.opens else ()
+        made["closing"] = apart("close") if s.closes else ()
         for x, norm in (("norm", s.norm), ("low_rank_norm", s.low_rank_norm)):
             made[x] = build_norm(norm, f"{name}streams.{x}", parameters)
         return Streams(s, scale=parameters.pop(f"{name}streams.scale.weight"), **made)

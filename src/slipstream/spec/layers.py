@@ -444,8 +444,7 @@ class StreamsSpec:
             "streams.scale.weight": (hidden_size,),
         }
         for part in ("open",) * self.opens + ("close",) * self.closes:
-            for i in range(n - 1):
-                found |= linear_shapes(f"streams.{part}.{i}", hidden_size, hidden_size)
+            found |= linear_shapes(f"streams.{part}", (n - 1) * hidden_size, hidden_size)
         return found
 
 

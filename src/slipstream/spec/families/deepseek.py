@@ -113,6 +113,9 @@ def read_minicpm3(c: ConfigReader) -> ModelSpec:
     )
     hidden, count = c.size("hidden_size"), c.size("num_hidden_layers")
     c.assume(v_head_dim=hidden // c.size("num_attention_heads"))
+    scale = c.take("scale_emb", float, 12.0)
+    if scale <= 0:
+        raise c.unsupported("scale_emb", "must be above 0")
     return _read(
         c,
         "minicpm3",
@@ -120,7 +123,7 @@ def read_minicpm3(c: ConfigReader) -> ModelSpec:
         interleaved=False,
         dense=count,
         residual_scale=c.take("scale_depth", float, count**0.5) / count**0.5,
-        embed_scale=c.take("scale_emb", float, 12.0),
+        embed_scale=scale,
         logit_scale=c.take("dim_model_base", float, float(hidden)) / hidden,
         tied=True,
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from statistics import NormalDist
+from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
     activation,
     attention,
@@ -21,7 +23,7 @@ from slipstream.spec.families.builders import (
     rope_of_kind,
 )
 from slipstream.spec.families.gemma import SANDWICH, TANH
-from slipstream.spec.families.names import Theirs, table
+from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
     DenseSpec,
     LayerInputsSpec,
@@ -32,6 +34,7 @@ from slipstream.spec.model import (
     SequentialBlock,
     StreamsSpec,
 )
+from slipstream.spec.parameters import Placement
 
 DEFAULTS = {
     "vocab_size": 262_400,
@@ -166,19 +169,97 @@ NAMES: dict[str, Theirs] = {
     "layer_inputs.project": "model.per_layer_model_projection",
     "layer_inputs.norm": "model.per_layer_projection_norm",
 }
-OF_MODEL = re.compile(r"model\.layers\.\d+\.(altup_(?:unembed_)?projections\.)")
+ENDS: dict[str, Theirs] = {
+    "streams.open": "altup_projections",
+    "streams.close": "altup_unembed_projections",
+}
+OF_ENDS = re.compile(r"(model\.|)(?:layers|blk)\.\d+\.(altup_(?:unemb\w*_)?proj\w*)\.weight")
+GGUF3N: dict[str, Theirs] = {
+    "own_input.gate": "inp_gate",
+    "own_input.project": "proj",
+    "own_input.norm": "post_norm",
+    "streams.router": "altup_router",
+    "streams.predict": "altup_predict_coef",
+    "streams.correct": "altup_correct_coef",
+    "streams.norm": "altup_router_norm",
+    "streams.scale": "altup_correct_scale",
+    "streams.narrow": "laurel_l",
+    "streams.wide": "laurel_r",
+    "streams.low_rank_norm": "laurel_post_norm",
+    "streams.open": "altup_proj",
+    "streams.close": "altup_unembd_proj",
+    "layer_inputs.table": "per_layer_token_embd",
+    "layer_inputs.project": "per_layer_model_proj",
+    "layer_inputs.norm": "per_layer_proj_norm",
+}
 
 
 def names(spec: ModelSpec) -> Names:
     """The products of the first and of the last layer that make streams have names without a layer."""
-    s = spec.layers[0].streams
-    assert s is not None
-    ends: dict[str, Theirs] = {}
-    for i in range(s.count - 1):
-        ends[f"streams.open.{i}"] = f"altup_projections.{i}"
-        ends[f"streams.close.{i}"] = f"altup_unembed_projections.{i}"
-    found = table({**NAMES, **ends})(spec)
-    return {OF_MODEL.sub(r"model.\1", name): place for name, place in found.items()}
+    return _without_layer(table({**NAMES, **ENDS})(spec), spec, stacked=False)
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    return _without_layer(gguf_table(GGUF3N)(spec), spec, stacked=True)
+
+
+def _without_layer(found: Names, spec: ModelSpec, *, stacked: bool) -> Names:
+    """`stacked`: one tensor has the products of all streams."""
+    made, rows = {}, spec.hidden_size
+    for name, place in found.items():
+        end, s = OF_ENDS.fullmatch(name), spec.layers[0].streams
+        if end is None or s is None:
+            made[name] = place
+        elif stacked:
+            made[f"{end[2]}.weight"] = Placement(place.target, copies=s.count - 1)
+        else:
+            for i in range(s.count - 1):
+                own = Placement(place.target, i * rows, rows)
+                made[f"{end[1]}{end[2]}.{i}.weight"] = own
+    return made
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    count, inner = m.size("block_count"), m.value("feed_forward_length")
+    pattern = m.take(
+        "attention.sliding_window_pattern", list, [(i + 1) % 5 != 0 for i in range(count)]
+    )
+    head_dim = m.size("attention.key_length")
+    m.require("attention.value_length", head_dim)
+    m.require("rope.dimension_count", head_dim)
+    deviations = m.maybe("activation_sparsity_scale", list)
+    config: dict[str, Any] = {
+        "model_type": "gemma3n_text",
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": count,
+        "intermediate_size": inner,
+        "num_attention_heads": m.size("attention.head_count"),
+        "num_key_value_heads": m.size("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "max_position_embeddings": m.size("context_length"),
+        "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
+        "hidden_activation": TANH,
+        "sliding_window": m.size("attention.sliding_window"),
+        "layer_types": [WINDOW if has_window else FULL for has_window in pattern],
+        "num_kv_shared_layers": m.take("attention.shared_kv_layers", int, 15),
+        "hidden_size_per_layer_input": m.size("embedding_length_per_layer_input"),
+        "altup_active_idx": m.take("altup.active_idx", int, 0),
+        "altup_num_inputs": m.size("altup.num_inputs", 4),
+        "rope_theta": m.take("rope.freq_base", float, 1e6),
+        "rope_local_base_freq": m.take("rope.freq_base_swa", float, 1e4),
+    }
+    if deviations is not None:  # −∞ for none
+        normal = NormalDist()
+        config["activation_sparsity_pattern"] = [normal.cdf(float(x)) for x in deviations]
+    if (cap := m.maybe("final_logit_softcapping", float)) is not None:
+        config["final_logit_softcapping"] = cap
+    for key, tensor, side in (
+        ("vocab_size_per_layer_input", "per_layer_token_embd.weight", 0),
+        ("laurel_rank", "blk.0.laurel_l.weight", 0),
+    ):
+        if (shape := m.maybe(tensor, list)) is not None:
+            config[key] = shape[side]
+    return config
 
 
 UNUSED = r"(model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
@@ -191,6 +272,13 @@ FAMILIES = (
         read=read,
         names=names,
         ignored=(UNUSED,),
+        gguf=GGUFFamily(
+            architecture="gemma3n",
+            config=gguf_config,
+            names=gguf_names,
+            ignored=(r"blk\.\d+\.attn_(k|v|k_norm)\.weight",),
+            shapes=(r"per_layer_token_embd\.weight", r"blk\.0\.laurel_l\.weight"),
+        ),
     ),
     Family(
         model_type="gemma3n",
