@@ -73,11 +73,13 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
                 s.original_max_position / s.low_freq_factor,
                 s.original_max_position / s.high_freq_factor,
             )
+            scaled = np.where(wavelength > low, base / less, base)
+            if s.low_freq_factor == s.high_freq_factor:  # no transition (Llama 4)
+                return scaled, 1.0
             smooth = (
                 np.float32(s.original_max_position) / wavelength - np.float32(s.low_freq_factor)
             ) / np.float32(s.high_freq_factor - s.low_freq_factor)
             between = (one - smooth) * base / less + smooth * base
-            scaled = np.where(wavelength > low, base / less, base)
             return np.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
         case YarnScaling() as s:
 

@@ -45,9 +45,9 @@ class Llama3Scaling:
             high_freq_factor=self.high_freq_factor,
             original_max_position_embeddings=self.original_max_position,
         )
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise UnsupportedModelError(
-                f"rope_scaling: low_freq_factor must be below high_freq_factor, got {self.low_freq_factor} and "
+                f"rope_scaling: low_freq_factor must be at most high_freq_factor, got {self.low_freq_factor} and "
                 f"{self.high_freq_factor}",
                 field="low_freq_factor",
             )

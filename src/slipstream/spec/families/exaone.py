@@ -20,6 +20,8 @@ def read(c: ConfigReader) -> ModelSpec:
 def read_moe(c: ConfigReader) -> ModelSpec:
     """K-EXAONE: norms before attention and MLP, and DeepSeek V3's experts."""
     experts, shared = c.size("num_experts", 64), c.size("num_shared_experts", 1)
+    c.require("scoring_func", "sigmoid")
+    c.require("topk_method", "noaux_tc")
     c.require("n_routed_experts", experts)
     c.require("n_shared_experts", shared)
     c.assume(n_routed_experts=experts, n_shared_experts=shared, moe_intermediate_size=1024)

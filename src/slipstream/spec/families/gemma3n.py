@@ -78,7 +78,8 @@ def read(c: ConfigReader) -> ModelSpec:
     num_streams, active = c.size("altup_num_inputs", 4), c.take("altup_active_idx", int, 0)
     if num_streams < 2 or not 0 <= active < num_streams:
         raise c.unsupported("altup_active_idx", "must be one of at least 2 altup_num_inputs")
-    c.ignore("altup_coef_clip")  # in training alone
+    c.ignore("altup_coef_clip", "altup_lr_multiplier")  # in training alone
+    c.ignore("query_pre_attn_scalar")  # scores are not scaled
     streams = StreamsSpec(
         count=num_streams,
         active=active,

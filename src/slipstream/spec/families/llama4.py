@@ -57,7 +57,8 @@ def read(c: ConfigReader) -> ModelSpec:
     normed = c.take("use_qk_norm", bool, True)
     qk_norm = QKNormSpec(over="head", eps=norm.eps, after=True, learned=False) if normed else None
     period, beta = c.size("floor_scale", 8192), c.take("attn_scale", float, 0.1)
-    tuned = c.take("attn_temperature_tuning", bool, True)
+    c.require("attn_temperature_tuning", False, True, 4)  # 4 in the first configs, for True
+    tuned = c.value("attn_temperature_tuning") is not False
     scale = QueryScale(beta=beta, period=period, offset=1) if tuned else None
     step = c.size("interleave_moe_layer_step", 1)
     mixed = c.take("moe_layers", list, list(range(step - 1, count, step)))
