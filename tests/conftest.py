@@ -41,6 +41,8 @@ NUM_MODULES = 0
 def pytest_addoption(parser):
     whose = "the interpreter that other programs' clients are installed for"
     parser.addoption("--clients-python", default=sys.executable, metavar="PYTHON", help=whose)
+    nodes = "the folder of npm's packages for tests/server/test_server_loops.py"
+    parser.addoption("--clients-node", metavar="FOLDER", help=nodes)
 
 
 def pytest_xdist_auto_num_workers():

@@ -29,7 +29,8 @@ PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.it
 ORDER = (
     *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_params"),
     *("outputs", "stats", "types", "config", "hub", "costs", "start_messages", "platform"),
-    *("kernels", "model", "core", "worker", "engine", "server", "frontend", "bench", "simulate"),
+    *("kernels", "model", "core", "worker", "engine", "server", "frontend"),
+    *("conformance", "bench", "simulate"),
     *("fleet", "evals", "compress", "optimize", "cli", "__main__"),
 )
 """The parts of the package, from the ground up: each imports only parts before it."""
@@ -44,6 +45,7 @@ NARROW = {  # part: what it may import of the parts before it, where that is not
     "engine": (*BASE, "core", "worker.executor"),
     "server": (*BASE, "engine"),
     "frontend": (*BASE, "engine", "server"),
+    "conformance": ("errors",),  # it asks over HTTP, as any client does
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
     "simulate": (*BASE, "core", "bench"),
     "fleet": (*BASE, "core.prefix_cache", "engine", "server", "bench", "simulate"),

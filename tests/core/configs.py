@@ -26,6 +26,7 @@ def config(
     speculation: SpeculationConfig = NO_DRAFTS,
     state_slots: int = 0,
     state_interval: int = 2 * BLOCK,
+    eviction: str = "value",
     **scheduling: Any,
 ) -> dict[str, Any]:
     """Arguments of `Scheduler` and `TextScheduler`."""
@@ -46,6 +47,7 @@ def config(
         kv_cache_bytes=None,
         enable_prefix_caching=enable_prefix_caching,
         groups=groups,
+        eviction=eviction,
         state_slots=state_slots,
         state_interval=state_interval if state_slots else 0,
     )

@@ -281,6 +281,7 @@ def test_answers_are_the_same_however_they_are_computed(path, llm, more):
             for one in (other, llm)
         )
         assert found == expected
+    assert other.stats().num_preemptions > 0 or "kv_cache_bytes" not in more
 
 
 def test_request_is_a_plain_one_after_its_reasoning(llm, monkeypatch):

@@ -33,7 +33,7 @@ LLAMA4 = {k: v for k, v in tiny_models.FAMILIES["llama4_text"].items() if k != "
 LLAMA4 = {k: v for k, v in LLAMA4.items() if v is not None or k == "pad_token_id"}
 SIGHT = dict(
     **dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
-    **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=32),
+    **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=1024),
 )
 CASES = {
     "qwen3_vl": ("Qwen3VL", QWEN, {"vision_config": TOWER, **QWEN_IDS}),
@@ -53,7 +53,11 @@ CASES = {
             )
         },
     ),
-    "gemma4": ("Gemma4", GEMMA, {"vision_config": SIGHT, "audio_config": None}),
+    "gemma4": (
+        "Gemma4",
+        GEMMA,
+        {"vision_config": SIGHT, "audio_config": None, "image_token_id": 280},
+    ),
 }
 
 
@@ -84,7 +88,7 @@ def close(path, theirs):
 def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
-    assert read_spec(tmp_path).spec.vision is None
+    assert read_spec(tmp_path).taking_images(0).spec.vision is None
 
 
 def test_gemma_3n_without_its_towers(tmp_path):

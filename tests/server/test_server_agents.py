@@ -137,7 +137,8 @@ def test_max_tokens_beyond_the_context_ends_with_the_context(http):
     body = {"model": "smollm2", "messages": CLAUDE_CODE["messages"], "max_tokens": 32000, "seed": 3}
     answer = http.post("/v1/messages", json=body, headers=VERSION).json()
     usage = answer["usage"]
-    total = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    total = sum(usage[name] for name in (*names, "output_tokens"))
     assert answer["stop_reason"] in ("model_context_window_exceeded", "end_turn")
     assert (total == 1024) == (answer["stop_reason"] == "model_context_window_exceeded")
 
@@ -153,6 +154,17 @@ def test_long_prompt_is_refused_in_the_words_of_the_protocol(http):
     assert error["message"].startswith(
         "This model's maximum context length is 1024 tokens. However, "
     )
+
+
+def test_thread_is_refused_by_the_code_on_which_clients_send_the_whole_conversation(http):
+    body = {"model": "smollm2", "messages": CLAUDE_CODE["messages"], "max_tokens": 4}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = http.post("/v1/messages", json=body | {"thread": thread}, headers=VERSION)
+        error = answer.json()["error"]
+        assert (answer.status_code, "thread" in error["message"]) == (400, True)
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+    unthreaded = http.post("/v1/messages", json=body | {"thread": None}, headers=VERSION)
+    assert unthreaded.status_code == 200, unthreaded.text
 
 
 def test_body_of_codex_is_taken(http, model):

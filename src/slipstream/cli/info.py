@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from slipstream.config.forms import (
 )
 from slipstream.costs.estimate import host_expert_bytes
 from slipstream.costs.hardware import host_memory
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.spec.host_experts import mixtures
 from slipstream.spec.model import (
@@ -34,6 +35,7 @@ from slipstream.spec.model import (
     RecurrentSpec,
     ShortConvSpec,
 )
+from slipstream.spec.mtp import read_mtp
 from slipstream.spec.parallel import uneven_parts
 from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
@@ -171,7 +173,18 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
         ("torch", "not needed" if needs is None else f"needed: {needs}"),
         ("KV cache", cache + kept),
         *((("states", f"{size(state)} a sequence"),) if state else ()),
+        *(("drafts", text) for text in describe_drafts(description)),
     ]
+
+
+def describe_drafts(description: ModelDescription) -> list[str]:
+    """A line about the layers of the checkpoint that draft; empty without any."""
+    try:
+        spec = read_mtp(description).spec
+    except (UnsupportedModelError, CheckpointError):
+        return []
+    count = sum(math.prod(shape) for shape in spec.shapes.values())
+    return [f"by a layer of its own, {count:,} parameters: speculative_config, method 'mtp'"]
 
 
 def describe_path(name: str, reason: Reason | None) -> str:

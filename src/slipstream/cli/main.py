@@ -44,6 +44,10 @@ VERBS = {  # verb → (its file, its line of the help)
     "compress": ("compress", "write a smaller checkpoint, with a report"),
     "compress-prompt": ("compress_prompt", "shorten a prompt"),
     "eval": ("evaluate", "perplexity of a model, or how far one is from another"),
+    "conformance": (
+        "conformance",
+        "check whether a server keeps to OpenAI's, Anthropic's and Ollama's protocols",
+    ),
     "bench": ("bench", "measure latency, throughput, a server"),
     "plan": ("plan", "what a model needs and carries, before buying or starting"),
     "sweep": ("bench.sweep", "measure engines, models and loads from one file, with a page"),

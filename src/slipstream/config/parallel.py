@@ -137,12 +137,25 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
             f"pipeline_parallel_size={size} is more than the model's layers ({spec.num_layers}); lower it",
             field="pipeline_parallel_size",
         )
+    vision = spec.vision
+    stacked = 0 if vision is None or vision.deepstack is None else len(vision.deepstack.layers)
     if given is None:
-        return even_stages(spec, size)
+        return _with_stacked(even_stages(spec, size), stacked)
     counts = tuple(int(text) if text.strip().isdecimal() else 0 for text in given.split(","))
     if len(counts) != size or min(counts) < 1 or sum(counts) != spec.num_layers:
         raise ConfigError(
             f"pipeline_layers={given!r}: it must name {size} numbers above 0 that add up to the {spec.num_layers} layers",
+            field="pipeline_layers",
+        )
+    return _with_stacked(counts, stacked)
+
+
+def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
+    """The stages. ConfigError unless the first one has the layers that add an encoder's states."""
+    if counts[0] < stacked:
+        raise ConfigError(
+            f"pipeline_parallel_size={len(counts)}: the encoder's states are added behind the first {stacked} layers, and the "
+            f"first stage has {counts[0]}; set pipeline_layers to give it as many, or max_images=0",
             field="pipeline_layers",
         )
     return counts

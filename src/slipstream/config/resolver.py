@@ -227,6 +227,7 @@ def _cache_section(
         host_bytes=args.kv_host_bytes,
         disk_bytes=args.kv_disk_bytes,
         disk_path=args.kv_disk_path,
+        eviction=args.cache_eviction,
         state_slots=_state_slots(args, spec),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]),
     )

@@ -6,7 +6,13 @@ ConfigError if steps could not hold what they must.
 from __future__ import annotations
 
 from slipstream.config.chosen import Chosen, Origins, positive
-from slipstream.config.forms import Offload, ParallelConfig, SpeculationConfig, StreamedLayers
+from slipstream.config.forms import (
+    DraftSettings,
+    Offload,
+    ParallelConfig,
+    SpeculationConfig,
+    StreamedLayers,
+)
 from slipstream.config.settings import (
     BATCH_WINDOW_S,
     MIXED_CHUNK,
@@ -115,12 +121,18 @@ HOST_STATE_BYTES = 2**31
 """Maximum default size of running sequences' states in host memory: half of the cache there."""
 
 
+AUTO_DRAFTS = 3
+"""Drafts of a sequence for whose states the default number of sequences leaves room, if their number is chosen."""
+
+
 def _sequences_with_states(
     spec: ModelSpec, device: DeviceInfo, speculation: SpeculationConfig
 ) -> int:
     """Number of sequences, a power of two, whose states take a quarter of a GPU's memory, or a fifth of what a host has
     free."""
-    slots = 2 + speculation.limit
+    slots = 2
+    if isinstance(speculation, DraftSettings):
+        slots += speculation.num_speculative_tokens or AUTO_DRAFTS
     room = device.memory_bytes // 4
     if not device.is_cuda:
         room = min(HOST_STATE_BYTES, device.free_bytes // 5)

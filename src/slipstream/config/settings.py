@@ -12,6 +12,7 @@ from slipstream.arguments import likely_value, suggesting_init, types_of, wrong_
 from slipstream.config.forms import (
     MAX_DRAFTS,
     MAX_STEP_DRAFTS,
+    DraftSettings,
     HeadDrafts,
     ModelDrafts,
     MTPDrafts,
@@ -172,6 +173,13 @@ class EngineArgs:
         None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
     )
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
+    cache_eviction: str = setting(
+        "value",
+        "order in which cached blocks are evicted: by the chance that they are used again and what they cost, or the least "
+        "recently used first",
+        choices=("value", "lru"),
+        rare=True,
+    )
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps", rare=True)
     enforce_eager: bool = setting(False, "no CUDA graphs", rare=True)
     deterministic: bool = setting(
@@ -375,6 +383,10 @@ class CacheConfig:
         0  # for states of recurrent layers, the null slot included; 0 without such layers
     )
     state_interval: int = 0  # tokens of a prompt between kept states
+    eviction: str = "value"  # or "lru"
+    attention_tokens: float = (
+        32768.0  # depth at which attention costs as much as the rest of a token
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +421,12 @@ class SchedulingConfig:
     def mixed_tokens_of_rank(self) -> int:
         """Most tokens of a rank in a step in which sequences decode, on any rank."""
         return -(-self.max_num_mixed_tokens // self.num_ranks)
+
+
+def drafts_with_states(num_states: int, num_seqs: int) -> int:
+    """Most drafts of a sequence in a step of a model with recurrent layers: a sequence has two states and one for each draft.
+    A quarter of the states stays for prompts to continue from, unless that leaves no draft."""
+    return max(1, num_states * 3 // 4 // num_seqs - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,12 +545,19 @@ class EngineConfig:
         self, num_blocks: int, block_bytes: int, num_states: int = 0
     ) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left
-        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots."""
+        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots, which
+        bound the drafts of a step if their number is chosen."""
         if num_states != self.cache.state_slots:
             cache = dataclasses.replace(self.cache, state_slots=num_states)
             return dataclasses.replace(self, cache=cache).with_memory_limits(
                 num_blocks, block_bytes, num_states
             )
+        if num_states and isinstance(drafts := self.speculation, DraftSettings):
+            most = drafts_with_states(num_states, self.scheduling.seqs_of_rank)
+            if drafts.num_speculative_tokens is None and most < drafts.most_drafts:
+                return self.with_most_drafts(most).with_memory_limits(
+                    num_blocks, block_bytes, num_states
+                )
         wanted, groups = self.model.max_model_len, self.cache.groups
         step = self.scheduling.tokens_of_rank
         capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)

@@ -38,6 +38,19 @@ FORMS: dict[str, type[Any]] = {
 LEAST = {"num_speculative_tokens": 1, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
 KEYS = ("method", *LEAST, "model", "quantization")
 
+MTP_NAMES = (
+    *(
+        "deepseek_mtp",
+        "ernie_mtp",
+        "glm4_moe_mtp",
+        "glm4_moe_lite_mtp",
+        "mimo_mtp",
+        "nemotron_h_mtp",
+    ),
+    *("qwen3_next_mtp", "qwen3_5_mtp"),
+)
+"""Other names of `mtp`, by family, as vLLM has them."""
+
 
 def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig:
     """The speculation section of the config. ConfigError names a wrong setting and its fault."""
@@ -70,6 +83,8 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig:
 
 def _checked(given: dict[str, Any]) -> SpeculationConfig:
     method = given.get("method")
+    if method in MTP_NAMES:
+        given = {**given, "method": (method := "mtp")}
     if not isinstance(method, str) or method not in FORMS:
         raise ConfigError(f"method={method!r} is not one of {', '.join(FORMS)}")
     form = FORMS[method]
@@ -151,7 +166,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ),
         (
             "speculative_config",
-            config.images is not None,
+            config.images is not None and drafts.method != "mtp",
             f"{drafts.method!r} drafts without seeing pictures; {others} (max_images=0 serves the model without pictures)",
         ),
     ):

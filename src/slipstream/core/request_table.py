@@ -81,6 +81,10 @@ class RequestTable:
             request.guide = next((part for part in concerned if part.guides), None)
             for part in concerned:
                 part.entered(request)
+        if (
+            spec.lora is None and spec.parent is None
+        ):  # an adapter's keys are known when it is admitted
+            self.kv.arrived(request)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request
         self.num_joined += spec.parent is not None
@@ -196,6 +200,7 @@ class RequestTable:
             self._stop(request)
         request.kv.release(request)
         self._drop_from_worker(request)
+        request.kv.ended(request)
         request.status = Status.FINISHED
         if self.kv.tiers is not None:
             self.kv.tiers.let_go(request)

@@ -57,6 +57,7 @@ from typing import TypeVar
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace, chunk_with_decodes
+from slipstream.core.cache_value import Sessions
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
@@ -138,8 +139,11 @@ class Scheduler:
         self.cache = cache
         self.max_model_len = max_model_len
         assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
+        sessions = None
+        if cache.eviction == "value" and cache.enable_prefix_caching:
+            sessions = Sessions(clock, cache.attention_tokens)
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, most_guesses)
+            KVCacheManager(cache, num_blocks, salt, store, clock, rank, most_guesses, sessions)
             for rank in range(scheduling.num_ranks)
         ]
         self.kv = self.kvs[0]

@@ -17,6 +17,7 @@ from slipstream.config.forms import (
     HostAndGpu,
     HostExperts,
     ModelDrafts,
+    MTPDrafts,
     OneDevice,
     StreamedLayers,
     one_or_tensor,
@@ -34,8 +35,10 @@ from slipstream.costs.memory import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.draft_heads import HeadDescription, LayeredSpec
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.host_experts import host_weights
+from slipstream.spec.mtp import read_mtp
 from slipstream.spec.native_formats import native_weight_bytes
 from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
@@ -138,6 +141,9 @@ def estimate(
         block += num_gpus * block_bytes(
             draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype]
         )
+    elif isinstance(config.speculation, MTPDrafts):
+        own_weights, own_block = head_bytes(config, read_mtp(description))
+        weights, block = weights + num_gpus * own_weights, block + num_gpus * own_block
     activations, graphs, rows = (
         _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
     )
@@ -170,6 +176,28 @@ def estimate(
     return config, dataclasses.replace(
         ledger, host_expert_bytes=host_expert_bytes(config, description)
     )
+
+
+def head_bytes(config: EngineConfig, head: HeadDescription) -> tuple[int, int]:
+    """Returns the bytes of (the weights, a KV block) of a model's layers that draft. A block has the
+    states that they read, too."""
+    part, size = head.source, DTYPE_BYTES[config.model.dtype]
+    assert part is not None
+    assert isinstance(head.spec, LayeredSpec)
+    formats = part.native_formats(native_products(config.device.kernels, config.device.info))
+    assert isinstance(config.speculation, MTPDrafts)
+    stored, name = part.quantization, config.speculation.quantization
+    if stored is not None and stored.rounds:
+        name = stored.scheme if stored.formats is None else None
+    scheme = SCHEMES.get(name or "none")
+    weights = sum(
+        native_weight_bytes(
+            name, shape, scheme, formats, size, on_cpu=not config.device.info.is_cuda
+        )
+        for name, shape in part.shapes.items()
+    )
+    cached = sum(layer.self_attention.cached_size for layer in head.spec.layers)
+    return weights, (cached + head.spec.hidden_size) * size * config.cache.block_size
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from slipstream.config import DTYPE_BYTES, EngineConfig
-from slipstream.config.forms import HeadDrafts, MTPDrafts, TensorParallel
+from slipstream.config.forms import DraftSettings, HeadDrafts, MTPDrafts, TensorParallel
 from slipstream.config.settings import STATES_TO_FIT
 from slipstream.errors import OutOfMemoryError
 from slipstream.spec.adapter_slots import ALONE, SlotLayout
@@ -202,12 +202,15 @@ STATES_PER_SEQUENCE = 16
 def size_states(config: EngineConfig, slot_bytes: int, budget_bytes: int) -> int:
     """Number of slots for states of recurrent layers, including the null slot.
 
-    Running sequences have two each, and one for each draft. Half of `budget_bytes` is for these and for states that later
-    prompts continue from. A pipeline's stage without recurrent layers has states of 0 bytes. OutOfMemoryError if not even the
-    running sequences' fit.
+    Running sequences have two each, and one for each draft, of which there is at least one if their number is chosen
+    (`drafts_with_states`). Half of `budget_bytes` is for these and for states that later prompts continue from. A pipeline's
+    stage without recurrent layers has states of 0 bytes. OutOfMemoryError if not even the running sequences' fit.
     """
-    cache, seqs = config.cache, config.scheduling.seqs_of_rank
-    least = seqs * max(2, config.state_columns) + 2
+    cache, seqs, drafts = config.cache, config.scheduling.seqs_of_rank, config.speculation
+    each = 2
+    if isinstance(drafts, DraftSettings):
+        each += drafts.num_speculative_tokens or 1
+    least = seqs * each + 2
     wanted = cache.state_slots
     if wanted == STATES_TO_FIT:
         fits = budget_bytes // 2 // max(1, slot_bytes)

@@ -347,7 +347,7 @@ class DecoderCore(EngineCore):
             drafts_ahead=config.drafts_ahead,
             max_adapters=0 if config.lora is None else config.lora.max_loras,
             load_adapter=executor.load_adapter,
-            whole_images=spec.vision is not None and spec.vision.bidirectional,
+            whole_images=spec.vision is not None and spec.vision.bidirectional is not None,
             store=executor.store,
             padded=padding(config, spec) if config.device.has_graphs else None,
         )

@@ -186,7 +186,9 @@ class ModelRunner(Runner):
         )
 
     def _make_rows(self) -> RowTable:
-        sectioned = any(getattr(a.position, "sections", None) for a in self.model.spec.attentions)
+        sectioned = self.config.images is not None and any(
+            getattr(a.position, "sections", None) for a in self.model.spec.attentions
+        )
         shard = None if self.partition is None else self.partition.shard
         rank = shard.rank if shard is not None and shard.deals_requests else 0
         return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)

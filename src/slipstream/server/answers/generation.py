@@ -33,6 +33,7 @@ from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.server.answers.beams import named_as_in_body
+from slipstream.server.answers.cache_hints import cache_hints
 from slipstream.server.answers.hints import given_hints
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -284,8 +285,10 @@ class Answer:
         # 404 if it was an adapter that has been unloaded since the body was read.
         served_model(self.state, self.body.model)
         key, grant = self.record.key, self.record.grant
+        priority = effective_priority(self.record, self.body.priority)
         options = RequestOptions(
-            priority=effective_priority(self.record, self.body.priority),
+            priority=priority,
+            cache_hints=cache_hints(self.body, priority),
             cache_salt=prefix_salt(key, self.body.cache_salt),
             lora_request=self.state.engine.adapters.get(self.body.model or ""),
             share=None if key is None else Share(key.id, key.weight),

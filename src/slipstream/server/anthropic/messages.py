@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
+from slipstream.server.answers.cache_hints import longest_ttl
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
@@ -70,7 +71,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A mark of a prefix to cache; no effect, because all prefixes are cached."""
+    """A mark of a prefix to cache. All are cached; the longest `ttl` of a body raises the value of its session."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -292,14 +293,16 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     user_profile_id: Raw = HINT
     container: Raw = OFF
     mcp_servers: Raw = OFF
+    thread: Raw = OFF  # see `error_body`
 
     hints: ClassVar[tuple[str, ...]] = (
         *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
-        *("inference_geo", "user_profile_id", "cache_control", "metadata", "service_tier"),
+        *("inference_geo", "user_profile_id", "metadata", "service_tier"),
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "container": (b"null",),
         "mcp_servers": (b"null", b"[]"),
+        "thread": (b"null",),
     }
 
     def check(self) -> None:
@@ -438,6 +441,8 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     repetition_penalty: float | None = None
     priority: Int | None = None
     cache_salt: Text | None = None
+    prompt_cache_key: Raw = HINT
+    end_of_branch: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -447,8 +452,20 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
                 "budget_tokens must be 1024 or more, and below max_tokens", "thinking.budget_tokens"
             )
 
+    @cached_property
+    def cache_ttl(self) -> str | None:
+        """The longest time to live that a breakpoint asks for, as in the body; None without breakpoints."""
+        own = (
+            {} if self.cache_control is None else {"cache_control": Raw(encode(self.cache_control))}
+        )
+        contents = (self.system, *(message.content for message in self.messages))
+        blocks = (block for content in contents if isinstance(content, list) for block in content)
+        return longest_ttl((own, *blocks, *(self.tools or ())))
+
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
+        if ttl := self.cache_ttl:
+            given["prompt_cache_retention"] = Raw(encode(ttl))
         return super().chat(
             state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more
         )
@@ -464,6 +481,8 @@ _SAME = (
     "repetition_penalty",
     "priority",
     "cache_salt",
+    "prompt_cache_key",
+    "end_of_branch",
 )
 _NAMES = {
     **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),
@@ -617,6 +636,7 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
 
 class MessageAnswer(BlockAnswer):
     id_prefix = "msg_"
+    cache_ttl: str | None = None  # of the body's breakpoints
 
     def opening(self) -> bytes:
         return sse("message_start", {"message": self._message([], None, None, 0)})
@@ -671,12 +691,20 @@ class MessageAnswer(BlockAnswer):
         return "context_management" in self.record.hints
 
     def _usage(self, output: int) -> dict[str, Any]:
-        cached = self.prompt_info[0].num_cached_tokens
+        cached, num_prompt = self.prompt_info[0].num_cached_tokens, self.record.num_prompt_tokens
+        cache, written = self.state.engine.config.cache, 0
+        if cache.enable_prefix_caching:  # whole blocks are cached
+            written = max(0, num_prompt // cache.block_size * cache.block_size - cached)
+        lives = "1h" if self.cache_ttl == "1h" else "5m"
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
         return {
-            "input_tokens": self.record.num_prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": num_prompt - cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {
+                f"ephemeral_{ttl}_input_tokens": written if ttl == lives else 0
+                for ttl in ("5m", "1h")
+            },
             "cache_read_input_tokens": cached,
             "output_tokens": output,
             **more,
@@ -716,7 +744,8 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
 
 def error_body(error: ApiError, request_id: str) -> bytes:
     """An error in Anthropic's shape. A prompt that is too long gets Anthropic's wording, by which
-    clients know to shorten it."""
+    clients know to shorten it. One of `thread` gets the code by which they send the whole
+    conversation instead."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.named_message
     if error.lengths is not None:
@@ -727,10 +756,14 @@ def error_body(error: ApiError, request_id: str) -> bytes:
             else f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {limit}, decrease input length "
             "or `max_tokens` and try again"
         )
+    details: dict[str, Any] = {}
+    if error.param == "thread":
+        unsupported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        details = {"details": unsupported}
     return encode(
         {
             "type": "error",
-            "error": {"type": kind, "message": message},
+            "error": {"type": kind, "message": message, **details},
             "request_id": request_id,
         }
     )
@@ -765,7 +798,10 @@ async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRec
         record.hints.append("thinking")
     with renamed(body.param):
         made.check()
-        return await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
+        answer = await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
+    assert isinstance(answer, MessageAnswer)
+    answer.cache_ttl = body.cache_ttl
+    return answer
 
 
 class _Messages(GenerationRoute):

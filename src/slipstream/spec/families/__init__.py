@@ -56,7 +56,7 @@ from slipstream.spec.families.hybrids import (
     olmo_hybrid,
     qwen_next,
 )
-from slipstream.spec.families.pictures import idefics3, qwen_vl
+from slipstream.spec.families.pictures import idefics3, qwen3_vl, qwen_vl
 
 MODULES = (
     *(
@@ -76,7 +76,7 @@ MODULES = (
     ),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
     *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
-    *(opt, phi, qwen, qwen_next, qwen_vl, stablelm, starcoder, t5),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, stablelm, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

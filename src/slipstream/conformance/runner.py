@@ -1,0 +1,139 @@
+"""Runs the table of checks against a server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import httpx
+
+from slipstream.conformance.areas import AREAS
+from slipstream.conformance.protocols import PROTOCOLS
+from slipstream.conformance.protocols.base import Ask
+from slipstream.conformance.registry import (
+    CHECKS,
+    FAIL,
+    PASS,
+    UNSUPPORTED,
+    Check,
+    FailedError,
+    Result,
+    UnsupportedError,
+)
+from slipstream.conformance.session import Endpoint, Session
+from slipstream.errors import ConfigError, SlipstreamError
+
+CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_input_tokens")
+ABSENT = (404, 405, 501)
+
+
+def selected(only: Sequence[str]) -> list[Check]:
+    """The checks that a pattern names: an area, a check, or either with `*`. ConfigError for a
+    pattern that names none."""
+
+    def named(check: Check, pattern: str) -> bool:
+        return fnmatchcase(check.name, pattern) or fnmatchcase(check.area, pattern)
+
+    checks = sorted(CHECKS.values(), key=lambda check: AREAS.index(check.area))
+    for pattern in only:
+        if not any(named(check, pattern) for check in checks):
+            names = ", ".join(AREAS)
+            raise ConfigError(f"only: no check is called {pattern!r}; areas: {names}", field="only")
+    return [check for check in checks if not only or any(named(check, p) for p in only)]
+
+
+async def find_model(endpoint: Endpoint, model: str | None) -> tuple[str, int | None]:
+    """(model, its context in tokens if the server says it): the given one, or the first listed.
+    ConfigError if nothing is listed; SlipstreamError if there is no server."""
+    key = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    listed: list[Any] = []
+    for path, field in (("/v1/models", "data"), ("/api/tags", "models")):
+        try:
+            reply = await endpoint.http.get(endpoint.url + path, headers=key)
+        except httpx.HTTPError as error:
+            raise SlipstreamError(f"no server at {endpoint.url}: {error}", field="url") from None
+        if reply.status_code in (401, 403):
+            raise ConfigError(f"api_key: {endpoint.url} asks for another key", field="api_key")
+        try:
+            listed += reply.json()[field] if reply.status_code == 200 else []
+        except (ValueError, KeyError, TypeError):
+            continue
+    names = [entry.get("id") or entry.get("name") for entry in listed]
+    if model is None and not names:
+        raise ConfigError(f"model: {endpoint.url} lists no models; name one", field="model")
+    model = model or str(names[0])
+    entry = listed[names.index(model)] if model in names else {}
+    counts = [entry.get(field) for field in CONTEXT_FIELDS]
+    counts += [(entry.get("meta") or {}).get("n_ctx")]  # llama.cpp's
+    return model, next((count for count in counts if isinstance(count, int)), None)
+
+
+async def run(
+    endpoint: Endpoint,
+    *,
+    model: str | None = None,
+    protocols: Sequence[str] = (),
+    only: Sequence[str] = (),
+    concurrency: int = 32,
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run the checks one after the other, since some judge by time. A protocol whose route is
+    missing is unsupported as a whole. ConfigError if no protocol of these is there."""
+    checks = selected(only)
+    model, context = await find_model(endpoint, model)
+    results: list[Result] = []
+    lacking: dict[str, str] = {}
+    for name in protocols or PROTOCOLS:
+        session = Session(endpoint, PROTOCOLS[name], model, concurrency, context)
+        own = [check for check in checks if name in check.protocols]
+        if own and (why := await absent(session)):
+            lacking[name] = why
+        for check in own:
+            if name in lacking:
+                result = Result(check.name, name, UNSUPPORTED, lacking[name], 0.0)
+            else:
+                result = await judge(check, session)
+            results.append(result)
+            on_result(result)
+    if results and len(lacking) == len({result.protocol for result in results}):
+        raise ConfigError(
+            f"{endpoint.url} speaks none of the protocols: "
+            + "; ".join(f"{name}: {why}" for name, why in lacking.items()),
+            field="url",
+        )
+    return results
+
+
+async def absent(session: Session) -> str | None:
+    """Reason why a protocol can't be tried: its route is missing. None if it is there."""
+    try:
+        reply = await session.post(session.body(Ask(prompt="Hi", max_tokens=1)))
+    except httpx.HTTPError:
+        return None  # the checks say what is wrong
+    if reply.status_code not in ABSENT or session.model in reply.text:
+        return None
+    return f"no route {session.protocol.path} (HTTP {reply.status_code})"
+
+
+async def judge(check: Check, session: Session) -> Result:
+    """The outcome of one check. A check that outlasts the timeout fails."""
+    begin = time.monotonic()
+    limit_s = 4 * session.endpoint.timeout_s
+    try:
+        why = await asyncio.wait_for(check.run(session), limit_s) or ""
+        outcome = PASS
+    except UnsupportedError as error:
+        outcome, why = UNSUPPORTED, str(error)
+    except FailedError as error:
+        outcome, why = FAIL, str(error)
+    except httpx.TimeoutException:
+        outcome, why = FAIL, f"no answer in {session.endpoint.timeout_s:g} s"
+    except TimeoutError:
+        outcome, why = FAIL, f"not done in {limit_s:g} s"
+    except httpx.HTTPError as error:
+        outcome, why = FAIL, f"{type(error).__name__}: {error}"
+    name = session.protocol.name
+    return Result(check.name, name, outcome, why, time.monotonic() - begin)

@@ -1,0 +1,137 @@
+"""A server under test, and one protocol of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import httpx
+
+from slipstream.conformance.protocols.base import Answer, Ask, Body, Event, Protocol
+from slipstream.conformance.registry import FailedError, RefusedError, expect
+
+SHAPE_ERRORS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
+"""Errors that reading a body of another shape raises."""
+
+
+class Endpoint:
+    """A server's address, and how to reach it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.api_key, self.timeout_s = api_key, timeout_s
+        # A connection for each request: a kept one may be closed while the next request begins,
+        # which clients try again, and a check would count.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.http = httpx.AsyncClient(timeout=timeout_s, limits=limits, transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.http.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A server, one of its protocols and a model, as a check is given them. `concurrency` is how
+    many requests the checks of load send at once; `context` is the model's context in tokens, if
+    the server says it."""
+
+    endpoint: Endpoint
+    protocol: Protocol
+    model: str
+    concurrency: int = 32
+    context: int | None = None
+
+    def with_protocol(self, protocol: Protocol) -> Session:
+        return replace(self, protocol=protocol)
+
+    def body(self, ask: Ask, *, stream: bool = False) -> Body:
+        return self.protocol.body(ask, self.model, stream=stream)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self.protocol.headers(self.endpoint.api_key)
+
+    async def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        """Any request. `body` is JSON, or bytes as they are."""
+        given = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return await self.endpoint.http.request(
+            method,
+            self.endpoint.url + path,
+            headers=(self.headers if headers is None else headers)
+            | ({"content-type": "application/json"} if isinstance(body, bytes) else {}),
+            **({} if body is None else given),
+        )
+
+    async def post(self, body: Any, path: str | None = None) -> httpx.Response:
+        return await self.request("POST", path or self.protocol.path, body)
+
+    async def whole(self, ask: Ask) -> Answer:
+        return self.read(await self.post(self.body(ask)))
+
+    def read(self, reply: httpx.Response) -> Answer:
+        """The answer of a reply. RefusedError if it is an error, FailedError if it has another shape."""
+        if reply.status_code != 200:
+            raise self.refused(reply.status_code, reply.content)
+        try:
+            return self.protocol.read(reply.json())
+        except SHAPE_ERRORS as error:
+            raise FailedError(f"the answer's shape: {error!r} in {reply.text[:200]}") from None
+
+    def refused(self, status: int, content: bytes) -> RefusedError:
+        return RefusedError(status, content.decode(errors="replace"))
+
+    @asynccontextmanager
+    async def streaming(self, ask: Ask) -> AsyncIterator[httpx.Response]:
+        """A stream that has begun. RefusedError if it is an error."""
+        http, url = self.endpoint.http, self.endpoint.url + self.protocol.path
+        body = self.body(ask, stream=True)
+        async with http.stream("POST", url, json=body, headers=self.headers) as reply:
+            if reply.status_code != 200:
+                raise self.refused(reply.status_code, await reply.aread())
+            yield reply
+
+    async def events(self, ask: Ask) -> list[Event]:
+        async with self.streaming(ask) as reply:
+            found = reply.headers.get("content-type", "")
+            wanted = self.protocol.media_type
+            expect(found.startswith(wanted), f"content-type is {found}, not {wanted}")
+            events = self.protocol.read_events(await reply.aread())
+        expect(events, "the stream is empty")
+        return events
+
+    async def streamed(self, ask: Ask) -> Answer:
+        events = await self.events(ask)
+        try:
+            return self.protocol.collect(events)
+        except SHAPE_ERRORS as error:
+            raise FailedError(f"the stream's shape: {error!r}") from None
+
+    async def together(self, asks: Iterable[Ask], limit: int = 4) -> list[Answer | RefusedError]:
+        """Whole answers, at most `limit` at a time. A refusal of the client's wish is a result."""
+        turn = asyncio.Semaphore(limit)
+
+        async def one(ask: Ask) -> Answer | RefusedError:
+            async with turn:
+                try:
+                    return await self.whole(ask)
+                except RefusedError as error:
+                    if error.status >= 500 and error.status != 501:
+                        raise
+                    return error
+
+        return list(await asyncio.gather(*(one(ask) for ask in asks)))
