@@ -17,6 +17,8 @@ UNBUILT = (
     "per_layer_model_projection",
 )
 """Products that have no adapters here."""
+OF_STREAMS = {"altup", "laurel", "altup_projections", "altup_unembed_projections"}
+"""Modules of such products."""
 
 
 def targets(model: Any) -> list[str]:
@@ -24,8 +26,18 @@ def targets(model: Any) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     kinds = (torch.nn.Linear, Conv1D)
-    named = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    return [n for n in named if n.rpartition(".")[2] not in UNBUILT and ".experts." not in n]
+    named = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and "Router" not in type(module).__name__
+    ]
+    return [
+        n
+        for n in named
+        if n.rpartition(".")[2] not in UNBUILT
+        and ".experts." not in n
+        and not OF_STREAMS & {*n.split(".")}
+    ]
 
 
 def write(

@@ -394,6 +394,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(model_type="granitemoeshared", attention_multiplier=0.2, residual_multiplier=0.4),
         **dict(num_local_experts=6, shared_intermediate_size=48),
     },
+    "apertus": {**_LLAMA, "model_type": "apertus"},
+    "phimoe": {
+        **_LLAMA,
+        **dict(model_type="phimoe", num_local_experts=6, router_jitter_noise=0.1),
+        **dict(sliding_window=7, intermediate_size=32),
+    },
+    "olmo": {**_LLAMA, "model_type": "olmo", "clip_qkv": 0.7},
+    "persimmon": {**_LAYERS, "model_type": "persimmon"},
+    "xglm": {
+        **_SMALL,
+        **dict(model_type="xglm", d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
+        **dict(max_position_embeddings=256, init_std=0.3),
+    },
+    "vaultgemma": {
+        **_LLAMA,
+        **dict(model_type="vaultgemma", head_dim=16, sliding_window=6, query_pre_attn_scalar=20),
+    },
+    "solar_open": {
+        **{k: v for k, v in _LLAMA.items() if k != "intermediate_size"},
+        **dict(model_type="solar_open", head_dim=16, initializer_range=0.2, n_routed_experts=8),
+        **dict(num_experts_per_tok=3, moe_intermediate_size=32, n_group=4, topk_group=2),
+    },
+    "exaone_moe": {
+        **_LLAMA,
+        **dict(model_type="exaone_moe", num_hidden_layers=4, sliding_window=6, num_experts=8),
+        **dict(num_experts_per_tok=3, moe_intermediate_size=32, initializer_range=0.2),
+    },
+    "cohere2_moe": {
+        **_LLAMA,
+        **dict(model_type="cohere2_moe", num_hidden_layers=5, sliding_window=6, head_dim=16),
+        **dict(num_experts=6, num_shared_experts=2, first_k_dense_replace=1, rope_theta=None),
+        **dict(initializer_range=0.2, prefix_dense_intermediate_size=48),
+    },
+    "internlm3": {**_LLAMA, "model_type": "internlm3", "head_dim": 16},
+    "nanochat": {**_LLAMA, "model_type": "nanochat"},
+    "minicpm3": {
+        **{k: v for k, v in _LATENT.items() if not k.endswith("experts") and "expert" not in k},
+        **dict(model_type="minicpm3", pad_token_id=None, dim_model_base=16),
+        **dict(first_k_dense_replace=None, moe_intermediate_size=None, rope_theta=10000.0),
+    },
+    "llama4_text": {
+        **_LLAMA,
+        **dict(model_type="llama4_text", head_dim=16, num_hidden_layers=4, num_local_experts=6),
+        **dict(intermediate_size_mlp=48, interleave_moe_layer_step=2, floor_scale=8),
+        **dict(attn_scale=0.4, initializer_range=0.2),
+    },
+    "gemma3n_text": {
+        **_LLAMA,
+        **dict(model_type="gemma3n_text", rope_theta=None, num_hidden_layers=6, head_dim=16),
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        **dict(sliding_window=6, hidden_size_per_layer_input=8, vocab_size_per_layer_input=200),
+        **dict(num_kv_shared_layers=2, laurel_rank=8, initializer_range=0.2),
+        **dict(activation_sparsity_pattern=[0.6, 0.6, 0.0, 0.0, 0.0, 0.0]),
+    },
 }
 GEMMA4_MOE = {
     **dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True),
@@ -437,7 +491,7 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.abs().sum() > 0, name
-            if family == "gemma4_text" and name.endswith("q_norm.weight"):
+            if family.startswith(("gemma4", "gemma3n")) and name.endswith("q_norm.weight"):
                 parameter.mul_(0.3)  # else its scores, which are not scaled, would be one-hot
         shake_buffers(model)
     model.save_pretrained(path)

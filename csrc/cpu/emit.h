@@ -38,11 +38,15 @@ static inline F exp2_below(F x) {
 static inline F sigmoid(F x) { return inverse(set1(1.0f) + vexp(zero() - x)); }
 static inline F vtanh(F x) { return set1(1.0f) - set1(2.0f) * inverse(vexp(x + x) + set1(1.0f)); }
 
-static inline F activate(int32_t kind, F x) {
-    switch (kind) {
+static inline F activate(const Activated& a, F x) {
+    switch (a.kind) {
         case ACT_SILU: return x * sigmoid(x);
         case ACT_GELU_TANH: return x * sigmoid(x * fma(x * x, set1(2.0f * 0.7978845608f * 0.044715f), set1(2.0f * 0.7978845608f)));
         case ACT_RELU: return vmax(x, zero());
+        case ACT_XIELU: {  // x / 2, plus alpha · x² above 0 and limit · (eˣ − 1 − x) below
+            const F low = vmin(x, zero()), high = vmax(x, zero());
+            return fma(set1(0.5f), x, set1(a.alpha) * high * high + set1(a.limit) * (vexp(low) - set1(1.0f) - low));
+        }
         case ACT_RELU2: { const F y = vmax(x, zero()); return y * y; }
         default: {  // gelu: x⁺ − ½·|x|·erfc(|x|/√2), erfc to 1.5e-7 (Abramowitz, Stegun 1964, 7.1.26)
             const F size = vabs(x), z = size * set1(0.70710678f), t = inverse(fma(z, set1(0.3275911f), set1(1.0f)));
@@ -56,7 +60,7 @@ static inline F activate(int32_t kind, F x) {
 }
 
 static inline F gate_with(const Activated& a, F gate, F up) {
-    if (a.kind != ACT_CLAMPED_SWIGLU) return activate(a.kind, gate) * up;
+    if (a.kind != ACT_CLAMPED_SWIGLU) return activate(a, gate) * up;
     gate = vmin(gate, set1(a.limit));
     up = vmin(vmax(up, set1(-a.limit)), set1(a.limit));
     return gate * sigmoid(gate * set1(a.alpha)) * (up + set1(1.0f));

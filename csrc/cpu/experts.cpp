@@ -14,7 +14,7 @@ struct Route : RowOp {
     int32_t logits;
     int64_t num_experts, each;
     bool sigmoid, normalize;
-    float weight_scale;
+    float weight_scale, nearness;
     const float *correction, *scales;    // may be null
     int64_t num_groups, num_chosen_groups;  // of experts; 0: none
     bool best_two;
@@ -35,6 +35,16 @@ struct Route : RowOp {
         for (int64_t i = 0; i < n; i++)
             if (x[i] > -INFINITY && (found < 0 || x[i] > x[found])) found = i;
         return found;
+    }
+
+    // The next choice's weight: the softmax over those that are left (merits) and whose logit is near the largest of these.
+    float near_weight(const float* x, const float* merits, float largest) const {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < num_experts; i++) {
+            const bool is_far = (largest - x[i]) / std::max(std::fabs(x[i]), largest) > nearness;
+            if (merits[i] > -INFINITY && !is_far) sum += std::exp(x[i] - largest);
+        }
+        return 1.0f / sum;
     }
 
     void row(Program& p, int64_t t, float* scores) override {
@@ -72,8 +82,8 @@ struct Route : RowOp {
         float *weights = p.routing.weights.data() + t * each, total = LEAST_WEIGHT;
         for (int64_t j = 0; j < each; j++) {
             chosen[j] = (int32_t)std::max<int64_t>(0, best(merits, n));  // if all are NaN, the first
+            weights[j] = nearness > 0.0f ? near_weight(x, merits, x[chosen[j]]) : scores[chosen[j]];
             merits[chosen[j]] = -INFINITY;
-            weights[j] = scores[chosen[j]];
             total += weights[j];
         }
         for (int64_t j = 0; j < each; j++) {
@@ -111,14 +121,16 @@ struct Gather : RowOp {
     int32_t x, out, form;
     int64_t size;
     int32_t counts;
+    bool scaled;
 
+    int64_t scratch_floats(Program&) override { return scaled ? padded(size) : 0; }
     int chunks(Program& p) override {
         Routing& r = p.routing;
         const ss_step& s = p.step();
         const int64_t n = s.num_tokens * r.each;
         rows_a_token = r.each;
         r.begin.assign(r.num_experts + 2, 0);
-        r.token.resize(n), r.place.resize(n);
+        r.token.resize(n), r.place.resize(n), r.scale.resize(scaled ? n : 0);
         auto bin = [&](int64_t i) {
             const int64_t own = r.chosen[i] - r.first;
             return own < 0 || own >= r.num_experts ? r.num_experts : own;
@@ -128,6 +140,7 @@ struct Gather : RowOp {
         for (int64_t i = 0; i < n; i++) {  // begin[e] moves to the end of expert e, and is moved back below
             const int32_t row = r.begin[bin(i)]++;
             r.place[i] = row, r.token[row] = (int32_t)(i / r.each);
+            if (scaled) r.scale[row] = r.weights[i], r.weights[i] = 1.0f;
         }
         for (int64_t e = r.num_experts + 1; e > 0; e--) r.begin[e] = r.begin[e - 1];
         r.begin[0] = 0;
@@ -135,9 +148,14 @@ struct Gather : RowOp {
             for (int64_t i = 0; i < n; i++) counted[r.chosen[i]] += s.groups->slots[i / r.each] >= s.block_size;  // slots of the null block are padding
         return RowOp::chunks(p);
     }
-    void row(Program& p, int64_t i, float*) override {
+    void row(Program& p, int64_t i, float* scratch) override {
         if (i >= p.routing.begin[p.routing.num_experts]) return;
-        p.kernels().convert((float*)p.row(x, p.routing.token[i]), size, form, p.row(out, i));
+        float* from = (float*)p.row(x, p.routing.token[i]);
+        if (scaled) {
+            for (int64_t k = 0; k < size; k++) scratch[k] = from[k] * p.routing.scale[i];
+            from = scratch;
+        }
+        p.kernels().convert(from, size, form, p.row(out, i));
     }
 };
 
@@ -209,11 +227,11 @@ struct Combine : RowOp {  // the weighted sum over a token's experts, in the ord
 
 }  // namespace
 
-void ss_add_route(ss_program* p, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
+void ss_add_route(ss_program* p, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, float nearness, int32_t normalize,
                   float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
                   int32_t best_two, int64_t first, int64_t held) {
     auto* op = add<Route>(p);
-    op->logits = logits, op->num_experts = num_experts, op->each = each, op->sigmoid = sigmoid, op->normalize = normalize;
+    op->logits = logits, op->num_experts = num_experts, op->each = each, op->sigmoid = sigmoid, op->nearness = nearness, op->normalize = normalize;
     op->weight_scale = weight_scale, op->correction = correction, op->scales = scales;
     op->num_groups = num_groups, op->num_chosen_groups = num_chosen_groups, op->best_two = best_two;
     op->first = first, op->held = held;
@@ -224,9 +242,9 @@ void ss_add_choice(ss_program* p, int32_t x, int64_t num_experts, int64_t each) 
     op->x = x, op->num_experts = num_experts, op->each = each;
 }
 
-void ss_add_gather(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts) {
+void ss_add_gather(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts, int32_t scaled) {
     auto* op = add<Gather>(p);
-    op->x = x, op->out = out, op->form = form, op->size = size, op->counts = counts;
+    op->x = x, op->out = out, op->form = form, op->size = size, op->counts = counts, op->scaled = scaled;
 }
 
 void ss_add_expert_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t form, int32_t activation, float alpha,

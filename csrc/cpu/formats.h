@@ -44,7 +44,7 @@ enum Kind : int32_t {
 // Embedding tables keep torch's layout.
 enum Table : int32_t { ROWS_F32 = -1, ROWS_BF16 = -2 };
 enum Form : int32_t { FORM_F32 = 0, FORM_BF16 = 1, FORM_Q = 2 };
-enum Activation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, ACT_CLAMPED_SWIGLU = 5 };
+enum Activation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, ACT_CLAMPED_SWIGLU = 5, ACT_XIELU = 6 };
 enum Ceiling : int32_t { CEILING_READ = 0, CEILING_INT8 = 1, CEILING_BF16 = 2, CEILING_F32 = 3, CEILING_INT6 = 4 };
 enum Cache : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_I8 = 2 };
 

@@ -26,7 +26,7 @@ struct LinearArgs {
     uint8_t* unfolded = nullptr;        // where a product with S8 leaves a pair of panels as I8 for the tokens that follow (linear.h)
 };
 
-struct Activated {  // ACT_CLAMPED_SWIGLU alone has alpha and limit
+struct Activated {  // ACT_CLAMPED_SWIGLU and ACT_XIELU alone have alpha and limit
     int32_t kind;
     float alpha, limit;
 };

@@ -52,7 +52,7 @@ static void activation(const ActivationArgs& a, int64_t row, float* scratch) {
     for (int64_t i = 0; i < a.size; i += 16) {
         const int left = (int)(a.size - i < 16 ? a.size - i : 16);
         const F v = load_n(x + i, left);
-        store_n(scratch + i, a.gated ? gate_with(a.activation, v, load_n(up + i, left)) : activate(a.activation.kind, v), left);
+        store_n(scratch + i, a.gated ? gate_with(a.activation, v, load_n(up + i, left)) : activate(a.activation, v), left);
     }
     emit_row(a.form, a.out + row * a.out_stride, a.size, scratch);
 }

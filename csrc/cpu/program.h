@@ -29,6 +29,7 @@ struct Routing {
     std::vector<int32_t> begin;         // [experts + 2]: an expert's first row, in the order of experts; then the others', and the end
     std::vector<int32_t> token;         // [tokens · each]: the token of a row
     std::vector<int32_t> place;         // [tokens, each]: the row of a token–expert pair
+    std::vector<float> scale;           // [tokens · each]: the factor of a row, if rows are scaled
 };
 
 struct Op {

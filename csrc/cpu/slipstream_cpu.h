@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 30  // changes with any declaration in this file
+#define SS_ABI 31  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -96,14 +96,16 @@ SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form,
                               int32_t gated, int64_t size, int64_t rows_a_token);
 // A mixture of experts (`OpSet.moe`) is four operators: choose each token's experts, sort the pairs by expert, their products, and
 // the weighted sum over each token's. counts: a buffer for int64 [experts], bound if tokens are counted. Weights
-// and biases are of the `held` experts from `first` on; the sum leaves the others out.
-SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
+// and biases are of the `held` experts from `first` on; the sum leaves the others out. With `nearness` above
+// 0 the softmax of a choice is over what is left and near the largest logit (`MoESpec.nearness`).
+SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, float nearness, int32_t normalize,
                          float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
                          int32_t best_two, int64_t first, int64_t held);
 // In the place of `route`, where the choice was made elsewhere: a row of x has the token's experts and then their weights, float32
 // [2 · each]. An expert below 0 is none.
 SS_API void ss_add_choice(ss_program*, int32_t x, int64_t num_experts, int64_t each);
-SS_API void ss_add_gather(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts);
+// `scaled`: the rows are multiplied by the weights of their pairs, in the place of the experts' results.
+SS_API void ss_add_gather(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts, int32_t scaled);
 // The experts' weights, [rows, inner] each, lie `stride` bytes apart, their biases `bias_stride` floats. form negative: the result
 // is y, from `column` on. Else the product is gate and up, and the result is their activation in that form.
 SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t form, int32_t activation, float alpha,

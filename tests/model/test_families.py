@@ -284,6 +284,55 @@ CASES = {
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
     ),
+    "llama4-scout": (
+        "llama4_text",
+        {
+            "rope_theta": None,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+            **dict(interleave_moe_layer_step=1, num_experts_per_tok=2),
+        },
+    ),
+    "llama4-maverick": ("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False}),
+    "gemma3n-of-two": (
+        "gemma3n_text",
+        dict(
+            altup_active_idx=1,
+            altup_num_inputs=2,
+            altup_correct_scale=False,
+            num_kv_shared_layers=0,
+        ),
+    ),
+    "phimoe-long": (
+        "phimoe",
+        {
+            "rope_theta": None,
+            # transformers takes the short factors for all lengths, the authors' code and we do not
+            "rope_parameters": {
+                **LONGROPE,
+                **dict(short_mscale=1.2, long_mscale=1.2, short_factor=LONGROPE["long_factor"]),
+            },
+            "original_max_position_embeddings": 4,
+            **dict(attention_bias=True, lm_head_bias=True, sliding_window=None),
+        },
+    ),
+    "apertus-silu": ("apertus", {"hidden_act": "silu", "attention_bias": True}),
+    "olmo-open": ("olmo", {"clip_qkv": None, "tie_word_embeddings": True}),
+    "persimmon-bare": ("persimmon", {"qk_layernorm": False}),
+    "cohere2-moe-summed": (
+        "cohere2_moe",
+        {
+            **dict(shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid"),
+            **dict(norm_topk_prob=False, rms_norm_eps=1e-5, prefix_dense_sliding_window_pattern=2),
+        },
+    ),
+    "exaone-moe-open": (
+        "exaone_moe",
+        {"n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse", "dense"] * 2},
+    ),
+    "minicpm3-plain": (
+        "minicpm3",
+        {"q_lora_rank": None, "attention_bias": True, "scale_depth": 1.0},
+    ),
     "granite-tied": (
         "granite",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},

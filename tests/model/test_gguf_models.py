@@ -710,6 +710,31 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"n_group": 1, "topk_group": 1, "max_window_layers": 3, "norm_topk_prob": True},
         {k: v for k, v in GLM4_MOE.items() if k != "rope.dimension_count"},
     ),
+    "olmo": (
+        "olmo",
+        "olmo",
+        {},
+        {**LAYER, "rope.dimension_count": 8, "attention.clamp_kqv": 0.7},
+    ),
+    "gemma3n": (
+        "gemma3n",
+        "gemma3n_text",
+        {},
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "attention.shared_kv_layers": 2,
+            "altup.active_idx": 0,
+            "altup.num_inputs": 4,
+            "embedding_length_per_layer_input": 8,
+            "activation_sparsity_scale": [0.2533471] * 2 + [-math.inf] * 4,
+            "feed_forward_length": [64] * 6,
+            "rope.freq_base": 1e6,
+        },
+    ),
     "olmoe": (
         "olmoe",
         "olmoe",
@@ -776,6 +801,8 @@ def apart(architecture, name, value, a):
         return {
             f"blk.{layer}.ffn_down_exps.{kind}": value.swapaxes(1, 2) if kind == "weight" else value
         }
+    if architecture == "gemma3n" and last == "correct_output_scale":
+        return {f"blk.{layer}.altup_correct_scale.weight": value}
     if architecture == "gemma4" and name.endswith(("router.scale", "per_expert_scale")):
         of = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
         return {f"blk.{layer}.{of}.scale": value}
@@ -796,6 +823,7 @@ def as_llama_cpp(architecture, name, value, a):
         "arcee",
         "granitemoe",
         "mistral3",
+        "olmo",
     ) and re.search(r"\.[qk]_proj\.", name):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
@@ -831,7 +859,7 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
         if alone := re.fullmatch(
-            r"(.*\.experts|.*_layernorm\.norms)\.(\d+)\.(.*)", name
+            r"(.*\.experts|.*_layernorm\.norms|.*altup\w*_projections)\.(\d+)\.(.*)", name
         ):  # one tensor for all experts
             stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value.numpy()
             continue

@@ -17,7 +17,7 @@ from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import LatentAttention
 from slipstream.model.load.loader import load_model
 from slipstream.model.recurrent import Mamba
-from slipstream.spec.model import GatedDeltaSpec, MoESpec
+from slipstream.spec.model import GatedDeltaSpec, MoESpec, SinusoidSpec
 from slipstream.spec.parameters import keeps_float32, parameters
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
@@ -44,6 +44,7 @@ WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_hea
 WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
 WIDE |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "linear_head_dim": 32}
 WIDE |= {"mamba_d_ssm": 256, "mamba_d_head": 32, "mamba_head_dim": 16, "block_multiple_of": 128}
+WIDE |= {"intermediate_size_mlp": 128, "prefix_dense_intermediate_size": 128}
 WIDE |= {"shared_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
@@ -68,6 +69,8 @@ ALL_EXPERTS = {
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "flex_olmo": {"num_experts_per_tok": 6},
+    # The weight of a choice jumps where a logit ceases to be near.
+    "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
 EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
@@ -160,12 +163,24 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
         kept.append(a.query_scale)
+        if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:
+            kept.append(a.heads.q_norm)  # ones
     for r in (x.recurrent for x in layers if isinstance(x.recurrent, Mamba)):
         kept += [norm.weight for norm in r.norms or () if r.spec.normed == "plain"]  # ones
+    if isinstance(spec.learned_positions, SinusoidSpec):
+        kept.append(rounded.decoder.positions)
+    kept += [
+        built.weight  # ones
+        for x in rounded.decoder.layers
+        for name, built in x.norms.items()
+        if not x.spec.norms[name].learned
+    ]
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(
-        math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name
-    )  # into such tables
+        math.prod(shape)
+        for name, shape in parameters(spec).items()
+        if "distances" in name or name.endswith((".positive.weight", ".negative.weight"))
+    )  # into such tables, and into numbers
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())
     # Of MXFP4 what a GPU holds: `reference` has scales of two bytes, and fills nothing up.
     held = (

@@ -29,6 +29,8 @@ QWEN_IDS = {
 }
 GEMMA = {k: v for k, v in tiny_models.FAMILIES["gemma4_text"].items() if k != "model_type"}
 GEMMA = {k: v for k, v in GEMMA.items() if v is not None}
+LLAMA4 = {k: v for k, v in tiny_models.FAMILIES["llama4_text"].items() if k != "model_type"}
+LLAMA4 = {k: v for k, v in LLAMA4.items() if v is not None or k == "pad_token_id"}
 SIGHT = dict(
     **dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
     **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=1024),
@@ -39,6 +41,17 @@ CASES = {
         "Qwen3VLMoe",
         {**QWEN, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         {"vision_config": TOWER, **QWEN_IDS},
+    ),
+    "llama4": (
+        "Llama4",
+        LLAMA4,
+        {
+            "vision_config": dict(
+                **dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, image_size=28),
+                **dict(num_attention_heads=2, patch_size=14, vision_output_dim=16),
+                **dict(projector_input_dim=16, projector_output_dim=16, pixel_shuffle_ratio=0.5),
+            )
+        },
     ),
     "gemma4": (
         "Gemma4",
@@ -62,6 +75,8 @@ def build(path, case):
 
 
 def close(path, theirs):
+    if isinstance(theirs, transformers.Llama4ForConditionalGeneration):
+        theirs = theirs.language_model  # transformers 5.24 fails on text without a picture
     with torch.inference_mode():
         expected = theirs(input_ids=torch.tensor([TOKENS])).logits[0]
     for kernels in ("reference", "cpu"):
@@ -74,6 +89,26 @@ def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
+
+
+def test_gemma_3n_without_its_towers(tmp_path):
+    """As Google's checkpoints have it. transformers needs another package to make the towers."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = tiny_models.build(tmp_path, "gemma3n_text")
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in load_file(file).items()
+    }
+    for tower in ("vision_tower.timm_model.conv_stem.conv", "audio_tower.norm", "embed_audio.norm"):
+        tensors[f"model.{tower}.weight"] = torch.zeros(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    text = json.loads(config.read_text())
+    text.pop("architectures")
+    names = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    config.write_text(json.dumps({**names, "text_config": text, "vision_config": {}}))
+    close(tmp_path, theirs)
 
 
 def test_experts_stored_the_other_way_round_are_turned(tmp_path):

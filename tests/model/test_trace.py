@@ -23,6 +23,7 @@ from slipstream.spec.model import (
     OwnNorm,
     QKNormSpec,
     QueryScale,
+    Xielu,
 )
 from slipstream.spec.reason import Reason
 from tests import tiny_models
@@ -33,6 +34,7 @@ BUILD = {
     **dict.fromkeys(tiny_models.ENCODERS, tiny_models.build_encoder),
     **dict.fromkeys(tiny_models.T5S, tiny_models.build_t5),
 }
+WITHOUT_PROGRAM = {"gemma3n_text": "table for layers that is shorter"}
 OF_WEIGHTS = (
     *(QKVLayout, AttentionParams, Experts, MLAParams, NormParams),
     *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
@@ -45,6 +47,8 @@ def described(x):
         return {f.name: described(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, tuple):
         return [described(y) for y in x]
+    if isinstance(x, Xielu):  # its numbers are learned
+        return Xielu
     if hasattr(x, "out_features"):
         return "product", tuple(x.weight.shape), None if x.bias is None else tuple(x.bias.shape)
     return tuple(x.shape) if hasattr(x, "shape") and not isinstance(x, Value) else x
@@ -73,6 +77,10 @@ def test_a_spec_tells_what_a_loaded_model_does(family, tmp_path):
         assert signature(trace_encoder(named)) == signature(trace_encoder(model.decoder))
     program = compile_program(load(tmp_path, kernels="cpu").decoder)
     (reason,) = covered(model.spec, kernels="cpu").values()
+    if family in WITHOUT_PROGRAM:
+        assert WITHOUT_PROGRAM[family] in str(reason)
+        assert WITHOUT_PROGRAM[family] in str(program)
+        return
     assert reason is None
     assert isinstance(program, CpuProgram)
 

@@ -17,6 +17,7 @@ vocabulary, E hidden size, F feed-forward size.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -57,7 +58,7 @@ from slipstream.kernels.states import (
 from slipstream.kernels.weight_ops import WeightOps
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform.collectives import OverlappedSum, RankGroup
-from slipstream.spec.model import Activation, AttentionSpec, MoESpec, OwnNorm
+from slipstream.spec.model import Activation, AttentionSpec, DenseSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat
 
@@ -351,11 +352,15 @@ class OpSet(WeightOps, RankOps):
         *,
         scale: float,
         factor: float,
+        limit: int | None = None,
     ) -> Tensor:
         """(norm(projected) + scale · row) · factor, [T, L · P], for the tokens' rows of `table`.
 
         The norm is over each P numbers, where P is its weight's size. `projected` may be overwritten.
+        Tokens from `limit` on have the table's first row.
         """
+        if limit is not None:
+            token_ids = token_ids.masked_fill(token_ids >= limit, 0)
         parts, _ = self.norm(projected.reshape(-1, norm.weight.shape[0]), norm)
         assert isinstance(parts, Tensor)
         rows = self.embed(token_ids, table, scale)
@@ -366,6 +371,59 @@ class OpSet(WeightOps, RankOps):
         gates = self.activation(x, activation)
         assert isinstance(gates, Tensor)
         return gates * inputs[:, column : column + x.shape[1]]
+
+    def mixed_streams(self, h: Tensor, coefficients: Tensor) -> Tensor:
+        """h [T, N · E], coefficients [T, N · N] → h plus for each of its N streams j the sum of
+        coefficients[:, j · N + i] · stream i."""
+        n = math.isqrt(coefficients.shape[1])
+        mixed = coefficients.view(-1, n, n) @ h.view(len(h), n, -1)
+        return h + mixed.view_as(h)
+
+    def corrected_streams(
+        self, h: Tensor, made: Tensor, coefficients: Tensor, *, active: int
+    ) -> Tensor:
+        """h [T, N · E] → each stream plus (1 + its coefficient [T, N]) · (made − stream `active`)."""
+        streams = h.view(len(h), coefficients.shape[1], -1)
+        change = made - streams[:, active]
+        return (streams + change[:, None] * (coefficients + 1)[..., None]).view_as(h)
+
+    def widened(self, h: Tensor, x: Tensor) -> Tensor:
+        """h [T, N · E] → x [T, E] added to all streams but the first."""
+        streams = h.view(len(h), -1, x.shape[1])
+        return torch.cat((streams[:, :1], streams[:, 1:] + x[:, None]), dim=1).view_as(h)
+
+    def side_by_side(self, *x: Tensor) -> Tensor:
+        return torch.cat(x, dim=1)
+
+    def mean_of(self, *x: Tensor) -> Tensor:
+        return torch.stack(x).mean(dim=0)
+
+    def as_large_as(self, x: Tensor, y: Tensor) -> Tensor:
+        """x · rms(y) / rms(x) for each row."""
+        size = y.square().mean(dim=-1, keepdim=True).sqrt()
+        return x * size / x.square().mean(dim=-1, keepdim=True).clamp(min=1e-5).sqrt()
+
+    def times(self, x: Tensor, *, weight: Tensor) -> Tensor:
+        return x * weight
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return x.float().tanh().to(x.dtype)
+
+    def sparse_gates(self, x: Tensor, *, spec: DenseSpec, group: RankGroup | None) -> Tensor:
+        """x [T, 2F] (gates, ups) with the gates of `DenseSpec.sparsity`, of which each rank of `group`
+        has a part. Padding gates are 0 and do not count."""
+        gates, ups = x.chunk(2, dim=1)
+        normal = torch.distributions.Normal(0.0, 1.0)
+        deviations = normal.icdf(torch.tensor(spec.sparsity)).item()
+        if group is None or spec.of_size is None:
+            mean, std = gates.mean(-1, keepdim=True), gates.std(-1, keepdim=True, unbiased=False)
+        else:
+            wide = gates.float()
+            sums = group.all_reduce(torch.stack((wide.sum(1), wide.square().sum(1))))
+            mean, squares = (total[:, None] / spec.of_size for total in sums)
+            std = (squares - mean.square()).clamp(min=0).sqrt()
+        least = (mean + std * deviations).to(x.dtype)
+        return torch.cat((torch.relu(gates - least), ups), dim=1)
 
     def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
@@ -636,7 +694,8 @@ class OpSet(WeightOps, RankOps):
         With p the softmax (or logistic function) of a row of router_logits in float32, the experts
         are the num_experts_per_token with the largest p (+ `correction`), within spec.groups. Their
         weights are p, divided by their sum if spec.normalize, times spec.weight_scale and the expert's
-        own `scales`, if any. The chosen experts are added to `load`.
+        own `scales`, if any. `MoESpec` says what `nearness` and `scales_input` change. The chosen
+        experts are added to `load`.
         """
 
     def moe_and_shared(

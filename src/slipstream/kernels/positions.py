@@ -21,6 +21,7 @@ from slipstream.spec.model import (
     ProportionalScaling,
     QueryScale,
     RopeSpec,
+    SinusoidSpec,
     YarnScaling,
 )
 
@@ -45,6 +46,7 @@ def rope_angles(spec: RopeSpec, num_positions: int) -> Floats:
     half = len(frequencies)
     table = np.empty((num_positions, 2 * half), np.float32)
     angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
+    angles = -angles if spec.backwards else angles
     np.cos(angles, out=table[:, :half])
     np.sin(angles, out=table[:, half:])
     return table if factor == 1.0 else table * np.float32(factor)
@@ -71,11 +73,13 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
                 s.original_max_position / s.low_freq_factor,
                 s.original_max_position / s.high_freq_factor,
             )
+            scaled = np.where(wavelength > low, base / less, base)
+            if s.low_freq_factor == s.high_freq_factor:  # no transition (Llama 4)
+                return scaled, 1.0
             smooth = (
                 np.float32(s.original_max_position) / wavelength - np.float32(s.low_freq_factor)
             ) / np.float32(s.high_freq_factor - s.low_freq_factor)
             between = (one - smooth) * base / less + smooth * base
-            scaled = np.where(wavelength > low, base / less, base)
             return np.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
         case YarnScaling() as s:
 
@@ -107,9 +111,22 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
 
 def query_scales(spec: QueryScale, num_positions: int) -> Floats:
     """Returns float32 [num_positions]: the factor of the queries at each position."""
-    at = np.floor(np.arange(num_positions, dtype=np.float32) / np.float32(spec.period))
+    at = np.floor(
+        np.arange(spec.offset, num_positions + spec.offset, dtype=np.float32)
+        / np.float32(spec.period)
+    )
     scales: Floats = 1 + np.float32(spec.beta) * np.log(1 + at)
     return scales
+
+
+def sinusoids(spec: SinusoidSpec, width: int) -> Floats:
+    """Returns float32 [num_positions, width]: the rows that are added to embeddings."""
+    half = width // 2
+    steps = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1))
+    angles = np.outer(np.arange(spec.num_positions, dtype=np.float32), np.exp(steps))
+    return np.concatenate(
+        (np.sin(angles), np.cos(angles), np.zeros_like(angles[:, : width % 2])), 1
+    )
 
 
 def sectioned_positions(
@@ -177,6 +194,7 @@ class PositionTables:
         self._rope: dict[RopeSpec, Tensor] = {}
         self._biases: dict[BucketSpec, Tensor] = {}
         self._scales: dict[QueryScale, Tensor] = {}
+        self._ones: dict[int, Tensor] = {}
 
     def of(
         self, spec: AttentionSpec, own: Tensor | None = None
@@ -205,11 +223,20 @@ class PositionTables:
 
     def query_scale(self, spec: QueryScale | None) -> Tensor | None:
         """Returns the factors of the queries by position. None if all are 1 in so short a context."""
-        if spec is None or self.max_model_len <= spec.period:
+        if spec is None or self.max_model_len + spec.offset <= spec.period:
             return None
         if spec not in self._scales:
             self._scales[spec] = self._placed(query_scales(spec, self.max_model_len))
         return self._scales[spec]
+
+    def ones(self, size: int) -> Tensor:
+        """Returns the weights of a norm that has learned none."""
+        if size not in self._ones:
+            self._ones[size] = self._placed(np.ones(size, np.float32))
+        return self._ones[size]
+
+    def sinusoids(self, spec: SinusoidSpec, width: int) -> Tensor:
+        return self._placed(sinusoids(spec, width))
 
     def _bias(self, position: BucketSpec, weight: Any) -> Tensor:
         assert weight is not None

@@ -25,6 +25,7 @@ from slipstream.spec.model import (
     LatentAttentionSpec,
     QueryScale,
     RopeSpec,
+    SinusoidSpec,
 )
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
@@ -139,6 +140,9 @@ class NamedWeight:
     def __mul__(self, factor: float) -> NamedWeight:
         return self
 
+    def __getitem__(self, rows: slice) -> NamedWeight:
+        return NamedWeight(self.name, (rows.stop - rows.start, *self.shape[1:]))
+
 
 @dataclass(frozen=True, slots=True)
 class NamedLinear:
@@ -175,9 +179,15 @@ class NamedTables:
                 return self.rope(spec.position), None, None
 
     def query_scale(self, spec: QueryScale | None) -> NamedWeight | None:
-        if spec is None or self.max_model_len <= spec.period:
+        if spec is None or self.max_model_len + spec.offset <= spec.period:
             return None
         return NamedWeight("query_scale", (self.max_model_len,))
+
+    def ones(self, size: int) -> NamedWeight:
+        return NamedWeight("ones", (size,))
+
+    def sinusoids(self, spec: SinusoidSpec, width: int) -> NamedWeight:
+        return NamedWeight("sinusoids", (spec.num_positions, width))
 
     def rope(self, position: RopeSpec) -> NamedWeight:
         return self._rope.setdefault(
@@ -260,8 +270,8 @@ class RecordingOps:
         if op.startswith("_"):
             raise AttributeError(op)
 
-        def record(x: Value, **arguments: Any) -> Value:
-            return self.record(op, (x,), x.shape, **arguments)
+        def record(x: Value, *more: Value, **arguments: Any) -> Value:
+            return self.record(op, (x, *more), x.shape, **arguments)
 
         return record
 
@@ -299,6 +309,9 @@ class RecordingOps:
     def added(self, x: Value, y: Value, factor: Any = 1.0) -> Value:
         return self.record("added", (x, y), x.shape, factor=factor)
 
+    def side_by_side(self, *x: Value) -> Value:
+        return self.record("side_by_side", x, (sum(y.width for y in x),))
+
     def layer_inputs(
         self,
         token_ids: object,
@@ -308,8 +321,9 @@ class RecordingOps:
         *,
         scale: float,
         factor: float,
+        limit: int | None = None,
     ) -> Value:
-        how: dict[str, Any] = dict(table=table, norm=norm, scale=scale, factor=factor)
+        how: dict[str, Any] = dict(table=table, norm=norm, scale=scale, factor=factor, limit=limit)
         return self.record("layer_inputs", (projected,), projected.shape, **how)
 
     def gated_by(self, x: Value, inputs: Value, activation: Activation, *, column: int) -> Value:

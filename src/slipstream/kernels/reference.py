@@ -32,7 +32,7 @@ from slipstream.kernels.weights import (
     SplitLinear,
     TileScaledLinear,
 )
-from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm
+from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm, Xielu
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 # --- Layers ---
@@ -58,6 +58,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         case OwnActivation(function=function):
             made: Tensor = function(x)
             return made
+        case Xielu(positive=positive, negative=negative):
+            low, high = x.clamp(max=0), x.clamp(min=0)
+            return x / 2 + positive * high.square() + negative * (torch.expm1(low) - low)
         case "silu":
             return F.silu(x)
         case "gelu":
@@ -88,11 +91,24 @@ def route(
         )
         merits = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
     chosen = merits.topk(spec.num_experts_per_token, dim=-1).indices
-    weights = scores.gather(1, chosen)
+    weights = _near_weights(logits, chosen, spec) if spec.nearness else scores.gather(1, chosen)
     if spec.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + MIN_WEIGHT)
     weights = weights * spec.weight_scale
     return weights if scales is None else weights * scales[chosen], chosen
+
+
+def _near_weights(logits: Tensor, chosen: Tensor, spec: MoESpec) -> Tensor:
+    """Returns the weights of the choices by `MoESpec.nearness`."""
+    left, weights = logits, []
+    for j in range(chosen.shape[1]):
+        most = left.max(dim=-1, keepdim=True).values
+        far = (most - logits) / torch.maximum(logits.abs(), most) > spec.nearness
+        weights.append(
+            left.masked_fill(far, -math.inf).softmax(dim=-1).gather(1, chosen[:, j : j + 1])
+        )
+        left = left.scatter(1, chosen[:, j : j + 1], -math.inf)
+    return torch.cat(weights, dim=1)
 
 
 def count_experts(chosen: Tensor, load: ExpertCounters | None) -> None:
@@ -260,10 +276,11 @@ class ReferenceOps(OpSet):
                 slice(expert * n, (expert + 1) * n)
                 for n in (spec.expert.up_rows, down.out_features // spec.num_local_experts)
             )
-            h = self.activation(self.linear(x[tokens], up.part(up_rows)), **how)
-            out[tokens] += (
-                self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]
-            )
+            rows, factors = x[tokens], weights[tokens, slots, None]
+            if spec.scales_input:
+                rows, factors = rows * factors.to(x.dtype), torch.ones_like(factors)
+            h = self.activation(self.linear(rows, up.part(up_rows)), **how)
+            out[tokens] += self.linear(h, down.part(down_rows)).float() * factors
         return out.to(x.dtype)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:

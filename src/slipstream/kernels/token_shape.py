@@ -244,6 +244,8 @@ def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
     ):
         raise Refused("the one-token kernel has no biases of experts together with another MLP")
     one, shared = experts.expert, experts.shared
+    if experts.nearness or experts.scales_input:
+        raise Refused("the one-token kernel has no such weights of experts")
     if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (
         one.activation,
         one.gated,

@@ -4,6 +4,7 @@ lays out. No torch."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from slipstream.model.layers import (
     MoE,
     OwnInput,
     Partition,
+    Streams,
 )
 from slipstream.model.recurrent import build_recurrent
 from slipstream.spec.model import (
+    Activation,
     AttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
@@ -28,6 +31,8 @@ from slipstream.spec.model import (
     NormSpec,
     OwnInputSpec,
     RopeSpec,
+    StreamsSpec,
+    Xielu,
 )
 from slipstream.spec.scheme import Scheme
 
@@ -65,7 +70,9 @@ def build_layer(
         return build_linear(f"{name}{stem}", parameters, ops, by, products)
 
     def dense(s: DenseSpec, stem: str) -> MLP:
-        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
+        s = dataclasses.replace(s, activation=_learned(s.activation, f"{name}{stem}", parameters))
+        group = summed_ranks if s.sparsity else None
+        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"), group)
 
     def mixture(s: MoESpec) -> MoE:
         up, down = (
@@ -97,6 +104,8 @@ def build_layer(
             s, parameters.pop(f"{name}attention.distances.weight", None)
         )
         of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
+        if s.qk_norm is not None and not s.qk_norm.learned:
+            norms = [tables.ones(s.head_dim)] * 2
         if s.kv_from is not None:  # there are no keys to be normed
             norms[1] = norms[0]
         heads = _heads(s, cos_sin, *(norms if of_heads else ()))
@@ -148,7 +157,27 @@ def build_layer(
         gate, project = linear("own_input.gate", None), linear("own_input.project", None)
         return OwnInput(s, gate, project, build_norm(s.norm, f"{name}own_input.norm", parameters))
 
-    norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
+    def streams(s: StreamsSpec) -> Streams:
+        parts = ("router", "predict", "correct", "narrow", "wide")
+        made: Any = {x: linear(f"streams.{x}", None) for x in parts}
+
+        def apart(part: str) -> tuple[Linear, ...]:
+            """The products of the streams, whose weights are stored as one."""
+            whole: Any = parameters.pop(f"{name}streams.{part}.weight")
+            each = whole.shape[0] // (s.count - 1)
+            for i in range(s.count - 1):
+                parameters[f"{name}streams.{part}.{i}.weight"] = whole[i * each : (i + 1) * each]
+            return tuple(linear(f"streams.{part}.{i}", None) for i in range(s.count - 1))
+
+        made["opening"] = apart("open") if s.opens else ()
+        made["closing"] = apart("close") if s.closes else ()
+        for x, norm in (("norm", s.norm), ("low_rank_norm", s.low_rank_norm)):
+            made[x] = build_norm(norm, f"{name}streams.{x}", parameters)
+        return Streams(s, scale=parameters.pop(f"{name}streams.scale.weight"), **made)
+
+    norms = {
+        key: build_norm(n, f"{name}{key}", parameters, tables) for key, n in spec.norms.items()
+    }
     mlp: MLP | MoE | None = None
     if spec.mlp is not None:
         mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
@@ -168,6 +197,7 @@ def build_layer(
         recurrent,
         own_input=None if spec.own_input is None else own_input(spec.own_input),
         scalar=parameters.pop(f"{name}scalar.weight", None),
+        streams=None if spec.streams is None else streams(spec.streams),
         attention_ranks=summed_ranks,
         mlp_ranks=summed_ranks,
         expert_ranks=ranks if deals_requests else None,
@@ -175,7 +205,16 @@ def build_layer(
     )
 
 
-def build_norm(spec: NormSpec, name: str, parameters: MutableMapping[str, Tensor]) -> NormParams:
+def build_norm(
+    spec: NormSpec,
+    name: str,
+    parameters: MutableMapping[str, Tensor],
+    tables: PositionTables | None = None,
+) -> NormParams:
+    """Builds a norm. One without weights takes them from `tables`."""
+    if not spec.learned:
+        assert tables is not None
+        return NormParams(kind=spec.kind, weight=tables.ones(spec.size), eps=spec.eps)
     weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
     weight = weight if spec.gain == 1.0 else weight * spec.gain
     return NormParams(
@@ -197,6 +236,19 @@ def build_linear(
         ops.pack_weight,
         lambda w, bias: ops.quantize_weight(w, bias, scheme),
     )
+
+
+def _learned(
+    activation: Activation, name: str, parameters: MutableMapping[str, Tensor]
+) -> Activation:
+    """Returns the activation with a layer's own numbers, which are stored before a softplus."""
+    if not isinstance(activation, Xielu):
+        return activation
+    stored: list[Any] = [parameters.pop(f"{name}.{x}.weight") for x in ("positive", "negative")]
+    if not hasattr(stored[0], "item"):  # placeholders of a model that is not loaded
+        return activation
+    positive, negative = (math.log1p(math.exp(min(float(x.item()), 80.0))) for x in stored)
+    return Xielu(positive=positive, negative=negative + 0.5)
 
 
 def _heads(

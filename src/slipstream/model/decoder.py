@@ -22,7 +22,7 @@ from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import Classifier, Encoder
 from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
 from slipstream.model.vocabulary import Vocabulary
-from slipstream.spec.model import LayerInputsSpec, LayerSpec, ModelSpec
+from slipstream.spec.model import LayerInputsSpec, LayerSpec, ModelSpec, SinusoidSpec
 from slipstream.spec.parameters import keeps_float32
 from slipstream.spec.scheme import Scheme
 
@@ -47,12 +47,19 @@ class LayerInputs:
     table: Any  # in the op set's layout
     project: Linear
     norm: NormParams
+    is_short: bool = False  # tokens beyond the table have its first row (Gemma 3n)
 
     def into(self, meta: Any, ops: OpSet, token_ids: Tensor, h: Tensor) -> Any:
         """Returns the step's metadata with them."""
         s, rows = self.spec, ops.linear(h, self.project)
         made = ops.layer_inputs(
-            token_ids, rows, self.table, self.norm, scale=s.scale, factor=s.factor
+            token_ids,
+            rows,
+            self.table,
+            self.norm,
+            scale=s.scale,
+            factor=s.factor,
+            limit=s.vocab_size if self.is_short else None,
         )
         return dataclasses.replace(meta, layer_inputs=made)
 
@@ -107,7 +114,11 @@ class Decoder:
             if table is not None
             else next(v for n, v in parameters.items() if not keeps_float32(n))
         )
+        self.device, self.dtype = ops.place_of(known)
+        tables = ops.position_tables(max_model_len, self.device)
         self.positions = parameters.pop("positions.weight", None)
+        if isinstance(spec.learned_positions, SinusoidSpec) and spec.has_first:
+            self.positions = tables.sinusoids(spec.learned_positions, spec.hidden_size)
         self.token_types = parameters.pop("token_types.weight", None)
         self.embed_in, self.embed_out = (
             None
@@ -123,10 +134,10 @@ class Decoder:
             spec.final_norm if spec.has_last else None,
         )
         self.embed_norm = (
-            None if first_norm is None else build_norm(first_norm, "embed_norm", parameters)
+            None if first_norm is None else build_norm(first_norm, "embed_norm", parameters, tables)
         )
         self.final_norm = (
-            None if last_norm is None else build_norm(last_norm, "final_norm", parameters)
+            None if last_norm is None else build_norm(last_norm, "final_norm", parameters, tables)
         )
         if not spec.has_last:
             pass
@@ -142,8 +153,6 @@ class Decoder:
         if spec.has_first:
             assert table is not None
             self.embed = ops.embedding(table, self.head if spec.tied_embeddings else None)
-        self.device, self.dtype = ops.place_of(known)
-        tables = ops.position_tables(max_model_len, self.device)
         self.layer_inputs: LayerInputs | None = None
         if (s := spec.layer_inputs) is not None and spec.has_first:
             self.layer_inputs = LayerInputs(
@@ -151,6 +160,7 @@ class Decoder:
                 ops.embedding(_held_or_dense("layer_inputs.table", parameters, products), None),
                 build_linear("layer_inputs.project", parameters, ops, None, products),
                 build_norm(s.norm, "layer_inputs.norm", parameters),
+                s.vocab_size < spec.vocab_size,
             )
         self.encoder = self.classifier = None
         self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads

@@ -31,6 +31,7 @@ from slipstream.spec.model import (
     OwnInputSpec,
     ParallelBlock,
     PostNormBlock,
+    StreamsSpec,
     TwinBlock,
 )
 from slipstream.spec.parallel import Shard
@@ -181,10 +182,13 @@ class MLP:
     spec: DenseSpec
     up: Linear
     down: Linear
+    group: RankGroup | None = None  # the ranks that have the other gates, if `spec.sparsity`
 
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
         """[T, E] → [T, E]."""
         s, up = self.spec, ops.linear(x, self.up)
+        if s.sparsity:
+            up = ops.sparse_gates(up, spec=s, group=self.group)
         return ops.linear(
             ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down
         )
@@ -292,6 +296,74 @@ class OwnInput:
         return normed(ops, self.norm, ops.linear(rows, self.project))
 
 
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The parts of a layer with several residuals (`StreamsSpec`)."""
+
+    spec: StreamsSpec
+    router: Linear
+    predict: Linear
+    correct: Linear
+    norm: NormParams
+    narrow: Linear
+    wide: Linear
+    low_rank_norm: NormParams
+    scale: Tensor
+    opening: Sequence[Linear] = ()
+    closing: Sequence[Linear] = ()
+
+    def opened(self, ops: OpSet, h: Tensor) -> Tensor:
+        """Embeddings [T, E] → streams [T, N · E], each as large as the first."""
+        made = (ops.as_large_as(ops.linear(h, w), h) for w in self.opening)
+        return ops.side_by_side(h, *made)
+
+    def closed(self, ops: OpSet, h: Tensor, width: int) -> Tensor:
+        """Streams [T, N · E] → their mean [T, E], each as large as the first."""
+        first, *others = (self.part(ops, h, i, width) for i in range(self.spec.count))
+        made = (
+            ops.as_large_as(ops.linear(x, w), first)
+            for x, w in zip(others, self.closing, strict=True)
+        )
+        return ops.mean_of(first, *made)
+
+    def part(self, ops: OpSet, h: Tensor, i: int, width: int) -> Tensor:
+        return ops.columns(h, start=i * width, stop=(i + 1) * width)
+
+    def coefficients(self, ops: OpSet, x: Tensor, product: Linear) -> Tensor:
+        return ops.linear(ops.tanh(ops.linear(normed(ops, self.norm, x), self.router)), product)
+
+    def run(
+        self,
+        ops: OpSet,
+        h: Tensor,
+        layer: Layer,
+        attend: Callable[[Any], Pending],
+        feed: Callable[[Any], Pending],
+        step: AttentionMetadata,
+    ) -> Tensor:
+        """[T, N · E] → [T, N · E]; [T, E] before the first layer and after the last."""
+        s, n = self.spec, layer.norms
+        width = n["pre_attention"].weight.shape[0]
+        h = self.opened(ops, h) if self.opening else h
+        now = self.part(ops, h, s.active, width)
+        h = ops.mixed_streams(h, self.coefficients(ops, now, self.predict))
+        now = self.part(ops, h, s.active, width)
+        rows = normed(ops, n["pre_attention"], now)
+        low = normed(ops, self.low_rank_norm, ops.linear(ops.linear(rows, self.narrow), self.wide))
+        attended = normed(ops, n["post_attention"], whole(ops, attend(rows)))
+        now = ops.added(now + attended, rows + low, 2**-0.5)
+        fed = normed(ops, n["post_mlp"], whole(ops, feed(normed(ops, n["pre_mlp"], now))))
+        now = now + fed
+        h = ops.corrected_streams(
+            h, now, self.coefficients(ops, now, self.correct), active=s.active
+        )
+        now = self.part(ops, h, s.active, width)
+        now = ops.times(now, weight=self.scale) if s.scaled else now
+        assert layer.own_input is not None
+        h = ops.widened(h, layer.own_input(ops, now, step))
+        return self.closed(ops, h, width) if self.closing else h
+
+
 SEQUENCE_TOKENS = 64
 """Minimum tokens of a step with sequence parallelism. In a smaller step one kernel for the
 all-reduce beats two."""
@@ -364,6 +436,7 @@ class Layer:
     recurrent: Recurrent | None = None
     own_input: OwnInput | None = None
     scalar: Tensor | None = None  # [1], multiplies the residual after the layer
+    streams: Streams | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -416,6 +489,8 @@ class Layer:
         def feed(x: Any) -> Pending:
             return summed(lambda rows: self._fed(ops, rows, kv, meta, step), x, self.mlp_ranks)
 
+        if self.streams is not None:
+            return self.streams.run(ops, whole(ops, pending), self, attend, feed, step), None
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(ops, pending, residual)
             x = normed(ops, n["attention_norm"], _scaled(ops, attend(x), scale), x)

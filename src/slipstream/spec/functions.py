@@ -27,6 +27,19 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Xielu:
+    """x / 2 + positive · x² above 0, x / 2 + negative · (eˣ − 1 − x) below (xIELU, arXiv:2411.13010), for MLPs without a gate.
+
+    Each layer has learned the two numbers. A spec has those that training began with."""
+
+    positive: float = 0.8
+    negative: float = 0.8
+
+    def __str__(self) -> str:
+        return "xIELU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnActivation:
     """An activation that the kernels lack (docs/adding-a-model.md).
 
@@ -42,7 +55,7 @@ class OwnActivation:
         return self.name
 
 
-Activation: TypeAlias = NamedActivation | ClampedSwiglu | OwnActivation
+Activation: TypeAlias = NamedActivation | ClampedSwiglu | Xielu | OwnActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +74,8 @@ class OwnNorm:
 class NormSpec:
     """A norm. `rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · (weight +
     weight_offset) + bias. Or a function of one's own. Gemma and Nemotron store weights minus one, so
-    their weight_offset is 1. `gain` multiplies the stored weights."""
+    their weight_offset is 1. `gain` multiplies the stored weights. Without `learned` the weights are 1 and
+    there is no bias (OLMo)."""
 
     kind: Literal["rms", "layer"] | OwnNorm
     size: int
@@ -69,6 +83,7 @@ class NormSpec:
     bias: bool = False
     weight_offset: float = 0.0
     gain: float = 1.0
+    learned: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps <= 1:  # NaN fails, too
@@ -78,6 +93,8 @@ class NormSpec:
 
     def shapes(self, name: str) -> dict[str, Shape]:
         """The shapes of the norm's parameters."""
+        if not self.learned:
+            return {}
         return dict.fromkeys(
             (f"{name}.weight", f"{name}.bias") if self.bias else (f"{name}.weight",), (self.size,)
         )

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape
+from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape, Xielu
 from slipstream.spec.positions import AlibiSpec, BucketSpec, QueryScale, RopeSpec
 from slipstream.spec.recurrent import RecurrentSpec
 
@@ -42,13 +42,14 @@ class QKNormSpec:
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
     4. `layer`: each head, with one weight and one bias for all heads, layer norm (Phi).
 
-    `after`: the norm of heads comes behind the rotation (Hunyuan).
+    `after`: the norm of heads comes behind the rotation (Hunyuan). Without `learned` a head's weights are 1 (Llama 4).
     """
 
     over: Literal["head", "row", "each", "layer"]
     eps: float
     weight_offset: float = 0.0
     after: bool = False
+    learned: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class AttentionSpec:
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """The numbers of weights in q's norm and in k's."""
-        if self.qk_norm is None:
+        if self.qk_norm is None or not self.qk_norm.learned:
             return 0, 0
         return (
             (self.head_dim, self.head_dim if self.kv_from is None else 0)
@@ -216,12 +217,15 @@ AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
     """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both products, or of `down` alone
-    (GTE)."""
+    (GTE). `sparsity`: act reads max(0, g − c), where about this part of a row's gates g are below c, their mean and some
+    standard deviations (Gemma 3n). `of_size`: if this is a rank's part of such an MLP, the gates of all ranks together."""
 
     intermediate_size: int
     activation: Activation
     gated: bool = True
     bias: bool | Literal["down"] = False
+    sparsity: float = 0.0
+    of_size: int | None = None
 
     @property
     def up_rows(self) -> int:
@@ -235,6 +239,8 @@ class DenseSpec:
     def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
         """The shapes of its parameters; of `copies` experts, stacked."""
         up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
+        if isinstance(self.activation, Xielu):
+            up |= {f"{name}.positive.weight": (1,), f"{name}.negative.weight": (1,)}
         return up | linear_shapes(
             f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias)
         )
@@ -269,6 +275,9 @@ class MoESpec:
        score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
     3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
        `weight_scale` multiplies them at the end, and with `expert_scales` each expert's own learned number (Gemma 4).
+       `nearness` (PhiMoE, arXiv:2409.12136): the weight of each choice is a softmax of its own, over the experts that are not
+       chosen yet, without those whose logit is below the largest, m, by more than `nearness` · max(|logit|, m).
+       `scales_input`: the weights multiply what the experts read, in the place of what they give (Llama 4).
     4. With `latent`, experts read and give rows of so many numbers. One product makes them of a token's row, another makes a
        row of the sum (Nemotron 3 Super).
 
@@ -284,6 +293,8 @@ class MoESpec:
     correction: bool = False
     groups: GroupLimit | None = None
     weight_scale: float = 1.0
+    nearness: float = 0.0
+    scales_input: bool = False
     expert_scales: bool = False
     shared: SharedExpertSpec | None = None
     latent: int | None = None
@@ -399,6 +410,45 @@ class OwnInputSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsSpec:
+    """Several residuals side by side, of which a layer computes one (AltUp, Baykal et al. 2023, arXiv:2301.13310; Gemma 3n).
+
+    1. A layer predicts each stream as a sum of all, by coefficients from the `active` one. It runs on the prediction of that
+       one, and its result corrects all predictions.
+    2. Attention's addition and a low-rank one of `low_rank` (LAuReL, arXiv:2411.07501) are summed, divided by √2.
+    3. The layer's own input is added to all streams but the first. With `scaled` it reads the active one times learned numbers.
+    4. The first layer (`opens`) makes the streams of the embeddings by products, and the last (`closes`) their mean again.
+
+    `norm` is before the router of coefficients. `low_rank_norm` is behind the low-rank product.
+    """
+
+    count: int
+    active: int
+    low_rank: int
+    scaled: bool
+    norm: NormSpec
+    low_rank_norm: NormSpec
+    opens: bool = False
+    closes: bool = False
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        n = self.count
+        found = {
+            **linear_shapes("streams.router", n, hidden_size),
+            **linear_shapes("streams.predict", n * n, n),
+            **linear_shapes("streams.correct", n, n),
+            **self.norm.shapes("streams.norm"),
+            **linear_shapes("streams.narrow", self.low_rank, hidden_size),
+            **linear_shapes("streams.wide", hidden_size, self.low_rank),
+            **self.low_rank_norm.shapes("streams.low_rank_norm"),
+            "streams.scale.weight": (hidden_size,),
+        }
+        for part in ("open",) * self.opens + ("close",) * self.closes:
+            found |= linear_shapes(f"streams.{part}", (n - 1) * hidden_size, hidden_size)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
     the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the layer is multiplied by a
@@ -415,6 +465,7 @@ class LayerSpec:
     recurrent: RecurrentSpec | None = None
     own_input: OwnInputSpec | None = None
     scaled: bool = False
+    streams: StreamsSpec | None = None
 
     @property
     def self_attention(self) -> AttentionKind:
@@ -466,6 +517,8 @@ class LayerSpec:
             found |= self.mlp.shapes(hidden_size)
         if self.own_input is not None:
             found |= self.own_input.shapes(hidden_size)
+        if self.streams is not None:
+            found |= self.streams.shapes(hidden_size)
         return found | ({"scalar.weight": (1,)} if self.scaled else {})
 
     def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:

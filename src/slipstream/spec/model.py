@@ -22,6 +22,7 @@ from slipstream.spec.functions import NormSpec as NormSpec
 from slipstream.spec.functions import OwnActivation as OwnActivation
 from slipstream.spec.functions import OwnNorm as OwnNorm
 from slipstream.spec.functions import Shape as Shape
+from slipstream.spec.functions import Xielu as Xielu
 from slipstream.spec.layers import ROUNDED as ROUNDED
 from slipstream.spec.layers import AttentionKind as AttentionKind
 from slipstream.spec.layers import AttentionSpec as AttentionSpec
@@ -38,6 +39,7 @@ from slipstream.spec.layers import PostNormBlock as PostNormBlock
 from slipstream.spec.layers import QKNormSpec as QKNormSpec
 from slipstream.spec.layers import SequentialBlock as SequentialBlock
 from slipstream.spec.layers import SharedExpertSpec as SharedExpertSpec
+from slipstream.spec.layers import StreamsSpec as StreamsSpec
 from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
@@ -50,6 +52,7 @@ from slipstream.spec.positions import ProportionalScaling as ProportionalScaling
 from slipstream.spec.positions import QueryScale as QueryScale
 from slipstream.spec.positions import RopeScaling as RopeScaling
 from slipstream.spec.positions import RopeSpec as RopeSpec
+from slipstream.spec.positions import SinusoidSpec as SinusoidSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
 from slipstream.spec.recurrent import Mamba2Spec as Mamba2Spec
@@ -157,7 +160,7 @@ class ModelSpec:
     max_position: int
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
-    learned_positions: LearnedPositionSpec | None = None
+    learned_positions: LearnedPositionSpec | SinusoidSpec | None = None
     embed_size: int | None = None
     embed_scale: float = 1.0
     embed_norm: NormSpec | None = None
@@ -439,7 +442,7 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
     if spec.embed_size is not None:
         found |= linear_shapes("embed_in", hidden, width, bias=spec.sums_narrow)
     summed = width if spec.sums_narrow else hidden
-    if spec.learned_positions is not None:
+    if isinstance(spec.learned_positions, LearnedPositionSpec):
         found["positions.weight"] = (spec.learned_positions.num_positions, summed)
     if spec.num_token_types:
         found["token_types.weight"] = (spec.num_token_types, summed)

@@ -359,7 +359,8 @@ def _split_mlp(m: DenseSpec | MoESpec, shard: Shard) -> DenseSpec | MoESpec:
 
 
 def _split_dense(m: DenseSpec, shard: Shard) -> DenseSpec:
-    return dataclasses.replace(m, intermediate_size=shard.width(m.intermediate_size))
+    whole = m.intermediate_size if m.sparsity else None
+    return dataclasses.replace(m, intermediate_size=shard.width(m.intermediate_size), of_size=whole)
 
 
 def split_shapes(spec: ModelSpec, shard: Shard) -> dict[str, Shape]:

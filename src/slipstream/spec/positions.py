@@ -45,9 +45,9 @@ class Llama3Scaling:
             high_freq_factor=self.high_freq_factor,
             original_max_position_embeddings=self.original_max_position,
         )
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise UnsupportedModelError(
-                f"rope_scaling: low_freq_factor must be below high_freq_factor, got {self.low_freq_factor} and "
+                f"rope_scaling: low_freq_factor must be at most high_freq_factor, got {self.low_freq_factor} and "
                 f"{self.high_freq_factor}",
                 field="low_freq_factor",
             )
@@ -133,7 +133,7 @@ class RopeSpec:
     2i with 2i + 1 (GPT-J). `sections`: a token has three positions (a picture's time, row and
     column; all the same for text), and sections[j] frequencies use position j (M-RoPE; Qwen 2 VL,
     arXiv:2409.12191). `alternate`: rows have the second of every three frequencies up to their
-    number, columns the third, and time has the others (Qwen 3 VL, arXiv:2511.21631).
+    number, columns the third, and time has the others (Qwen 3 VL, arXiv:2511.21631). `backwards`: by −angle (nanochat).
     """
 
     theta: float
@@ -142,6 +142,7 @@ class RopeSpec:
     scaling: RopeScaling = None
     sections: tuple[int, ...] | None = None
     alternate: bool = False
+    backwards: bool = False
 
     def __post_init__(self) -> None:
         require_positive("rope", rope_theta=self.theta)
@@ -171,10 +172,11 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:
     """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / period⌋), so that scores stay sharp in long texts
-    (Ministral 3; "temperature tuning" of Llama 4). Below `period` nothing changes."""
+    (Ministral 3; "temperature tuning" of Llama 4). Below `period` nothing changes. `offset` is added to p (Llama 4: 1)."""
 
     beta: float
     period: float
+    offset: int = 0
 
     def __post_init__(self) -> None:
         require_positive("rope_parameters", original_max_position_embeddings=self.period)
@@ -213,6 +215,15 @@ class BucketSpec:
 class LearnedPositionSpec:
     """A table of `num_positions` rows that is added to the embeddings. Position p has row p +
     `offset` (OPT: 2)."""
+
+    num_positions: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinusoidSpec:
+    """Numbers that are added to the embeddings (Vaswani et al. 2017, §3.5): half of them sines, then as many cosines, with
+    frequencies from 1 to 1/10000. Position p has those of p + `offset` (XGLM: 2)."""
 
     num_positions: int
     offset: int = 0

@@ -573,6 +573,10 @@ class Lowering:
 
     def _layer_inputs(self, op: Op) -> None:
         rows, given = self.stored(op.x), op.arguments
+        if given["limit"] is not None:
+            raise Refused(
+                "the C++ program has no table for layers that is shorter than the vocabulary"
+            )
         self.put(op.out, Stored(rows))
         self.emit.layer_inputs(
             rows.number, given["table"], given["norm"], given["scale"], given["factor"]

@@ -273,10 +273,10 @@ def add_choice(
     groups = (0, 0, False) if g is None else (g.num_groups, g.num_chosen, g.by == "best_two")
     sizes = (spec.num_experts, spec.num_experts_per_token)
     held = spec.held or (0, spec.num_experts)
-    how = (spec.scores == "sigmoid", spec.normalize, spec.weight_scale)
+    how = (spec.scores == "sigmoid", spec.nearness, spec.normalize, spec.weight_scale)
     numbers = [None if x is None else native.float32(x) for x in (correction, scales)]
     p.add("route", logits, *sizes, *how, *numbers, *groups, *held)
-    p.add("gather", x, rows, form, size, counts)
+    p.add("gather", x, rows, form, size, counts, spec.scales_input)
 
 
 def add_made_choice(
@@ -288,7 +288,7 @@ def add_made_choice(
     none.
     """
     p.add("choice", choice, spec.num_experts, spec.num_experts_per_token)
-    p.add("gather", x, rows, form, size, -1)
+    p.add("gather", x, rows, form, size, -1, spec.scales_input)
 
 
 def add_experts(

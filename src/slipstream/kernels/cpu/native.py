@@ -34,7 +34,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.states import LayerState
 from slipstream.kernels.weights import Linear
 from slipstream.spec.cpu_isas import CPU_ISAS
-from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
+from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation, Xielu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 30
+ABI = 31
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -96,7 +96,7 @@ ACTIVATIONS: dict[NamedActivation, int] = {
     "relu": 3,
     "relu2": 4,
 }
-CLAMPED_SWIGLU = 5
+CLAMPED_SWIGLU, XIELU = 5, 6
 CACHES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
@@ -105,6 +105,8 @@ def activation_of(activation: Activation) -> tuple[int, float, float] | None:
     activation."""
     if isinstance(activation, ClampedSwiglu):
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
+    if isinstance(activation, Xielu):
+        return XIELU, activation.positive, activation.negative
     return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
 
 

@@ -19,7 +19,7 @@ from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
-from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
+from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation, Xielu
 from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-block": 3}
@@ -416,7 +416,7 @@ ACTIVATIONS: dict[NamedActivation, int] = {
     "relu": 3,
     "relu2": 4,
 }
-CLAMPED_SWIGLU, CUSTOM = 5, 6
+CLAMPED_SWIGLU, CUSTOM, XIELU = 5, 6, 7
 
 
 @triton.jit
@@ -455,6 +455,9 @@ def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GA
             y = _activate(y, KIND) * up
     elif KIND == 6:
         y = FUNCTION(y)
+    elif KIND == 7:  # XIELU
+        low, high = tl.minimum(y, 0.0), tl.maximum(y, 0.0)
+        y = 0.5 * y + alpha * high * high + limit * (tl.exp(low) - 1.0 - low)
     else:
         y = _activate(y, KIND)
     return y
@@ -487,6 +490,8 @@ def activation_arguments(kind: Activation) -> dict[str, object]:
     """Arguments for a kernel that calls `activate`."""
     alpha, limit = (kind.alpha, kind.limit) if isinstance(kind, ClampedSwiglu) else (0.0, 0.0)
     function, number = None, CLAMPED_SWIGLU
+    if isinstance(kind, Xielu):
+        return {"alpha": kind.positive, "limit": kind.negative, "KIND": XIELU, "FUNCTION": None}
     if isinstance(kind, OwnActivation):
         if kind.triton is None:
             raise UnsupportedModelError(

@@ -12,17 +12,20 @@ from typing import Any
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
+    apertus,
     cohere,
     deepseek,
     ernie,
     exaone,
     gemma,
+    gemma3n,
     gemma4,
     glm,
     gpt_oss,
     granite,
     hunyuan,
     llama,
+    llama4,
     minimax,
     mistral3,
     nemotron,
@@ -56,8 +59,22 @@ from slipstream.spec.families.hybrids import (
 from slipstream.spec.families.pictures import idefics3, qwen3_vl, qwen_vl
 
 MODULES = (
-    *(bamba, bert, bloom, cohere, deepseek, ernie, exaone, falcon, falcon_h1, gemma, gemma4),
-    *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, mamba),
+    *(
+        apertus,
+        bamba,
+        bert,
+        bloom,
+        cohere,
+        deepseek,
+        ernie,
+        exaone,
+        falcon,
+        falcon_h1,
+        gemma,
+        gemma3n,
+        gemma4,
+    ),
+    *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
     *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
     *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, stablelm, starcoder, t5),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from slipstream.spec.families.base import ConfigReader
@@ -87,8 +88,9 @@ def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
     return DenseSpec(intermediate_size=size, activation=act, gated=False, bias=bias)
 
 
-def rms(size: int, eps: float, *, weight_offset: float = 0.0, gain: float = 1.0) -> NormSpec:
-    return NormSpec(kind="rms", size=size, eps=eps, weight_offset=weight_offset, gain=gain)
+def rms(size: int, eps: float, **more: Any) -> NormSpec:
+    """`more`: fields of `NormSpec`."""
+    return NormSpec(kind="rms", size=size, eps=eps, **more)
 
 
 def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
@@ -118,6 +120,7 @@ def decoder(
     mlp: MLPSpec | Callable[[int], MLPSpec] | None = None,
     over: Literal["head", "row", "each"] | None = None,
     after_rotation: bool = False,
+    learned: bool = True,
     kinds: list[str] | None = None,
     window: int | None = None,
     rotated: Callable[[int], bool] | None = None,
@@ -131,7 +134,7 @@ def decoder(
     `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`.
     `bias`: of q, k and v, and of the output product; by default both are `attention_bias`.
     `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
-    `over`: what the norms of q and k are over. `after_rotation`: they come behind it.
+    `over`: what the norms of q and k are over. `after_rotation`: they come behind it. `learned`: they have weights.
     `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
     `rotated`: whether a layer, by its index, has the rotary embedding.
     `positions`, `more`, `whole`: further arguments of `rope`, `attention` and `model`.
@@ -143,7 +146,9 @@ def decoder(
     if bias is None:
         bias = (c.take("attention_bias", bool, False),) * 2
     mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
-    qk_norm = None if over is None else QKNormSpec(over=over, eps=norm.eps, after=after_rotation)
+    qk_norm = None
+    if over is not None:
+        qk_norm = QKNormSpec(over=over, eps=norm.eps, after=after_rotation, learned=learned)
 
     def layer(i: int) -> LayerSpec:
         of = attention(
@@ -282,6 +287,7 @@ def rope(
     rope_types: tuple[str, ...] = ROPE_TYPES,
     alpha: bool = False,
     without: tuple[str, ...] = (),
+    backwards: bool = False,
 ) -> RopeSpec:
     """Rotary embedding by the rule of transformers 5, whose `rope_parameters` may stand next to the keys of version 4.
 
@@ -292,7 +298,8 @@ def rope(
     `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole heads,
     whatever the config says, so another part is refused. `sections`: with `mrope_section`. `renamed`: names of a rope_type
     that the family takes for others. `rope_types`: those that it has. `alpha`: the type `dynamic` may have a fixed factor of
-    this name, which stretches the base (Hunyuan). `without`: keys of the object that matter for pictures alone."""
+    this name, which stretches the base (Hunyuan). `without`: keys of the object that matter for pictures alone.
+    `backwards`: heads turn the other way."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     key = "rope_scaling" if scaling else "rope_parameters"
     raw = dict(scaling or (own if own is not None else default) or {})
@@ -320,9 +327,10 @@ def rope(
     if partial is None and raw["partial_rotary_factor"] not in (None, 1):
         where = keys[1] if raw["partial_rotary_factor"] == part else key
         raise c.unsupported(where, "transformers rotates whole heads in this family; leave it out")
-    return _rope_from(
+    made = _rope_from(
         c, key, raw, head_dim, max_position=max_position, style=style, sections=sections
     )
+    return replace(made, backwards=True) if backwards else made
 
 
 BETA = "llama_4_scaling_beta"

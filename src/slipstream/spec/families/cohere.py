@@ -4,6 +4,7 @@ fourth has no position embedding."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
@@ -11,14 +12,26 @@ from slipstream.spec.families.builders import (
     attention,
     gated,
     heads,
+    kinds,
     kinds_of_layers,
     layer_norm,
     model,
+    rms,
     rope,
 )
+from slipstream.spec.families.deepseek import SHARED
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock, QKNormSpec
+from slipstream.spec.model import (
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    ParallelBlock,
+    QKNormSpec,
+    SharedExpertSpec,
+)
+from slipstream.spec.parameters import Scale
 
 PATTERN = 4
 
@@ -41,6 +54,78 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
     return _read(c, "cohere2", theta=10000.0, windows=True)
 
 
+def read_cohere2_moe(c: ConfigReader) -> ModelSpec:
+    """Experts in the place of MLPs, but for the first layers, which may have windows of another pattern."""
+    c.assume(head_dim=128)
+    h, hidden = heads(c), c.size("hidden_size")
+    eps = c.take("layer_norm_eps", float, 1e-5)
+    small = c.maybe("rms_norm_eps", float)
+    norm = layer_norm(hidden, eps, bias=False) if small is None else rms(hidden, small)
+    max_position, window = c.size("max_position_embeddings", 8192), c.size("sliding_window", 4096)
+    position = rope(c, h.head_dim, max_position=max_position, style="interleaved")
+    first = c.take("first_k_dense_replace", int, 0)
+    pattern = c.size("sliding_window_pattern", PATTERN)
+    of_first = c.size("prefix_dense_sliding_window_pattern", 1)
+
+    def slides(i: int) -> bool:
+        return bool((i + 1) % of_first if i < first else (i - first + 1) % pattern)
+
+    windows = kinds_of_layers(c, lambda i: "sliding_attention" if slides(i) else "full_attention")
+    made = kinds(
+        c, ("dense", "sparse"), lambda i: "dense" if i < first else "sparse", "mlp_layer_types"
+    )
+    expert, bias = gated(c), c.take("attention_bias", bool, False)
+    size = c.take("prefix_dense_intermediate_size", int, expert.intermediate_size)
+    dense = dataclasses.replace(expert, intermediate_size=size)
+    moe = _mixture(c, expert)
+
+    def layer(i: int) -> LayerSpec:
+        has_window, is_dense = windows[i] == "sliding_attention", made[i] == "dense"
+        of = attention(
+            h,
+            position if has_window or (is_dense and of_first == 1) else None,
+            qkv_bias=bias,
+            out_bias=bias,
+            window=window if has_window else None,
+        )
+        return LayerSpec(
+            attention=of, mlp=dense if is_dense else moe, block=ParallelBlock(norm=norm)
+        )
+
+    scale = c.take("logit_scale", float, 0.0625)
+    return model(c, "cohere2_moe", layer, norm, max_position, logit_scale=scale, tied=True)
+
+
+def _mixture(c: ConfigReader, expert: DenseSpec) -> MoESpec:
+    """The mixture. The mean with the shared experts halves its weights here, and the shared experts' as they are loaded."""
+    c.ignore("output_router_logits")
+    num_shared = c.take("num_shared_experts", int, 0)
+    how = c.take("shared_expert_combination_strategy", str, "average")
+    by = c.take("expert_selection_fn", str, "softmax")
+    c.require("shared_expert_combination_strategy", "average", "sum")
+    c.require("expert_selection_fn", "softmax", "sigmoid")
+    normalize = c.take("norm_topk_prob", bool, True)  # of sigmoids alone
+    halved, shared = num_shared > 0 and how == "average", None
+    if num_shared:
+        size = expert.intermediate_size * num_shared
+        shared = SharedExpertSpec(mlp=dataclasses.replace(expert, intermediate_size=size))
+    return MoESpec(
+        num_experts=c.size("num_experts", 8),
+        num_experts_per_token=c.size("num_experts_per_tok", 2),
+        expert=expert,
+        normalize=by == "softmax" or normalize,
+        scores="softmax" if by == "softmax" else "sigmoid",
+        weight_scale=0.5 if halved else 1.0,
+        shared=shared,
+    )
+
+
+def _halved(layer: LayerSpec, part: int) -> Scale | None:
+    moe, norm = layer.mlp, layer.norms["norm"]
+    is_mean = isinstance(moe, MoESpec) and moe.weight_scale != 1.0
+    return Scale(((norm.size, 0.5),)) if is_mean else None
+
+
 def _read(
     c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm: bool = False
 ) -> ModelSpec:
@@ -51,21 +136,21 @@ def _read(
     trained = c.size("max_position_embeddings", 8192)
     position = rope(c, h.head_dim, theta=theta, max_position=trained, style="interleaved")
     bias, mlp = c.take("attention_bias", bool, False), gated(c)
-    window, kinds = None, [""] * c.size("num_hidden_layers")
+    window, found = None, [""] * c.size("num_hidden_layers")
     if windows:
         window, pattern = c.size("sliding_window", 4096), c.size("sliding_window_pattern", PATTERN)
         c.require("layer_switch", pattern)  # another key for the same number
-        kinds = kinds_of_layers(
+        found = kinds_of_layers(
             c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention"
         )
 
     def layer(i: int) -> LayerSpec:
         of = attention(
             h,
-            None if kinds[i] == "full_attention" else position,
+            None if found[i] == "full_attention" else position,
             qkv_bias=bias,
             out_bias=bias,
-            window=window if kinds[i] == "sliding_attention" else None,
+            window=window if found[i] == "sliding_attention" else None,
             qk_norm=QKNormSpec(over="each", eps=eps) if qk_norm else None,
         )
         return LayerSpec(attention=of, mlp=mlp, block=ParallelBlock(norm=norm))
@@ -96,4 +181,12 @@ FAMILIES = tuple(
         ("cohere", "CohereForCausalLM", read_cohere, "command-r", gguf_config),
         ("cohere2", "Cohere2ForCausalLM", read_cohere2, "cohere2", gguf_config2),
     )
+)
+FAMILIES += (
+    Family(
+        model_type="cohere2_moe",
+        architectures=("Cohere2MoeForCausalLM",),
+        read=read_cohere2_moe,
+        names=table({**SHARED, "norm": "input_layernorm"}, changes={"shared.down": _halved}),
+    ),
 )

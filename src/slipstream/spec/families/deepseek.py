@@ -105,6 +105,31 @@ def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
     return _read(c, "glm4_moe_lite", moe, interleaved=interleaved, dense=num_dense)
 
 
+def read_minicpm3(c: ConfigReader) -> ModelSpec:
+    """MiniCPM 3: latent attention in dense layers, with multipliers of embeddings, additions to the residual, and logits."""
+    c.assume_missing(
+        **dict(num_key_value_heads=40, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64),
+        **dict(qk_rope_head_dim=32, rms_norm_eps=1e-5, max_position_embeddings=32768),
+        **dict(scale_depth=1.4, dim_model_base=256),
+    )
+    hidden, count = c.size("hidden_size"), c.size("num_hidden_layers")
+    c.assume(v_head_dim=hidden // c.size("num_attention_heads"))
+    scale = c.take("scale_emb", float, 12.0)
+    if scale <= 0:
+        raise c.unsupported("scale_emb", "must be above 0")
+    return _read(
+        c,
+        "minicpm3",
+        None,
+        interleaved=False,
+        dense=count,
+        residual_scale=c.take("scale_depth", float, count**0.5) / count**0.5,
+        embed_scale=scale,
+        logit_scale=c.take("dim_model_base", float, float(hidden)) / hidden,
+        tied=True,
+    )
+
+
 def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
     """Mistral 4: V3's layers with softmax scores, without a correction. `positions`: the default rotary embedding."""
     c.assume_missing(
@@ -191,12 +216,14 @@ def mixture(
 def _read(
     c: ConfigReader,
     family: str,
-    moe: MoESpec,
+    moe: MoESpec | None,
     *,
     interleaved: bool,
     dense: int,
     positions: Mapping[str, Any] | None = None,
     scaled: bool = False,
+    residual_scale: float = 1.0,
+    **more: Any,
 ) -> ModelSpec:
     """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
     are scaled by position, and a config counts what is rotated as a part of a whole key."""
@@ -241,9 +268,12 @@ def _read(
     mlp = gated(c)
 
     def layer(i: int) -> LayerSpec:
-        return LayerSpec(attention=attention, mlp=mlp if i < dense else moe, block=before(norm))
+        of = mlp if i < dense or moe is None else moe
+        return LayerSpec(
+            attention=attention, mlp=of, block=before(norm), residual_scale=residual_scale
+        )
 
-    return model(c, family, layer, norm, max_position)
+    return model(c, family, layer, norm, max_position, **more)
 
 
 SHARED: dict[str, Theirs] = {
@@ -378,6 +408,12 @@ FAMILIES = (
             ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
             ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
         )
+    ),
+    Family(
+        model_type="minicpm3",
+        architectures=("MiniCPM3ForCausalLM",),
+        read=read_minicpm3,
+        names=names,
     ),
     Family(
         model_type="dots1",

@@ -6,13 +6,38 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import after, decoder, kinds_of_layers
+from slipstream.spec.families.builders import after, decoder, gated, kinds, kinds_of_layers
+from slipstream.spec.families.deepseek import SHARED, corrected_mixture
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
+    return _read(c, "exaone4", block=after)
+
+
+def read_moe(c: ConfigReader) -> ModelSpec:
+    """K-EXAONE: norms before attention and MLP, and DeepSeek V3's experts."""
+    experts, shared = c.size("num_experts", 64), c.size("num_shared_experts", 1)
+    c.require("scoring_func", "sigmoid")
+    c.require("topk_method", "noaux_tc")
+    c.require("n_routed_experts", experts)
+    c.require("n_shared_experts", shared)
+    c.assume(n_routed_experts=experts, n_shared_experts=shared, moe_intermediate_size=1024)
+    c.assume_missing(n_group=1, topk_group=1, num_experts_per_tok=8)
+    first, moe, dense = (
+        c.take("first_k_dense_replace", int, 1),
+        corrected_mixture(c, weight_scale=2.5),
+        gated(c),
+    )
+    made = kinds(
+        c, ("dense", "sparse"), lambda i: "dense" if i < first else "sparse", "mlp_layer_types"
+    )
+    return _read(c, "exaone_moe", mlp=lambda i: dense if made[i] == "dense" else moe)
+
+
+def _read(c: ConfigReader, family: str, **more: Any) -> ModelSpec:
     c.assume_missing(num_key_value_heads=32)
     window = c.take("sliding_window", int, 4096)
     if c.says("sliding_window") and "sliding_window" not in c:
@@ -22,21 +47,21 @@ def read(c: ConfigReader) -> ModelSpec:
         raise c.unsupported(
             "sliding_window_pattern", "must be a number, or layer_types must be there"
         )
-    kinds = kinds_of_layers(
+    found = kinds_of_layers(
         c, lambda i: "sliding_attention" if window and (i + 1) % pattern else "full_attention"
     )
-    if not window and "sliding_attention" in kinds:
+    if not window and "sliding_attention" in found:
         raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
     return decoder(
         c,
-        "exaone4",
+        family,
         eps=1e-5,
-        block=after,
         bias=(False, False),
         over="head",
-        kinds=kinds,
+        kinds=found,
         window=window or None,
-        rotated=lambda i: not window or kinds[i] == "sliding_attention",
+        rotated=lambda i: not window or found[i] == "sliding_attention",
+        **more,
     )
 
 
@@ -63,5 +88,12 @@ FAMILIES = (
             }
         ),
         gguf=GGUFFamily(architecture="exaone4", config=gguf_config, names=gguf_table()),
+    ),
+    Family(
+        model_type="exaone_moe",
+        architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        read=read_moe,
+        names=table({**SHARED, "correction": {"weight": "mlp.e_score_correction_bias"}}),
+        ignored=(r"mtp\..*",),  # layers that draft tokens, which are not run
     ),
 )

@@ -56,6 +56,7 @@ GEMMA3 = {
     "head_dim": 256,
 }
 """Defaults of a multimodal Gemma 3's text_config. The 4B's lists two keys."""
+VAULTGEMMA = {**GEMMA3, "vocab_size": 256000}
 
 
 def read_gemma1(c: ConfigReader) -> ModelSpec:
@@ -87,6 +88,17 @@ def read_gemma2(c: ConfigReader) -> ModelSpec:
     return _sandwich(
         c, "gemma2", h, kinds, positions, max_position, qk_norm=False, caps=(50.0, 30.0)
     )
+
+
+def read_vaultgemma(c: ConfigReader) -> ModelSpec:
+    """VaultGemma: Gemma 2 without its post-norms."""
+    c.assume(**VAULTGEMMA)
+    h, max_position = heads(c), c.size("max_position_embeddings", 8192)
+    position = rope(c, h.head_dim, max_position=max_position)
+    kinds = kinds_of_layers(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
+    positions = {"full_attention": position, "sliding_attention": position}
+    how: dict[str, Any] = dict(qk_norm=False, caps=(50.0, 30.0), post_norms=False)
+    return _sandwich(c, "vaultgemma", h, kinds, positions, max_position, **how)
 
 
 def read_gemma3(c: ConfigReader) -> ModelSpec:
@@ -122,6 +134,7 @@ def _sandwich(
     *,
     qk_norm: bool,
     caps: tuple[float | None, float | None],
+    post_norms: bool = True,
 ) -> ModelSpec:
     """Gemma 2 and 3. `caps`: the defaults of the soft caps of scores and of logits."""
     hidden, eps = c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6)
@@ -137,7 +150,8 @@ def _sandwich(
         )
     )
     norm, mlp = rms(hidden, eps, weight_offset=1.0), gated(c, "hidden_activation", TANH)
-    block = SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
+    post = norm if post_norms else None
+    block = SequentialBlock(pre_attention=norm, post_attention=post, pre_mlp=norm, post_mlp=post)
 
     def layer(i: int) -> LayerSpec:
         of = attention(
@@ -365,5 +379,11 @@ FAMILIES = (
         ignored=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
         vision=read_gemma3_vision,
         processing=read_gemma3_processing,
+    ),
+    Family(
+        model_type="vaultgemma",
+        architectures=("VaultGemmaForCausalLM",),
+        read=read_vaultgemma,
+        names=table({**LLAMA, "pre_mlp": "pre_feedforward_layernorm"}),
     ),
 )

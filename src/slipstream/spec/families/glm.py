@@ -14,6 +14,7 @@ from slipstream.spec.families.builders import (
     HeadCounts,
     attention,
     before,
+    decoder,
     gated,
     heads,
     model,
@@ -121,6 +122,26 @@ def read_glm4_moe(c: ConfigReader) -> ModelSpec:
     return model(c, "glm4_moe", layer, norm, max_position)
 
 
+def read_solar_open(c: ConfigReader) -> ModelSpec:
+    """Solar Open: GLM-4.5's experts in every layer, and Llama's attention."""
+    c.assume_missing(
+        **dict(head_dim=128, num_key_value_heads=8, n_group=1, topk_group=1, n_routed_experts=128),
+        **dict(n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1280),
+    )
+    c.assume(intermediate_size=c.size("moe_intermediate_size"))  # no layer is dense
+    c.require("first_k_dense_replace", 0)
+    c.require("use_qk_norm", False)
+    return decoder(
+        c,
+        "solar_open",
+        max_position=131072,
+        eps=1e-5,
+        bias=(c.take("attention_bias", bool, False), False),
+        mlp=corrected_mixture(c, weight_scale=1.0),
+        positions={"theta": 1e6, "partial": 1.0},
+    )
+
+
 FUSED = {**LLAMA, "mlp.up": "mlp.gate_up_proj"}
 SANDWICH = {**FUSED, "post_attention": "post_self_attn_layernorm", "post_mlp": "post_mlp_layernorm"}
 CHATGLM: dict[str, Theirs] = {
@@ -186,6 +207,12 @@ FAMILIES = (
             names=gguf_table(GLM4_MOE_GGUF),
             mtp=LLAMA_CPP,
         ),
+    ),
+    Family(
+        model_type="solar_open",
+        architectures=("SolarOpenForCausalLM",),
+        read=read_solar_open,
+        names=table(SHARED),
     ),
     Family(
         model_type="chatglm",

@@ -1,6 +1,6 @@
 """Llama 2 and 3, SmolLM 2 and 3, and any other `llama`; Mistral (all layers have a window), Ministral (some have), and Mixtral
 (mixtures of experts); and what is nearly Llama: Seed-OSS (biases of q, k and v), Arcee (MLPs without a gate), Helium
-(interleaved rotary embedding)."""
+(interleaved rotary embedding), InternLM 3, nanochat (norms without weights)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     activation,
+    called,
     decoder,
     gated,
     heads,
     kinds_of_layers,
     plain,
+    rms,
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
@@ -78,6 +80,34 @@ def read_helium(c: ConfigReader) -> ModelSpec:
     bias = c.take("attention_bias", bool, False), False
     style = {"style": "interleaved", "theta": 1e5}
     return decoder(c, "helium", h=h, max_position=4096, eps=1e-8, bias=bias, positions=style)
+
+
+def read_internlm3(c: ConfigReader) -> ModelSpec:
+    c.assume_missing(head_dim=128, num_key_value_heads=2)
+    bias = c.take(called(c, "qkv_bias", "attention_bias"), bool, False)
+    for key in ("attention_bias", "bias", "mlp_bias"):
+        c.require(key, bias)
+    return decoder(
+        c, "internlm3", max_position=32768, eps=1e-5, bias=(bias, bias), mlp=gated(c, bias=bias)
+    )
+
+
+def read_nanochat(c: ConfigReader) -> ModelSpec:
+    """Norms without weights, also of the embeddings and of rotated q and k. Heads turn the other way."""
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6), learned=False)
+    cap = c.maybe("final_logit_softcapping", float) if c.says("final_logit_softcapping") else 15.0
+    return decoder(
+        c,
+        "nanochat",
+        norm=norm,
+        mlp=plain(c.size("intermediate_size"), activation(c, "hidden_act", "relu2"), bias=False),
+        over="head",
+        after_rotation=True,
+        learned=False,
+        positions={"backwards": True},
+        embed_norm=norm,
+        logit_softcap=cap,
+    )
 
 
 def _read(
@@ -153,12 +183,20 @@ GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
         names=gguf_table(gated=False, changes={"attention.qkv": "unpermute"}),
     ),
 }
-NAMES = {read_mixtral: table(MIXTRAL), read_arcee: table({**LLAMA, "mlp.up": "mlp.up_proj"})}
+NAMES = {
+    read_mixtral: table(MIXTRAL),
+    read_arcee: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
+    read_nanochat: table({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
+}
 
 FAMILIES = tuple(
     Family(
         model_type=model_type,
-        architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
+        architectures=(
+            architecture,
+            architecture.replace("CausalLM", "SequenceClassification"),
+            *(("LlamaForCausalLM",) if reader is read_internlm3 else ()),  # as transformers has it
+        ),
         read=reader,
         names=NAMES.get(reader, names),
         gguf=GGUFS.get(reader),
@@ -172,5 +210,7 @@ FAMILIES = tuple(
         ("seed_oss", "SeedOssForCausalLM", read_seed_oss),
         ("arcee", "ArceeForCausalLM", read_arcee),
         ("helium", "HeliumForCausalLM", read_helium),
+        ("internlm3", "InternLM3ForCausalLM", read_internlm3),
+        ("nanochat", "NanoChatForCausalLM", read_nanochat),
     )
 )

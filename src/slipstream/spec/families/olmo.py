@@ -1,5 +1,6 @@
-"""OLMo 2 and 3: post-norms without pre-norms, and norms over all heads of q and of k. OLMo 3 has a window in three layers of
-four. OLMoE and FlexOlmo are mixtures of experts, the first with norms before attention and MLP."""
+"""OLMo: layer norms without weights, and clamped q, k and v. OLMo 2 and 3: post-norms without pre-norms, and norms over all
+heads of q and of k. OLMo 3 has a window in three layers of four. OLMoE and FlexOlmo are mixtures, the first with norms before
+attention and MLP."""
 
 from __future__ import annotations
 
@@ -18,9 +19,18 @@ from slipstream.spec.families.builders import (
     rope,
     rope_of_kind,
 )
+from slipstream.spec.families.llama import UNPERMUTED
+from slipstream.spec.families.metadata import gguf_config as common_gguf_config
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, RopeSpec
+from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec, RopeSpec
+
+
+def read_olmo(c: ConfigReader) -> ModelSpec:
+    clip = c.maybe("clip_qkv", float)
+    norm = NormSpec(kind="layer", size=c.size("hidden_size"), eps=1e-5, learned=False)
+    bias = (c.take("attention_bias", bool, False),) * 2
+    return decoder(c, "olmo", norm=norm, bias=bias, mlp=gated(c), more={"clip_qkv": clip})
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:
@@ -136,6 +146,13 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     }
 
 
+def olmo_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    if abs(m.take("attention.layer_norm_epsilon", float, 1e-5) - 1e-5) > 1e-9:
+        raise m.unsupported("attention.layer_norm_epsilon", "the family has 1e-5")
+    clip = m.maybe("attention.clamp_kqv", float)
+    return {**common_gguf_config(m), "hidden_act": "silu", "clip_qkv": clip}
+
+
 def olmoe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     return {
         **llama_gguf_config(m, experts=True),
@@ -153,6 +170,13 @@ names = table(
 )
 
 FAMILIES = (
+    Family(
+        model_type="olmo",
+        architectures=("OlmoForCausalLM",),
+        read=read_olmo,
+        names=table(LLAMA),
+        gguf=GGUFFamily(architecture="olmo", config=olmo_gguf_config, names=UNPERMUTED),
+    ),
     Family(
         model_type="olmo2",
         architectures=("Olmo2ForCausalLM",),

@@ -13,11 +13,14 @@ All sums have a fixed order."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels import reference
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton.experts import grouped_gemm
@@ -65,6 +68,13 @@ def moe_of_choice(
 ) -> Tensor:
     """`OpSet.moe_of_choice`: `moe` after the choice of experts."""
     up, down, spec = experts.up, experts.down, experts.spec
+    if spec.scales_input:  # a token's choices become rows of their own
+        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        each = replace(spec, num_experts_per_token=1, scales_input=False)
+        one = torch.ones(len(rows), 1, dtype=torch.float32, device=x.device)
+        y = moe_of_choice(rows, one, chosen.reshape(-1, 1), replace(experts, spec=each))
+        y = y.view(*chosen.shape, -1).sum(dim=1, dtype=torch.float32).to(x.dtype)
+        return y if added is None else y + added
     small_batch = is_small_batch(x.shape[0], spec)
     if small_batch and _are_dense(up, down) and spec.held is None:
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
@@ -100,6 +110,8 @@ def fuses_shared(num_tokens: int, experts: Experts, shared: tuple[Linear, Linear
         for a, b in zip((experts.up, experts.down), shared, strict=True)
     )
     dense = _are_dense(experts.up, experts.down, *shared)
+    if experts.spec.scales_input:
+        return False
     few = num_tokens > 0 and is_small_batch(num_tokens, experts.spec) and experts.spec.held is None
     return few and dense and alike
 
@@ -207,6 +219,15 @@ def route(
     """(weights float32, experts int32), [T, k] each. With `spec.held`, held experts are counted
     from the first one; others are the number after the last one, with weight 0."""
     num_tokens, top_k = router_logits.shape[0], spec.num_experts_per_token
+    if spec.nearness:
+        weights, chosen = reference.route(router_logits, spec, correction, scales)
+        reference.count_experts(chosen, load)
+        if spec.held is not None:
+            first, num_held = spec.held
+            here = (chosen >= first) & (chosen < first + num_held)
+            weights = weights.where(here, 0.0)
+            chosen = (chosen - first).where(here, num_held)
+        return weights, chosen.int()
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
     limit, num_groups = spec.groups, 1 if spec.groups is None else spec.groups.num_groups

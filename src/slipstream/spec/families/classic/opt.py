@@ -19,6 +19,7 @@ from slipstream.spec.model import (
     LearnedPositionSpec,
     ModelSpec,
     PostNormBlock,
+    SinusoidSpec,
 )
 
 
@@ -52,6 +53,33 @@ def read(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_xglm(c: ConfigReader) -> ModelSpec:
+    """XGLM: OPT's layers, with sines and cosines for positions."""
+    h = heads(c, hidden="d_model", num_heads="attention_heads", num_kv_heads=None)
+    norm, max_position = (
+        layer_norm(c.size("d_model"), 1e-5),
+        c.size("max_position_embeddings", 2048),
+    )
+    layer = LayerSpec(
+        attention=attention(h, None, qkv_bias=True, out_bias=True),
+        mlp=plain(c.size("ffn_dim", 4096), activation(c, "activation_function", "gelu")),
+        block=before(norm),
+    )
+    c.ignore("decoder_start_token_id")
+    return model(
+        c,
+        "xglm",
+        layer,
+        norm,
+        max_position,
+        hidden="d_model",
+        num_layers="num_layers",
+        learned_positions=SinusoidSpec(num_positions=max_position + 2, offset=2),
+        embed_scale=norm.size**0.5 if c.take("scale_embedding", bool, True) else 1.0,
+        tied=True,
+    )
+
+
 NAMES: dict[str, Theirs] = {
     "embed": "decoder.embed_tokens",
     "embed_in": "decoder.project_in",
@@ -76,5 +104,14 @@ FAMILIES = (
         read=read,
         names=table(NAMES, layer="decoder.layers.{i}."),
         prefixes=("", "model."),
+    ),
+    Family(
+        model_type="xglm",
+        architectures=("XGLMForCausalLM",),
+        read=read_xglm,
+        names=table(
+            {**NAMES, "embed": "model.embed_tokens", "final_norm": "model.layer_norm"},
+            layer="model.layers.{i}.",
+        ),
     ),
 )
