@@ -1,6 +1,7 @@
 """A server under load, over HTTP.
 
     python benchmarks/online.py --study loads          # throughput, first tokens, time a token and worst gaps of several loads
+    python benchmarks/online.py --study agents         # sessions of agents, settings in turns, next to the simulator
     python benchmarks/online.py --study cost           # what the server takes of each token and request, without a model
     python benchmarks/online.py --study soak           # a million mixed requests, while the engine is killed again and again
     python benchmarks/online.py --study fuzz           # hostile requests

@@ -40,6 +40,13 @@ SPECIAL = {
 }
 IMAGE = {"smolvlm": "<image>", "gemma3": "<image_soft_token>", "qwen2_5_vl": "<|image_pad|>"}
 PLACEHOLDER = {"smolvlm": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
+QWEN3 = {
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+}
+"""The names of transformers' classes."""
 VOCAB = 288
 TEMPLATES = {
     "smolvlm": (
@@ -63,6 +70,33 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
+GEMMA4 = ("gemma4", "gemma4_large")
+"""As E2B and E4B: inputs of layers, bounds of products. As 26B and 31B: pictures that see themselves."""
+SPECIAL["mistral3"] = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+IMAGE["mistral3"] = PLACEHOLDER["mistral3"] = "[IMG]"
+TEMPLATES["mistral3"] = (
+    "<s>{% for message in messages %}[INST]{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}[IMG]{% else %}{{ item['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}[/INST]{% endfor %}"
+)
+for _like in GEMMA4:
+    SPECIAL[_like] = (
+        *(
+            "<bos>",
+            "<turn|>",
+            "<|image>",
+            "<|image|>",
+            "<image|>",
+            "<|audio|>",
+            "<|video|>",
+            "<pad>",
+        ),
+    )
+    IMAGE[_like] = PLACEHOLDER[_like] = "<|image|>"
+    TEMPLATES[_like] = TEMPLATES["gemma3"].replace("<start_of_image>", "<|image|>")
+for _like in (*QWEN3, "qwen2_vl"):
+    for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
+        _table[_like] = _table["qwen2_5_vl"]
 _TEXT = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -85,6 +119,9 @@ _SIGLIP = dict(
     patch_size=4,
     initializer_range=0.2,
 )
+
+
+_MIXTURE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 
 
 def token_id(family: str, token: str) -> int:
@@ -123,10 +160,38 @@ def _config(family: str, **more: Any) -> Any:
             eoi_token_index=token_id(family, "<end_of_image>"),
             **more,
         )
-    text = {
-        **_TEXT,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]},
-    }
+    if family in GEMMA4:
+        return _gemma4_config(family, more)
+    if family == "mistral3":
+        text = {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None}
+        vision = dict(
+            model_type="pixtral",
+            hidden_size=48,
+            intermediate_size=100,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            patch_size=4,
+            image_size=64,
+            hidden_act="silu",
+            initializer_range=0.2,
+        )
+        return t.Mistral3Config(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=image,
+            tie_word_embeddings=False,
+            **more,
+        )
+    ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
+    ids |= {"image_token_id": image, "video_token_id": token_id(family, "<|video_pad|>")}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+    if family == "qwen2_vl":
+        vision = dict(embed_dim=48, hidden_size=32, depth=2, num_heads=2, patch_size=4, mlp_ratio=2)
+        text = {**_TEXT, "rope_parameters": rope}
+        return t.Qwen2VLConfig(text_config=text, vision_config=vision, **ids, **more)
+    if family in QWEN3:
+        return _qwen3_config(family, rope, ids, more)
+    text = {**_TEXT, "rope_parameters": rope}
     vision = dict(
         depth=3,
         hidden_size=32,
@@ -138,15 +203,81 @@ def _config(family: str, **more: Any) -> Any:
         fullatt_block_indexes=[1],
         initializer_range=0.2,
     )
-    ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
-    return t.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=image,
-        video_token_id=token_id(family, "<|video_pad|>"),
-        **ids,
-        **more,
+    return t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **more)
+
+
+def _gemma4_config(family: str, more: Any) -> Any:
+    import transformers as t
+
+    is_large = family == "gemma4_large"
+    text = {
+        **_TEXT,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 90,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0 if is_large else 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 0 if is_large else 2,
+        "use_bidirectional_attention": "vision" if is_large else None,
+        "initializer_range": 0.2,
+        "pad_token_id": token_id(family, "<pad>"),
+        **more.pop("text", {}),
+    }
+    vision = dict(
+        hidden_size=48,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        patch_size=4,
+        position_embedding_size=256,
+        standardize=is_large,
+        use_clipped_linears=not is_large,
+        initializer_range=0.2,
     )
+    ids = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
+    ids |= {"boi": "<|image>", "eoi": "<image|>"}
+    numbers = {f"{name}_token_id": token_id(family, token) for name, token in ids.items()}
+    return t.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, **numbers, **more
+    )
+
+
+def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: Any) -> Any:
+    import transformers as t
+
+    # As published: time has more frequencies than rows and columns.
+    rope = {**rope, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_TEXT, "num_hidden_layers": 4, "head_dim": 16, "rope_parameters": rope}
+    text |= (_MIXTURE if family.endswith("moe") else {}) | more.pop("text", {})
+    vision = dict(
+        depth=3,
+        hidden_size=48,
+        intermediate_size=100,
+        num_heads=2,
+        patch_size=4,
+        out_hidden_size=text["hidden_size"],
+        num_position_embeddings=25,
+        initializer_range=0.2,
+    )
+    if family.startswith("qwen3_5"):
+        text |= dict(
+            head_dim=32,
+            rope_parameters={**rope, "partial_rotary_factor": 0.5},
+            **({"shared_expert_intermediate_size": 24} if family.endswith("moe") else {}),
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        )
+    else:
+        vision["deepstack_visual_indexes"] = [0, 2]
+    kind = getattr(t, f"{QWEN3[family]}Config")
+    return kind(text_config=text, vision_config=vision, **ids, **more)
 
 
 PROCESSING: dict[str, dict[str, Any]] = {
@@ -175,10 +306,37 @@ PROCESSING: dict[str, dict[str, Any]] = {
     },
 }
 """As preprocessor_config.json has them."""
+PROCESSING["qwen2_vl"] = PROCESSING["qwen2_5_vl"]
+PROCESSING["mistral3"] = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": {"height": 4, "width": 4},
+    "size": {"longest_edge": 60},
+}
+for _like in GEMMA4:
+    PROCESSING[_like] = {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "max_soft_tokens": 70,
+        "pooling_kernel_size": 3,
+        "do_normalize": False,
+        "image_mean": [0.0, 0.0, 0.0],
+        "image_std": [1.0, 1.0, 1.0],
+        "resample": 3,
+    }
+for _like in QWEN3:
+    PROCESSING[_like] = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 16 * 16, "longest_edge": 48 * 48},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
 
 
 def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
-    """The model, in `path` with all its files."""
+    """The model, in `path` with all its files. `more`: of its config; of Qwen 3 and Gemma 4 "text", of its decoder's."""
     import torch
     import transformers as t
 
@@ -187,16 +345,39 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "smolvlm": t.SmolVLMForConditionalGeneration,
         "gemma3": t.Gemma3ForConditionalGeneration,
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
+        **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in QWEN3.items()},
+        **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
+        "mistral3": t.Mistral3ForConditionalGeneration,
+        "qwen2_vl": t.Qwen2VLForConditionalGeneration,
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        _shake(model)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     write_tokenizer(path, family)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSING[family]))
     return model
+
+
+def _shake(model: Any) -> None:
+    """Numbers of Gemma 4 that are learned beside gradients, or keep scores that are not scaled from being one-hot."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight") and "Gemma4" in type(model).__name__:
+            parameter.mul_(0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("input_min", "output_min")):
+            buffer.fill_(-1.5 - torch.rand(()).item())
+        elif name.endswith(("input_max", "output_max")):
+            buffer.fill_(1.5 + torch.rand(()).item())
+        elif name.endswith(("layer_scalar", "std_scale")):
+            buffer.uniform_(0.5, 1.5)
+        elif name.endswith("std_bias"):
+            buffer.normal_(0.0, 0.3)
 
 
 def write_tokenizer(path: Path, family: str) -> None:
@@ -225,6 +406,8 @@ def picture(seed: int, width: int = 50, height: int = 37) -> Any:
 def their_processor(family: str) -> Any:
     """transformers' image processor with the same settings, by Pillow."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -232,10 +415,15 @@ def their_processor(family: str) -> Any:
         "smolvlm": SmolVLMImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
         "qwen2_5_vl": Qwen2VLImageProcessorPil,
+        "qwen2_vl": Qwen2VLImageProcessorPil,
+        **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
+        **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
+        "mistral3": PixtralImageProcessorPil,
     }
-    return kinds[family](
-        **{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
-    )
+    own = {k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
+    if family == "mistral3":  # as PixtralProcessor does
+        own["patch_size"] = {"height": 8, "width": 8}
+    return kinds[family](**own)
 
 
 def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
@@ -247,7 +435,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
     kinds = (ids == token_id(family, IMAGE[family])).int()
     if family == "gemma3":
         given["token_type_ids"] = kinds
-    elif family == "qwen2_5_vl":
+    elif family.startswith("qwen") or family in GEMMA4:
         given["mm_token_type_ids"] = kinds
     if pictures:
         nested = [pictures] if family == "smolvlm" else pictures
@@ -255,6 +443,10 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
         given |= {
             k: v
             for k, v in made.items()
-            if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+            if k
+            in (
+                *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids"),
+                "image_sizes",
+            )
         }
     return given

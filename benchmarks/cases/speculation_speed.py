@@ -6,6 +6,8 @@ r"""Speculative decoding beside plain decoding: engines of one process take turn
         '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
     python benchmarks/speculation.py --study speed CONFIG --forced 3.2 --num-seqs 1 16 --op-by-op --config \
         '{"method": "draft", "model": SMALLER, "num_speculative_tokens": 4}'
+    python benchmarks/speculation.py --study speed benchmarks/configs/qwen3.6-27b --quantization fp8 --num-seqs 1 16 \
+        --curve 1.93 2.73 3.39 3.97 4.41
 
 Prompts are of three kinds: those whose answers quote them (editing, extracting), those whose answers don't, and questions of
 ShareGPT that no head was trained on. With --head an EAGLE-3 head drafts 1, 2, … 5 tokens, and as many as pay. Each round runs
@@ -18,7 +20,9 @@ ones, so each round has prompts of its own.
 With --forced X, the head or draft model and (unless --load-format is auto) the model have random weights, and all guesses are
 wrong; so that the time of a step can be had nevertheless, a verification is *said* to yield X tokens on average, whatever was
 drawn. What is measured are milliseconds a token of one shape at that acceptance, and nothing about acceptance itself. The
-record is labelled so. With --op-by-op each config runs without graphs of its chains, too.
+record is labelled so. With --op-by-op each config runs without graphs of its chains, too. With --curve the model's own layer
+drafts 1, 2, … tokens (method `mtp`, rounded by --quantization like the model), and a verification of n drafts is said to yield
+the n-th number. 1.93 2.73 3.39 3.97 4.41 are those that InferenceX measured of Qwen 3.5's layer.
 """
 
 from __future__ import annotations
@@ -211,15 +215,19 @@ def forced(args: argparse.Namespace) -> None:
         "quantization": args.quantization,
     }
     settings["num_threads"] = args.num_threads
-    engines: list[tuple[str, Any, bool]] = [("plain", None, False)]
-    for config in args.config:
-        engines.append((json.dumps(config), config, False))
+    wanted = [(config, args.forced) for config in args.config or []]
+    for number, yielded in enumerate(args.curve or [], 1):
+        by = {"quantization": args.quantization} if args.quantization else {}
+        wanted.append(({"method": "mtp", "num_speculative_tokens": number, **by}, yielded))
+    engines: list[tuple[str, Any, float, bool]] = [("plain", None, 1.0, False)]
+    for config, length in wanted:
+        engines.append((json.dumps(config), config, length, False))
         if args.op_by_op:
-            engines.append((f"{engines[-1][0]}, op by op", config, True))
+            engines.append((f"{engines[-1][0]}, op by op", config, length, True))
     found: dict[int, dict[str, dict[str, Any]]] = {n: {} for n in args.num_seqs}
-    for name, config, op_by_op in engines:
+    for name, config, length, op_by_op in engines:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(forced_acceptance(args.forced))
+            stack.enter_context(forced_acceptance(length))
             if op_by_op:
                 stack.enter_context(
                     unittest.mock.patch.object(ChainGraphs, "of", return_value=None)
@@ -236,7 +244,8 @@ def forced(args: argparse.Namespace) -> None:
                 print(f"{num_seqs:4} {name:80} {shown}; {yields}", flush=True)
         del llm  # its memory is the next one's
         gc.collect()
-    what = f"acceptance is forced to {args.forced} tokens a verification: random weights, nothing is said about real acceptance"
+    lengths = ", ".join(str(length) for _, length in wanted)
+    what = f"acceptance is forced to {lengths} tokens a verification: random weights, nothing is said about real acceptance"
     common.save(args.output, "speculation_forced", label=what, settings=settings, runs=found)
 
 
@@ -287,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[1],
-        help="with --forced several, one after the other",
+        help="with --forced or --curve several, one after the other",
     )
     parser.add_argument(
         "--num-prompts", type=int, help="of each kind in a round; as many as sequences unless given"
@@ -307,6 +316,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random weights; a verification is said to yield X tokens",
     )
     parser.add_argument(
+        "--curve",
+        type=float,
+        nargs="+",
+        metavar="X",
+        help="like --forced, of the model's own layer: a verification of 1, 2, … drafts is said to yield X, … tokens",
+    )
+    parser.add_argument(
         "--op-by-op",
         action="store_true",
         help="with --forced: each config without graphs of its chains, too",
@@ -314,13 +330,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    if args.forced is not None:
-        if not args.config:
-            raise SystemExit("--forced needs a --config")
+    if args.forced is not None or args.curve:
+        if (args.forced is None) != (not args.config):
+            raise SystemExit(
+                "--forced needs a --config, and with --curve each --config needs --forced"
+            )
         forced(args)
         return
     if len(args.num_seqs) > 1:
-        raise SystemExit("--num-seqs: several only with --forced")
+        raise SystemExit("--num-seqs: several only with --forced or --curve")
     args.num_prompts = args.num_prompts or args.num_seqs[0]
     if args.head is not None:
         head = {"method": "eagle3", "model": args.head}

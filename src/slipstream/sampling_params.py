@@ -119,6 +119,23 @@ class StructuredOutputsParams:
                     raise refuse(f"{name} is for json and json_object", name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningMarkers:
+    """The texts around a model's reasoning, by which its tokens are counted.
+
+    `opened`: the prompt has begun the reasoning. A text of `interrupts` ends it, as `end` does. With
+    `channels` the reasoning is harmony's channel "analysis", and these are the others.
+    `shows_special`: special tokens are part of the text.
+    """
+
+    begin: str = ""
+    end: str = ""
+    opened: bool = False
+    interrupts: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+    shows_special: bool = True
+
+
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -161,6 +178,9 @@ class SamplingParams:
       are returned.
     - `spaces_between_special_tokens` has no effect, because none of our tokenizers adds such
       spaces.
+    - `thinking_token_budget`: the reasoning has at most this many tokens; then the marker of its end
+      is forced, and the answer follows. −1: no limit. `reasoning` are the markers; None: those of
+      the model's chat template.
     """
 
     n: int = 1
@@ -206,6 +226,8 @@ class SamplingParams:
     mirostat_eta: float = 0.1
     samplers: tuple[str, ...] | None = None
     logits_processors: tuple[Any, ...] = ()
+    thinking_token_budget: int | None = None
+    reasoning: ReasoningMarkers | None = None
 
     def __post_init__(self) -> None:
         # As in other libraries, stop may be a string or a list, and -1 means no top_k.
@@ -219,6 +241,8 @@ class SamplingParams:
             self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids or ())
         )
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias or {}))
         for name in ("bad_words", "bad_words_token_ids"):
             object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
@@ -244,6 +268,12 @@ class SamplingParams:
     def num_drawn(self) -> int:
         """Number of answers that are drawn; the best `n` of them are returned."""
         return self.best_of or self.n
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the host says which tokens may be drawn: by a grammar, or by a budget of
+        reasoning."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
     def by_chain(self) -> bool:
@@ -328,6 +358,12 @@ class SamplingParams:
         )
         require(most is None or (whole(most) and most >= 1), "max_tokens", "a whole number ≥ 1")
         require(whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a whole number ≥ 0")
+        budget = self.thinking_token_budget
+        require(
+            budget is None or (whole(budget) and budget >= 0),
+            "thinking_token_budget",
+            "a whole number ≥ 0, or -1 for no limit",
+        )
         require(
             most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})"
         )

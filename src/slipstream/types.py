@@ -23,6 +23,7 @@ from slipstream.errors import AdapterError, RequestError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
 from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
+from slipstream.sampling_params import ReasoningMarkers as ReasoningMarkers
 from slipstream.sampling_params import SamplingParams as SamplingParams
 from slipstream.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
@@ -116,6 +117,23 @@ class Share:
     weight: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """A client's hints about the return of its session.
+
+    They change the order in which cached blocks are evicted, and nothing else.
+    """
+
+    session: str = ""  # requests of one name and `cache_salt` share what is learned of their pauses
+    ttl_s: float | None = None  # kept rather than others for so long
+    weight: float = 1.0  # of its blocks among others'
+    ends: bool = False  # no request will continue this one
+    calls: bool = False  # its answer may be a tool call, which the next request answers
+
+
+NO_HINTS = CacheHints()
+
+
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
@@ -131,6 +149,7 @@ class RequestOptions:
     deadline_s: float | None = None  # from now
     add_special_tokens: bool = True  # add the tokenizer's own around a text prompt
     cache_salt: str = ""  # requests share cached prefixes only within one salt
+    cache_hints: CacheHints = NO_HINTS
     lora_request: LoRARequest | None = None
     share: Share | None = None  # None: shares equally with weight 1
     client: str = ""  # the grammars of one client are compiled one after the other
@@ -152,6 +171,7 @@ class ImageSpan:
 
     `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
     uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
+    `gap`: tokens of text behind each row, which belong to the span (Pixtral).
     """
 
     offset: int  # the first placeholder's position
@@ -161,14 +181,18 @@ class ImageSpan:
     height: int
     width: int
     pixels: bytes = field(repr=False)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.columns
+    gap: int = 0
 
     @property
     def end(self) -> int:
-        return self.offset + self.rows * self.columns
+        return self.offset + self.rows * (self.columns + self.gap)
+
+    def num_embeddings(self, count: int) -> int:
+        """The embeddings among the first `count` tokens of the span."""
+        if not self.gap:
+            return count
+        rows, rest = divmod(count, self.columns + self.gap)
+        return rows * self.columns + min(rest, self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +215,7 @@ class EngineRequest:
     deadline: float | None = None
     fork_of: str | None = None
     cache_salt: str = ""
+    cache_hints: CacheHints = NO_HINTS
     pooled: bool = False  # asks for an embedding or scores, not tokens: max_tokens is 0
     # An encoder-decoder's prompt; prompt_token_ids then begin its answer.
     encoder_token_ids: tuple[int, ...] = ()
@@ -215,6 +240,7 @@ class EngineRequest:
             priority=options.priority,
             deadline=None if wait_s is None else now + wait_s,
             cache_salt=options.cache_salt,
+            cache_hints=options.cache_hints,
             lora=options.lora_request,
             share=options.share,
             client=options.client,
@@ -407,7 +433,8 @@ class StepPlan:
     (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts.
     `copy_ranks` says in whose cache each of `block_copies` is (empty: all are in rank 0's).
     `largest` has the largest numbers of all parts, because all ranks must run the step in the same
-    way; a part may have no request at all.
+    way; a part may have no request at all. `unmasked` are requests whose tokens need no mask from
+    the host any more.
     """
 
     step_id: int
@@ -419,6 +446,7 @@ class StepPlan:
     copy_ranks: tuple[int, ...] = ()
     largest: StepShape | None = None
     state_marks: tuple[StateMark, ...] = ()
+    unmasked: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -268,9 +268,111 @@ def test_serve_finds_a_rate(capsys):
         assert "the objectives hold at 400 requests/s" in capsys.readouterr().out
 
 
+AGENTS = ["--workload=agents", "--sessions=3", "--max-context=300", "--turns=uniform:2-4"]
+AGENTS += ["--system-tokens=32", "--task-tokens=20", "--turn-tokens=15", "--answer-tokens=6"]
+AGENTS += ["--pause=0.01", "--subagent-rate=0.3", "--summary-tokens=8", "--subagent-turns=2"]
+
+
+def test_serve_agents_in_process(config_only, capsys):
+    words = ["--concurrency=1,3", "--slo=ttft_s=60", *DUMMY]
+    found = result(capsys, "serve", config_only, *AGENTS, *words)
+    assert found["benchmark"] == "agents"
+    assert found["workload"]["num_sessions"] == 3
+    assert found["workload"]["turn_tokens"] == "lognormal:15:1"
+    assert found["engine"]["config"]["cache"]["enable_prefix_caching"] is True
+    assert [level["arrivals"]["concurrency"] for level in found["levels"]] == [1, 3]
+    for level in found["levels"]:
+        got = level["results"]
+        assert (got["num_complete"], got["turns"]["num_failed"], got["num_gpus"]) == (3, 0, 1)
+        assert got["turns"]["num_requests"] == found["workload"]["num_turns"]
+        assert got["turns"]["input_tokens"] == found["workload"]["input_tokens"]
+        assert 0.3 < got["hit_rate"] <= got["cacheable_rate"] < 1
+        assert got["interactivity"]["p50"] == pytest.approx(1 / got["turns"]["tpot_s"]["p50"])
+        assert got["turns"]["goodput"] == pytest.approx(got["turns_per_minute"] / 60)
+    assert "interactivity" in found["definitions"]
+    assert main(["bench", "serve", str(config_only), *AGENTS, *words]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "prefix hits",
+        "3 of 3 complete",
+        "throughput and interactivity",
+        "tok/s/user p50",
+    ):
+        assert part in shown
+
+
+@pytest.mark.parametrize("api", ["auto", "completions", "chat"])
+def test_serve_agents_to_two_servers(capsys, api):
+    engines = FakeEngine(max_model_len=3000), FakeEngine(max_model_len=3000)
+    with (
+        serving(engines[0], served_model_names=("a",)) as one,
+        serving(engines[1], served_model_names=("b",)) as two,
+    ):
+        words = ["--url", one.url, "--compare", two.url, "--rounds=2", f"--api={api}"]
+        found = result(capsys, "serve", *words, "--num-gpus=2", *AGENTS)
+        assert main(["bench", "serve", *words, *AGENTS]) == 0
+    assert "b" in found["compared"]["engine"]["model"]
+    used = "chat" if api == "chat" else "completions"
+    for part in (found, found["compared"]):
+        assert part["engine"]["api"] == used
+        (level,) = part["levels"]
+        assert len(level["output_throughput_of_each_round"]) == 2
+        turns = level["results"]["turns"]
+        assert turns["num_failed"] == 0
+        assert level["results"]["num_gpus"] == 2
+        assert level["results"]["hit_rate"] == pytest.approx(0.5, abs=0.02)  # as the fake says
+        per_gpu = level["results"]["output_throughput_per_gpu"]
+        assert per_gpu == pytest.approx(turns["output_throughput"] / 2)
+
+
+def test_a_server_without_token_ids_gets_messages(capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.cli.bench.agents.PROBE", ())  # a prompt that it refuses
+    with serving(FakeEngine(max_model_len=3000)) as server:
+        found = result(capsys, "serve", "--url", server.url, *AGENTS)
+        assert found["engine"]["api"] == "chat"
+        assert found["engine"]["tokens_per_word"] > 3
+        told = result(capsys, "serve", "--url", server.url, "--api=completions", *AGENTS, code=2)
+        assert told["error"]["field"] == "api"
+
+
+def test_the_servers_context_bounds_sessions(capsys):
+    words = [word for word in AGENTS if not word.startswith("--max-context")]
+    with serving(FakeEngine(max_model_len=200)) as server:
+        found = result(capsys, "serve", "--url", server.url, *words)
+        assert found["workload"]["max_context"] == 200
+        assert found["workload"]["longest_context"] <= 200
+        told = result(capsys, "serve", "--url", server.url, *AGENTS, code=2)
+        assert told["error"]["field"] == "max_context"
+
+
+def test_serve_a_trace(config_only, capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 60, "output_length": 4, "hash_ids": [1]},
+        {"timestamp": 50, "input_length": 70, "output_length": 5, "hash_ids": [1]},
+        {"timestamp": 60, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]},
+        {"timestamp": 90, "input_length": 30, "output_length": 5, "hash_ids": [3]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    words = ["--workload=trace", f"--trace-file={path}", "--max-context=400", *DUMMY]
+    found = result(capsys, "serve", config_only, *words, "--time-scale=0.5", "--num-requests=3")
+    (level,) = found["levels"]
+    assert level["arrivals"] == {"kind": "trace"}
+    assert level["results"]["turns"]["input_tokens"] == 130
+    assert level["results"]["turns"]["cached_tokens"] == 48
+    assert level["results"]["cacheable_rate"] == pytest.approx(60 / 130)
+    found = result(capsys, "serve", config_only, *words, "--concurrency=2")
+    assert found["levels"][0]["results"]["turns"]["num_requests"] == 3
+
+
 def test_no_server(capsys):
     told = result(capsys, "serve", "--url=http://127.0.0.1:1", "--vocab-size=10", code=1)
     assert "no server listens" in told["error"]["message"]
+    for api in ("auto", "chat"):
+        words = ["--workload=agents", "--served-model-name=x", "--vocab-size=10", f"--api={api}"]
+        words = [word for word in words if api == "auto" or not word.startswith("--vocab")]
+        told = result(capsys, "serve", "--url=http://127.0.0.1:1", *words, code=1)
+        assert "can't be reached" in told["error"]["message"]
 
 
 def test_tables(config_only, capsys):
@@ -321,6 +423,20 @@ def test_tables(config_only, capsys):
         (["serve", "M", "--find-rate=ttft_p99=1"], "find_rate"),
         (["serve", "M", "--find-rate=x", "--request-rate=1"], "find_rate"),
         (["throughput", "M", "--output-len=600", *DUMMY], "max_tokens"),
+        (["serve", "M", *AGENTS, "--turns=x"], "turns"),
+        (["serve", "M", *AGENTS, "--sessions=0"], "sessions"),
+        (["serve", "M", *AGENTS, "--concurrency=1,9"], "sessions"),
+        (["serve", "M", *AGENTS, "--concurrency=1,x"], "arrivals"),
+        (["serve", "M", *AGENTS, "--concurrency=,"], "arrivals"),
+        (["serve", "M", *AGENTS, "--find-rate=ttft_p99=1", "--request-rate=1"], "find_rate"),
+        (["serve", "M", *AGENTS, "--rounds=0"], "rounds"),
+        (["serve", "M", *AGENTS, "--num-gpus=0"], "num_gpus"),
+        (["serve", "M", *AGENTS, "--warmup=-1"], "warmup"),
+        (["serve", "M", *AGENTS, "--max-context=9000", *DUMMY], "max_context"),
+        (["serve", *AGENTS, "--api=chat", "--vocab-size=9", URL], "vocab_size"),
+        (["serve", "M", "--workload=trace"], "trace_file"),
+        (["serve", "M", "--workload=trace", "--trace-file=nowhere"], "trace_file"),
+        (["serve", "M", "--workload=trace", "--trace-file=x", "--time-scale=-1"], "time_scale"),
     ],
 )
 def test_refuses(config_only, capsys, words, field):
@@ -363,6 +479,14 @@ def test_refuses(config_only, capsys, words, field):
         (["serve", "M", "--compare=http://x"], "--url"),
         (["serve", "--compare-model=x", "--vocab-size=9", URL], "--compare"),
         (["serve", "M", "--find-rate-runs=3"], "--find-rate"),
+        (["serve", "M", "--sessions=3"], "--workload agents"),
+        (["serve", "M", "--max-context=3"], "--workload agents"),
+        (["serve", "M", "--turns=3", "--workload=trace"], "--workload agents"),
+        (["serve", "M", "--trace-file=x", "--workload=agents"], "--workload trace"),
+        (["serve", "M", "--num-requests=3", "--workload=agents"], "workloads other than agents"),
+        (["serve", "M", "--api=chat", "--workload=agents"], "the workloads agents and trace with"),
+        (["serve", "M", "--num-gpus=3"], "the workloads agents and trace"),
+        (["serve", "--clients=3", "--workload=agents", URL], "--url with workloads other than"),
         (
             ["serve", "M", "--rounds=3", "--find-rate=ttft_p99=1", "--request-rate=1"],
             "runs without --find-rate",

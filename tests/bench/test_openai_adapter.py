@@ -81,8 +81,37 @@ def test_an_event(event, tokens, usage, cached):
     answer = MeasuredAnswer()
     Events(answer).feed(b"data: " + json.dumps(event).encode() + b"\n\n", 7.0)
     assert answer == MeasuredAnswer(
-        times=[7.0] * tokens, num_tokens=tokens, usage=usage, cached_tokens=cached
+        times=[7.0] * tokens,
+        num_tokens=tokens,
+        usage=usage,
+        cached_tokens=cached,
+        counts_cached=cached > 0,
     )
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "kept"),
+    [
+        ({"delta": {"role": "assistant", "content": ""}}, 0, ([], [], [])),
+        ({"delta": {"content": "x"}}, 1, ([], ["x"], [""])),
+        ({"delta": {"reasoning_content": "y"}}, 1, ([], [""], ["y"])),
+        ({"delta": {"reasoning": "z", "content": None}}, 1, ([], [""], ["z"])),
+        ({"text": "", "token_ids": [4, 5]}, 2, ([4, 5], [], [])),
+        ({"text": "", "token_ids": []}, 0, ([], [], [])),
+        ({"text": "x"}, 1, ([], [], [])),
+    ],
+)
+def test_what_an_answer_says_is_kept_where_it_is_wanted(choice, tokens, kept):
+    """A chat's text, and token ids, which need not have a text."""
+    event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    answer = MeasuredAnswer(keeps=True)
+    Events(answer).feed(event, 7.0)
+    assert answer.num_tokens == tokens
+    assert len(answer.times) == min(tokens, 1)
+    assert (answer.token_ids, answer.text, answer.reasoning) == kept
+    other = MeasuredAnswer()
+    Events(other).feed(event, 7.0)
+    assert (other.token_ids, other.text, other.reasoning) == ([], [], [])
 
 
 @pytest.mark.parametrize(

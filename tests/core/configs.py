@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
+from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.config.forms import NO_DRAFTS, SpeculationConfig
 from slipstream.spec.model import CacheGroup
 
 BLOCK = 4
@@ -22,9 +23,10 @@ def config(
     num_blocks: int = 20,
     enable_prefix_caching: bool = True,
     groups: tuple[CacheGroup, ...] = (FULL,),
-    speculation: SpeculationConfig | None = None,
+    speculation: SpeculationConfig = NO_DRAFTS,
     state_slots: int = 0,
     state_interval: int = 2 * BLOCK,
+    eviction: str = "value",
     **scheduling: Any,
 ) -> dict[str, Any]:
     """Arguments of `Scheduler` and `TextScheduler`."""
@@ -45,6 +47,7 @@ def config(
         kv_cache_bytes=None,
         enable_prefix_caching=enable_prefix_caching,
         groups=groups,
+        eviction=eviction,
         state_slots=state_slots,
         state_interval=state_interval if state_slots else 0,
     )
@@ -53,5 +56,5 @@ def config(
         "cache": cache,
         "max_model_len": max_model_len,
         "num_blocks": num_blocks,
-        **({} if speculation is None else {"speculation": speculation}),
+        **({"speculation": speculation} if speculation.limit else {}),
     }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.config import MAX_STEP_DRAFTS
+from slipstream.config.forms import MAX_STEP_DRAFTS
 from slipstream.core.make import make_scheduler
 from slipstream.core.request import Status
 from slipstream.core.step import StepBudget

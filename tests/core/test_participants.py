@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.config import SpeculationConfig
+from slipstream.config.forms import NgramDrafts
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.base import Participant
 from slipstream.core.scheduler import Scheduler
@@ -22,7 +22,7 @@ def test_a_plain_request_has_no_participants():
 
 
 def test_drafts_take_no_part_in_requests_whose_state_advances_token_by_token():
-    scheduler = make_scheduler(**config(speculation=SpeculationConfig(method="ngram")))
+    scheduler = make_scheduler(**config(speculation=NgramDrafts()))
     scheduler.add(request("a", range(3)))
     mirostat = SamplingParams(max_tokens=3, mirostat_mode=2)
     scheduler.add(request("b", range(3), sampling=mirostat))

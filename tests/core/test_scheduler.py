@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.config import SpeculationConfig
-from slipstream.config.settings import MAX_DRAFTS
+from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.budget import FEW_REQUESTS, chunk_with_decodes
 from slipstream.core.kv_cache_manager import MIN_SHARED
@@ -709,10 +708,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         states=st.sampled_from([0, 0, 2, 5]),
         speculation=st.sampled_from(
             [
-                *(None, None),
+                *(NO_DRAFTS, NO_DRAFTS),
                 *(
-                    SpeculationConfig(method=m, num_speculative_tokens=n)
-                    for m in ("ngram", "suffix")
+                    m(num_speculative_tokens=n)
+                    for m in (NgramDrafts, SuffixDrafts)
                     for n in (None, 3)
                 ),
             ]
@@ -1316,7 +1315,7 @@ def test_searches_get_the_likeliest_tokens_of_their_beams():
 )
 def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_usable, room):
     """While more are free than the watermark and the next drafts take."""
-    speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
+    speculation = ModelDrafts(model="m", num_speculative_tokens=4)
     scheduler = make_scheduler(
         **config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead
     )
@@ -1329,7 +1328,7 @@ def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_us
 
 
 def test_right_drafts_behind_the_end_do_not_count():
-    speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
+    speculation = ModelDrafts(model="m", num_speculative_tokens=4)
     scheduler = make_scheduler(**config(speculation=speculation, num_blocks=40))
     scheduler.add(request("a", range(3), max_tokens=40, eos_token_ids=(9,)))
     prompt = scheduler.schedule()
@@ -1345,11 +1344,11 @@ def test_right_drafts_behind_the_end_do_not_count():
 
 
 @pytest.mark.parametrize("most", [None, 4], ids=["auto", "4"])
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", [NgramDrafts, SuffixDrafts], ids=["ngram", "suffix"])
 def test_answers_are_the_same_with_drafts(method, most):
     """Whatever is proposed for texts that repeat, at whatever depth: the same tokens, in fewer steps."""
     tokens, num_steps = {}, {}
-    for speculation in (None, SpeculationConfig(method=method, num_speculative_tokens=most)):
+    for speculation in (NO_DRAFTS, method(num_speculative_tokens=most)):
         engine = Engine(
             config(
                 num_blocks=200,
@@ -1370,8 +1369,8 @@ def test_answers_are_the_same_with_drafts(method, most):
         stats = engine.scheduler.stats()
         tokens[speculation], num_steps[speculation] = engine.tokens, len(engine.plans)
         assert stats.num_free_blocks == stats.num_blocks
-    assert tokens[speculation] == tokens[None]
-    assert num_steps[speculation] < 0.6 * num_steps[None]
+    assert tokens[speculation] == tokens[NO_DRAFTS]
+    assert num_steps[speculation] < 0.6 * num_steps[NO_DRAFTS]
     counts = stats.spec_accepted_by_position
     assert stats.spec_accepted_tokens == sum(counts) <= stats.spec_draft_tokens
     assert list(counts) == sorted(counts, reverse=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import SpeculationConfig
+from slipstream.config.forms import HeadDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.chains import Chains
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.participants.speculation import LEVELS, Acceptance, Drafting, Speculation
@@ -77,7 +77,7 @@ def timed(costs, *known):
 
 
 def auto(*known):
-    speculation = Told(SpeculationConfig(method="ngram"))
+    speculation = Told(NgramDrafts())
     timed(speculation.costs, *known)
     return speculation
 
@@ -183,7 +183,7 @@ def test_a_cold_step_is_not_timed():
 
 def test_a_models_drafts_have_a_rate_by_position():
     """Two of five are always right: two are worth their time, a third is not, though it is tried as often as the second."""
-    speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
+    speculation = Speculation(HeadDrafts(method="eagle3", model="head"))
     timed(speculation.costs, (1, 1, 1.0), (1, 6, 1.5))
     request = decoding()
     for _ in range(40):
@@ -195,7 +195,7 @@ def test_a_models_drafts_have_a_rate_by_position():
 
 @pytest.mark.parametrize(("num_seqs", "each"), [(100, 5), (200, 2), (600, 0)])
 def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, each):
-    speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
+    speculation = Speculation(HeadDrafts(method="eagle3", model="head"))
     timed(speculation.costs, (num_seqs, num_seqs, 1.0), (num_seqs, 4000, 1.1))
     requests = [decoding(name=str(i)) for i in range(num_seqs)]
     for _ in range(4):  # chains grow
@@ -219,7 +219,7 @@ def test_what_was_prepared_is_taken_once_and_for_as_many_requests():
 
 
 def test_a_step_takes_what_was_prepared(monkeypatch):
-    speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
+    speculation = Speculation(HeadDrafts(method="eagle3", model="head"))
     timed(speculation.costs, (9, 9, 1.0), (9, 27, 1.1))
     requests = [decoding(name=str(i)) for i in range(9)]
     for _ in range(4):  # chains grow
@@ -239,7 +239,7 @@ def test_a_step_takes_what_was_prepared(monkeypatch):
 @pytest.mark.parametrize(("seconds_of_drafts", "is_kept"), [(1.1, True), (4.0, False)])
 def test_plain_steps_are_measured_seldom_while_drafts_are_far_ahead(seconds_of_drafts, is_kept):
     """Steps with two drafts make three tokens in the time of 1.1 plain ones, or two in that of 4."""
-    speculation, request = Speculation(SpeculationConfig(method="eagle3", model="head")), decoding()
+    speculation, request = Speculation(HeadDrafts(method="eagle3", model="head")), decoding()
     timed(speculation.costs, (1, 1, 1.0), (1, 3, seconds_of_drafts), (1, 5, 9.0))
     for _ in range(40):
         speculation.choose([request])
@@ -353,7 +353,7 @@ def test_acceptance_by_length_of_match():
 
 def test_a_salts_answers_stay_with_it(monkeypatch):
     monkeypatch.setattr("slipstream.core.participants.speculation.MAX_SALTS", 2)
-    speculation = Speculation(SpeculationConfig(method="suffix", num_speculative_tokens=2))
+    speculation = Speculation(SuffixDrafts(num_speculative_tokens=2))
 
     def ask(salt, *answer):
         made = decoding(None)
@@ -384,7 +384,7 @@ def test_never_slower_than_plain(kind, least, slope):
     """In simulated time: answers that quote their prompts, answers in which pairs of tokens recur by chance, and both in turn.
     What steps take varies by a fifth, and other work slows all of them at times."""
     rng = random.Random(0)
-    speculation, now, spent, plain = Speculation(SpeculationConfig(method="ngram")), 0.0, 0.0, 0.0
+    speculation, now, spent, plain = Speculation(NgramDrafts()), 0.0, 0.0, 0.0
     for n in range(30):
         quotes = kind == "quoting" or (kind == "both" and n % 2)
         prompt = [rng.randrange(1000 if quotes else 12) for _ in range(100)]

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from slipstream.config import SpeculationConfig
+from slipstream.config.forms import NO_DRAFTS, HeadDrafts
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.speculation import Speculation
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, StepTime
@@ -101,12 +101,10 @@ class VirtualGPU:
         noise: float = 0.01,
         is_known: bool = False,
     ) -> None:
-        speculation = None
+        speculation = NO_DRAFTS
         if num_drafts is not None:
             fixed = None if num_drafts == "auto" else num_drafts
-            speculation = SpeculationConfig(
-                method="eagle3", model="head", num_speculative_tokens=fixed
-            )
+            speculation = HeadDrafts(method="eagle3", model="head", num_speculative_tokens=fixed)
         self.now = self.free = 0.0
         sizes = config(
             max_num_seqs=max_num_seqs,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import EngineArgs, SpeculationConfig
+from slipstream.config import EngineArgs
+from slipstream.config.forms import NgramDrafts
 from slipstream.costs.analytic import binds
 from slipstream.costs.devices import find_device, known_devices
 from slipstream.costs.graph_sizes import GRAPH_BYTES, ladder, mixed_prompts, padding
@@ -215,7 +216,7 @@ def test_the_longest_step_with_a_graph():
 
 def test_a_step_that_verifies_drafts_is_padded_to_rows():
     """Of 40 sequences with two drafts each, all or some of them, and beside a prompt."""
-    speculation = SpeculationConfig(method="ngram", num_speculative_tokens=8)
+    speculation = NgramDrafts(num_speculative_tokens=8)
     engine = planned(max_num_seqs=64)
     padded = padding(
         dataclasses.replace(engine.config, speculation=speculation), engine.description.spec

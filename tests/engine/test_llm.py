@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.config import DeviceInfo, EngineArgs, SpeculationConfig, resolve
+from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.config.forms import HeadDrafts, ModelDrafts, MTPDrafts, StreamedLayers
 from slipstream.costs.memory import kv_budget
 from slipstream.errors import (
     ConfigError,
@@ -629,21 +630,21 @@ def test_deterministic_refuses_recurrent_layers(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method", ["draft", "medusa", "peagle", "dflash", "eagle", "eagle3", "mtp"]
+    ("speculation", "is_chain"),
+    [
+        (ModelDrafts(model="m"), True),
+        (MTPDrafts(), True),
+        *((HeadDrafts(method=m, model="h"), True) for m in ("eagle", "eagle3")),
+        *((HeadDrafts(method=m, model="h"), False) for m in ("medusa", "peagle", "dflash")),
+    ],
+    ids=str,
 )
-def test_only_a_chain_in_graphs_goes_ahead(path, method):
+def test_only_a_chain_in_graphs_goes_ahead(path, speculation, is_chain):
     on_gpu, eager = on_a_gpu(path), on_a_gpu(path, enforce_eager=True)
     info = dataclasses.replace(on_gpu.device.info, device="cpu")
     on_cpu = dataclasses.replace(on_gpu, device=dataclasses.replace(on_gpu.device, info=info))
-    found = [
-        dataclasses.replace(c, speculation=SpeculationConfig(method=method))
-        for c in (on_gpu, eager, on_cpu)
-    ]
-    assert [c.drafts_ahead for c in found] == [
-        method in ("draft", "eagle", "eagle3", "mtp"),
-        False,
-        False,
-    ]
+    found = [dataclasses.replace(c, speculation=speculation) for c in (on_gpu, eager, on_cpu)]
+    assert [c.drafts_ahead for c in found] == [is_chain, False, False]
     assert not on_gpu.drafts_ahead
 
 
@@ -660,7 +661,7 @@ def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):
     rounded_but_for_one(
         tmp_path, weights={"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     )
-    assert on_a_gpu(tmp_path, weights_bytes=2**20).model.weights_bytes == 2**20
+    assert on_a_gpu(tmp_path, weights_bytes=2**20).model.offload == StreamedLayers(2**20)
     for settings, says in (
         (dict(quantization="int4", dense_copies=True), "leave out dense_copies"),
         (dict(tensor_parallel_size=2), "one device; leave tensor_parallel_size"),

@@ -21,7 +21,7 @@ from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_processor
 
-FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl")
+FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "gemma4", "mistral3")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,10 @@ def normalised(processor: PictureProcessor, piece: pictures.Piece) -> np.ndarray
 )
 @given(width=st.integers(1, 200), height=st.integers(1, 200), seed=st.integers(0, 9))
 def test_pixels_equal_those_of_transformers(processors, family, width, height, seed):
-    if family == "qwen2_5_vl" and max(width, height) > 200 * min(width, height):
+    if family.startswith("qwen") and max(width, height) > 200 * min(width, height):
         return
+    if family == "mistral3" and max(width, height) > 60 * min(width, height):
+        return  # transformers scales to no pixels and fails; ours has one
     ours, image = (
         processors[family].prepare(picture(seed, width, height)),
         picture(seed, width, height),
@@ -68,7 +70,7 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
     if family == "smolvlm":
         assert len(own) == theirs.shape[1]
         theirs = list(theirs[0])
-    elif family == "qwen2_5_vl":
+    elif family.startswith("qwen"):
         (piece,) = ours.pieces
         rows, columns = piece.height // 8, piece.width // 8
         assert made["image_grid_thw"].tolist() == [[1, rows * 2, columns * 2]]
@@ -76,6 +78,13 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
             :, :, :, :, :, 0
         ]  # both frames are the same
         theirs = [patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, piece.height, piece.width)]
+    elif family == "gemma4":
+        (piece,) = ours.pieces
+        rows, columns = piece.height // 4, piece.width // 4
+        assert made["num_soft_tokens_per_image"] == [piece.num_tokens]
+        patches = 2 * (theirs[0, : rows * columns] - 0.5)  # as the model's code begins
+        pixels = patches.reshape(rows, columns, 4, 4, 3).transpose(4, 0, 2, 1, 3)
+        theirs = [pixels.reshape(3, piece.height, piece.width)]
     for a, b in zip(own, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)  # the same bytes from Pillow; then float32
 
@@ -85,12 +94,18 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
     for width, height in ((50, 37), (64, 64), (20, 90), (200, 10)):
         ours = processors[family].prepare(picture(1, width, height))
         count = ours.pieces[0].num_tokens
-        if family == "gemma3":
+        if family == "mistral3":
+            piece = ours.pieces[0]
+            lines = ["[IMG]" * piece.columns] * piece.rows
+            assert ours.text == "[IMG_BREAK]".join(lines) + "[IMG_END]"
+        elif family == "gemma3":
             assert (
                 ours.text
                 == "\n\n<start_of_image>" + "<image_soft_token>" * count + "<end_of_image>\n\n"
             )
-        elif family == "qwen2_5_vl":
+        elif family == "gemma4":
+            assert ours.text == "<|image>" + "<|image|>" * count + "<image|>"
+        elif family.startswith("qwen"):
             assert ours.text == "<|image_pad|>" * count
         else:
             from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
@@ -250,6 +265,26 @@ def test_pictures_are_shared_within_a_salt(processors):
     }
     assert len(keys) == len(salts)
     assert tuple(piece.key for piece in ready.pieces) in keys
+
+
+def test_rows_of_a_picture_have_text_between_them_and_nowhere_else(processors):
+    processor = processors["mistral3"]
+    vision, ready = processor.vision, processor.prepare(picture(1, 40, 30))
+    (piece,) = ready.pieces
+    row = [vision.token_id] * piece.columns
+    good = [1, 2, *([*row, 0] * piece.rows), 3]
+    (span,) = pictures.placed(good, [ready], vision)
+    assert (span.offset, span.end) == (2, len(good) - 1)
+    counts = [span.num_embeddings(i) for i in range(span.end - span.offset + 1)]
+    are_embedded = [token == vision.token_id for token in good[2:-1]]
+    assert counts == [sum(are_embedded[:i]) for i in range(len(are_embedded) + 1)]
+    for wrong in (
+        [*row * piece.rows, 0],
+        good[2:-2],
+        [*row[1:], 0, vision.token_id, *good[2 + len(row) : -1]],
+    ):
+        with pytest.raises(RequestError, match="placeholders are not those"):
+            pictures.placed(wrong, [ready], vision)
 
 
 def exif(orientation: int, *, entries: int = 1, num_bytes: int = 0) -> bytes:

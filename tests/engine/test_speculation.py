@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.config import SpeculationConfig
+from slipstream.config.forms import NgramDrafts
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.proposer import LookUp, Proposal
 from slipstream.errors import ConfigError
@@ -394,7 +394,7 @@ def test_an_encoder_takes_none(tmp_path):
 
 def test_the_short_form(path):
     with LLM(str(path), speculative_model="ngram", num_speculative_tokens=3, **SIZES) as llm:
-        assert llm.config.speculation == SpeculationConfig(method="ngram", num_speculative_tokens=3)
+        assert llm.config.speculation == NgramDrafts(num_speculative_tokens=3)
 
 
 # --- The distribution (by itself: tests/worker/test_speculation_distribution.py) ------------------------------------------

@@ -21,16 +21,33 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.model.vision import pass_ends
 from slipstream.types import LoRARequest
 from tests import forked_ranks
+from tests.model.test_compressed import compress_gptq
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
 
-FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl")
+FAMILIES = (
+    "smolvlm",
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "gemma4",
+    "gemma4_large",
+    "mistral3",
+)
+LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl")
+"""Families of which a part alone differs from one above."""
+HYBRIDS = ("qwen3_5",)
+STEP = {"gemma4_large": 80}
+"""Tokens of a step that must hold a whole picture; 24 of others."""
+NOT_SPLIT = (("qwen3_5", "tensor_parallel_size"), ("gemma4", "pipeline_parallel_size"))
+"""Recurrent layers, and layers that read others' keys and values."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, tuple[Path, Any]]:
     made = {}
-    for family in FAMILIES:
+    for family in FAMILIES + LIKE_OTHERS:
         path = tmp_path_factory.mktemp(family)
         made[family] = path, build_vision(path, family, seed=3)
     return made
@@ -68,7 +85,7 @@ def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
         pytest.param("torch", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LIKE_OTHERS)
 def test_several_pictures_equal_transformers(models, family, kernels):
     path, model = models[family]
     pictures = [picture(1), picture(2, 30, 61), picture(3, 97, 20)]
@@ -77,7 +94,9 @@ def test_several_pictures_equal_transformers(models, family, kernels):
         (answer,) = llm.generate(prompt_of(family, *pictures), wanted)
     ids = answer.prompt_token_ids
     # float32 on both sides: the tolerance is that of the families' other tests, on log-probabilities of some −20 to 0
-    assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < 2e-4
+    # transformers' own error, beside float64, is 1.2e-4 in qwen3_5_moe
+    most = 5e-4 if family in LIKE_OTHERS else 2e-4
+    assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < most
     with torch.no_grad():
         given = their_inputs(family, ids, pictures)
         greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[
@@ -97,7 +116,7 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
         (whole,) = llm.generate(prompt, wanted)
         (words,) = llm.generate(text, wanted)
     tokens = list(whole.outputs[0].token_ids)
-    with engine(path, max_num_batched_tokens=24, max_num_seqs=4) as llm:
+    with engine(path, max_num_batched_tokens=STEP.get(family, 24), max_num_seqs=4) as llm:
         together = llm.generate([prompt, text, prompt], wanted)
         assert [list(a.outputs[0].token_ids) for a in together] == [
             tokens,
@@ -111,6 +130,8 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
         assert list(again.outputs[0].token_ids) == tokens
         (forks,) = llm.generate(prompt, dataclasses.replace(wanted, n=3))
         assert [list(o.token_ids) for o in forks.outputs] == [tokens] * 3
+        if family in HYBRIDS:  # where prompts part, a state is kept for the third
+            llm.generate(prompt_of(family, pictures[0], picture(12, 64, 64)), wanted)
         other = prompt_of(family, pictures[0], picture(6, 64, 64))
         (different,) = llm.generate(other, dataclasses.replace(wanted, prompt_logprobs=None))
         last = max(
@@ -127,11 +148,16 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_ranks_see_the_same(models, family, split):
     """Each rank of the first stage encodes all pictures; later stages turn by their places, and look among their tokens."""
+    if (family, split) in NOT_SPLIT:
+        pytest.skip("refused by name")
     path, model = models[family]
     pictures = [picture(4), picture(5, 64, 64)]
     prompt, text = prompt_of(family, *pictures), {"prompt": "just words, some of them"}
     wanted = dataclasses.replace(GREEDY, prompt_logprobs=0)
-    with forked_ranks.used(), engine(path, max_num_batched_tokens=24, **{split: 2}) as llm:
+    with (
+        forked_ranks.used(),
+        engine(path, max_num_batched_tokens=STEP.get(family, 24), **{split: 2}) as llm,
+    ):
         together = llm.generate([prompt, text, prompt], wanted)
         (again,) = llm.generate(prompt, GREEDY)
     ids = together[0].prompt_token_ids
@@ -158,7 +184,7 @@ def test_a_small_cache_of_embeddings_only_costs_time(models, family):
         llm.core.scheduler.reset_prefix_cache()
         llm.generate(prompt_of(family, *pictures, words="other "), GREEDY)
         assert encoder.num_encoded == first
-    with engine(path, image_cache_bytes=0, max_num_batched_tokens=24) as llm:
+    with engine(path, image_cache_bytes=0, max_num_batched_tokens=STEP.get(family, 24)) as llm:
         (bare,) = llm.generate(prompt_of(family, *pictures), GREEDY)
         assert llm.core.executor.runner.images.num_bytes == 0
         assert llm.ledger.image_cache_bytes == 0
@@ -174,11 +200,13 @@ def test_preempted_requests_see_their_pictures_again(models, family):
         alone = [list(llm.generate(p, wanted)[0].outputs[0].token_ids) for p in prompts]
         length = len(llm.generate(prompts[0], GREEDY)[0].prompt_token_ids)
         groups = len(llm.config.cache.groups)
-        block = llm.ledger.block_bytes
+        block, states = llm.ledger.block_bytes, llm.ledger.state_bytes
+        if states:
+            size, slots = states // llm.ledger.num_states, 14
     blocks = groups * (2 * -(-length // 4) + 3)  # room for two prompts, or one with its answer
-    with engine(
-        path, kv_cache_bytes=block * blocks, max_model_len=length + 25, enable_prefix_caching=False
-    ) as llm:
+    more = {"state_slots": slots, "kv_cache_bytes": block * blocks + size * slots} if states else {}
+    room = {"kv_cache_bytes": block * blocks, "max_model_len": length + 25, **more}
+    with engine(path, enable_prefix_caching=False, **room) as llm:
         answers = llm.generate(prompts, wanted)
         # Gemma's windows give back what they have passed, and its answers fit.
         assert llm.stats().num_preemptions > 0 or family == "gemma3"
@@ -194,6 +222,25 @@ def test_speculation_changes_nothing(models, family):
     with engine(path, speculative_model="ngram", num_speculative_tokens=3) as llm:
         (guessed,) = llm.generate(prompt, wanted)
     assert list(plain.outputs[0].token_ids) == list(guessed.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4"])
+def test_rounded_checkpoints_keep_their_encoders_dense(family, tmp_path):
+    path = tmp_path
+    build_vision(path, family, seed=3, text={"hidden_size": 64})
+    prompt = prompt_of(family, picture(1), picture(2, 30, 61))
+    with engine(path, quantization="int8") as llm:
+        llm.generate(prompt, GREEDY)
+        tower = llm.core.executor.runner.model.tower.num_bytes
+    with engine(path) as llm:
+        assert llm.core.executor.runner.model.tower.num_bytes == tower
+        llm.generate(prompt, GREEDY)
+    with engine(path, quantization="int4-g32", kernels="reference") as llm:
+        (rounded,) = llm.generate(prompt, GREEDY)
+    compress_gptq(path, "language_model")
+    with engine(path, kernels="reference") as llm:
+        (stored,) = llm.generate(prompt, GREEDY)
+    assert stored.outputs[0].token_ids == rounded.outputs[0].token_ids
 
 
 def test_adapters_and_pictures_go_together(models, tmp_path):

@@ -291,7 +291,8 @@ def test_real_replicas_count_as_the_gateway_does(tiny, tmp_path):
             assert record.num_output_tokens > 0, path
             if not body.get("stream") and (usage := answer.json().get("usage")):
                 told = usage.get("total_tokens") or usage["input_tokens"] + usage["output_tokens"]
-                told += usage.get("cache_read_input_tokens", 0)  # Anthropic's are not in the others
+                for name in ("cache_read_input_tokens", "cache_creation_input_tokens"):
+                    told += usage.get(name, 0)  # Anthropic's are not in the others
                 assert count == told, path
 
 

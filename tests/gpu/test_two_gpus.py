@@ -100,7 +100,7 @@ def test_drafts(tmp_path, kind):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"])
 def test_pictures(tmp_path, family, split):
     vision_models.build_vision(tmp_path, family, seed=3)
     pictures = [vision_models.picture(4), vision_models.picture(5, 64, 64)]

@@ -173,19 +173,21 @@ def test_parts_of_pictures(lengths, monkeypatch):
     assert not bidirectional.covers(PackedParts.of([1000, 900], q.device))
 
 
-def test_a_tower_that_sees(tmp_path):
-    """Qwen 2.5 VL's: rotations, padded units, and windows of several lengths."""
-    build_vision(tmp_path, "qwen2_5_vl")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "gemma4_large", "mistral3"])
+def test_a_tower_that_sees(family, tmp_path):
+    """Rotations, norms of heads, padded units, bounds, DeepStack, and windows of several lengths (Qwen 2.5 VL)."""
+    build_vision(tmp_path, family)
     rng = torch.Generator().manual_seed(1)
+    side = 12 if family.startswith("gemma") else 8
     pictures = [
-        torch.randint(0, 256, (8 * h, 8 * w, 3), dtype=torch.uint8, generator=rng)
+        torch.randint(0, 256, (side * h, side * w, 3), dtype=torch.uint8, generator=rng)
         for h, w in ((3, 5), (4, 4))
     ]
     ours, theirs = (
         load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32).tower
         for ops in (OURS, REFERENCE)
     )
-    assert bidirectional.covers(
+    assert family != "qwen2_5_vl" or bidirectional.covers(
         ours._layout(tuple(ours.spec.grid(*p.shape[:2]) for p in pictures)).windows
     )
     for found, wanted in zip(ours(pictures), theirs(pictures), strict=True):

@@ -168,10 +168,10 @@ def test_the_same_as_rounding_at_load(tmp_path, kind, family):
         check_cpu_holds(tmp_path, "int4 by 32")  # scales that are not float16's
 
 
-def compress_gptq(folder, **config):
-    """Rewrite a tiny checkpoint as GPTQ's tools would, with codes that are rounded to nearest."""
+def compress_gptq(folder, among="", **config):
+    """Rewrite a tiny checkpoint as GPTQ's tools would, with codes that are rounded to nearest. `among`: a part of the names."""
     tensors = load_file(folder / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+    for name in [n for n in tensors if n.endswith("_proj.weight") and among in n]:
         weight, stem = tensors.pop(name), name.removesuffix(".weight")
         w = round_linear(weight, None, SCHEMES["int4-g32"])
         tensors[f"{stem}.qweight"] = pack32(unpack4(w.weight, w.chunk)).T.contiguous()

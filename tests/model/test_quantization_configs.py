@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.description import read_spec
+from slipstream.spec.quantization_config import read_quantization
 from tests import tiny_models
 from tests.model.test_compressed import (
     AWQ_SIZES,
@@ -164,3 +165,30 @@ def test_keys_that_change_the_weights_are_refused_by_name(tmp_path, base, key, v
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert caught.value.field == f"quantization_config.{key}"
+
+
+TOWERS = ["lm_head", "model.visual.blocks.0.attn.qkv", "model.visual.merger.linear_fc1", "visual"]
+FP8_TILES = {
+    **dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic"),
+    **dict(weight_block_size=[128, 128], modules_to_not_convert=TOWERS),
+}
+AWQ = {
+    **dict(bits=4, group_size=128, quant_method="awq", version="gemm", zero_point=True),
+    "modules_to_not_convert": ["visual", "vision_tower"],
+}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
+INT8_ROWS = {**INT8, "dynamic": True, "strategy": "token"}
+COMPRESSED = {
+    **dict(quant_method="compressed-tensors", format="int-quantized"),
+    **dict(quantization_status="compressed", ignore=["lm_head", "re:.*visual.*"]),
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": INT8, "input_activations": INT8_ROWS}
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "scheme"), [(FP8_TILES, "fp8-block"), (AWQ, "int4"), (COMPRESSED, "int8")]
+)
+def test_encoders_of_pictures_that_stay_dense_leave_the_scheme_as_it_is(given, scheme):
+    assert read_quantization(given, tied_embeddings=False).scheme == scheme

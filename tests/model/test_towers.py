@@ -31,7 +31,7 @@ GEMMA = {k: v for k, v in tiny_models.FAMILIES["gemma4_text"].items() if k != "m
 GEMMA = {k: v for k, v in GEMMA.items() if v is not None}
 SIGHT = dict(
     **dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
-    **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=32),
+    **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=1024),
 )
 CASES = {
     "qwen3_vl": ("Qwen3VL", QWEN, {"vision_config": TOWER, **QWEN_IDS}),
@@ -40,7 +40,11 @@ CASES = {
         {**QWEN, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         {"vision_config": TOWER, **QWEN_IDS},
     ),
-    "gemma4": ("Gemma4", GEMMA, {"vision_config": SIGHT, "audio_config": None}),
+    "gemma4": (
+        "Gemma4",
+        GEMMA,
+        {"vision_config": SIGHT, "audio_config": None, "image_token_id": 280},
+    ),
 }
 
 
@@ -69,7 +73,7 @@ def close(path, theirs):
 def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
-    assert read_spec(tmp_path).spec.vision is None
+    assert read_spec(tmp_path).taking_images(0).spec.vision is None
 
 
 def test_experts_stored_the_other_way_round_are_turned(tmp_path):

@@ -94,6 +94,7 @@ class FakeEngine:
         self.config = SimpleNamespace(
             model=SimpleNamespace(max_model_len=max_model_len),
             scheduling=SimpleNamespace(max_num_seqs=8),
+            cache=SimpleNamespace(enable_prefix_caching=False, block_size=16),
         )
         self.delay_s, self.max_queue = delay_s, max_queue
         self.running = 0

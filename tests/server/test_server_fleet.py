@@ -135,6 +135,8 @@ def same(raw: bytes) -> object:
         for name in (
             "cached_tokens",
             "cache_read_input_tokens",
+            "cache_creation_input_tokens",
+            "ephemeral_5m_input_tokens",
             "input_tokens",
             "_duration",
             "created_at",

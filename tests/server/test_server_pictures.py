@@ -155,7 +155,8 @@ def test_every_protocol_gives_the_same(server, host):
         headers = {"anthropic-version": "2023-06-01"}
         answer = plain.post("/v1/messages", json=body, headers=headers).json()
         used = answer["usage"]
-        assert used["input_tokens"] + used["cache_read_input_tokens"] == chat.usage.prompt_tokens
+        kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert sum(used[kind] for kind in kinds) == chat.usage.prompt_tokens
         assert text.startswith(answer["content"][0]["text"][:3])
 
 
@@ -551,3 +552,67 @@ def test_responses_name_a_picture_by_its_item_and_part(server):
             "/v1/responses", json={**more, "input": [{"role": "user", "content": [whole] * 3}]}
         )
         assert answer.json()["error"]["param"] == "previous_response_id[0]"
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3"])
+def test_families_see_through_every_protocol(family, tmp_path):
+    from slipstream import AsyncLLM
+
+    build_vision(tmp_path, family, seed=3)
+    args = EngineArgs(str(tmp_path), dtype="float32", max_num_seqs=4, kv_cache_bytes=2**25)
+    data, words = base64.b64encode(png()).decode(), "what is it?"
+    short = {"model": "eyes", "temperature": 0, "ignore_eos": True}
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    asked = {
+        "/v1/chat/completions": {**short, "max_tokens": 6, "messages": message(uri(png()))},
+        "/v1/responses": {
+            **short,
+            "max_output_tokens": 6,
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_image", "image_url": uri(png())},
+                        {"type": "input_text", "text": words},
+                    ],
+                }
+            ],
+        },
+        "/v1/messages": {
+            **dict(model="eyes", temperature=0, max_tokens=6),
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": source},
+                        {"type": "text", "text": words},
+                    ],
+                }
+            ],
+        },
+        "/api/chat": {
+            **dict(model="eyes", stream=False, options={"temperature": 0, "num_predict": 6}),
+            "messages": [{"role": "user", "content": words, "images": [data]}],
+        },
+    }
+    with (
+        serving(start=lambda: AsyncLLM.start(args), served_model_names=("eyes",)) as running,
+        running.http() as plain,
+    ):
+        headers = {"anthropic-version": "2023-06-01"}
+        said = {path: plain.post(path, json=body, headers=headers) for path, body in asked.items()}
+        assert {path: x.status_code for path, x in said.items()} == dict.fromkeys(asked, 200)
+        chat, answer, turn, ollama = (x.json() for x in said.values())
+        count = chat["usage"]["prompt_tokens"]
+        assert count > len(words) + 20  # a token a letter, and those of the picture
+        assert answer["usage"]["input_tokens"] == count
+        text = answer["output"][0]["content"][0]["text"]
+        assert text == chat["choices"][0]["message"]["content"]
+        used = turn["usage"]
+        assert used["input_tokens"] + used["cache_read_input_tokens"] == count
+        assert ollama["prompt_eval_count"] == count
+        film = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}]
+        body = {"model": "eyes", "messages": [{"role": "user", "content": film}]}
+        refused = plain.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "video_url" in refused.json()["error"]["message"]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.bench.load import ClosedLoop
-from slipstream.config import EngineArgs, SpeculationConfig
+from slipstream.config import EngineArgs
+from slipstream.config.forms import ModelDrafts, NgramDrafts
 from slipstream.core.request import Request
 from slipstream.costs.devices import find_device
 from slipstream.costs.estimate import estimate
@@ -38,7 +39,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
 
 
 def drafting(rates, *, found=1.0, tokens=3, cost=None, **more):
-    config = SpeculationConfig(method="ngram", num_speculative_tokens=tokens)
+    config = NgramDrafts(num_speculative_tokens=tokens)
     made = engine(max_model_len=400, max_num_batched_tokens=64, **more)
     return dataclasses.replace(
         made,
@@ -248,7 +249,7 @@ def test_each_of_the_gpus_that_share_a_model_has_the_draft_model_whole():
 
 
 def test_ended_requests_leave_nothing_in_a_long_simulation():
-    config = SpeculationConfig(method="draft", model="m")
+    config = ModelDrafts(model="m")
     speculation = SimulatedSpeculation(
         Drafts(config=config, acceptance=AcceptanceRates(rates=(0.5,)))
     )

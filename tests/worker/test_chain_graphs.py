@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.config.forms import ModelDrafts
 from slipstream.core.participants.speculation import Speculation
 from slipstream.costs.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
 from slipstream.types import FROM_MODEL, ScheduledRequest
@@ -466,13 +467,15 @@ def test_no_chain_ahead_captures_a_graph(models):
 )
 def test_no_more_is_captured_and_reserved_than_may_run(num_drafts, longest, depths):
     of = types.SimpleNamespace
-    config = of(speculation=of(num_speculative_tokens=num_drafts), model=of(max_model_len=longest))
+    speculation = ModelDrafts(model="m", num_speculative_tokens=num_drafts)
+    config = of(speculation=speculation, model=of(max_model_len=longest))
     assert chain_depths(config) == depths
 
 
 def test_the_driver_s_memory_of_deep_chains_is_reserved():
     of = types.SimpleNamespace
-    speculation, scheduling = of(num_speculative_tokens=5), of(max_num_seqs=48)
+    speculation = ModelDrafts(model="m", num_speculative_tokens=5)
+    scheduling = of(max_num_seqs=48)
     config = of(speculation=speculation, model=of(max_model_len=4096), scheduling=scheduling)
     assert chain_bytes(config, 1) == 7 * GRAPH_BYTES  # 1, 2, 4, … 32 and 48 sequences
     assert chain_bytes(config, 16) == 3 * 7 * GRAPH_BYTES

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream import LLM
 from slipstream.config import EngineArgs, resolve, stage_args
+from slipstream.config.forms import HostAndGpu
 from slipstream.config.settings import DeviceInfo
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.description import read_spec
@@ -89,7 +90,7 @@ def test_auto_leaves_as_few_to_the_cpu_as_fit(tmp_path, room, layers):
         EngineArgs(model=str(tmp_path), cpu_layers="auto", gpu_memory_utilization=0.9), model, small
     )
     assert config.parallel.stages == ((layers, 4 - layers) if layers else ())
-    assert config.parallel.on_host == bool(layers)
+    assert isinstance(config.parallel, HostAndGpu) == bool(layers)
     assert config.scheduling.pipeline_steps == config.parallel.num_stages
 
 

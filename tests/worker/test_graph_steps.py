@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
-from slipstream.config import ParallelConfig
+from slipstream.config.forms import DealtRequests, OneDevice, Pipeline
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
-from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
@@ -31,12 +30,15 @@ from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
 from slipstream.worker.graphs import ladder
 from slipstream.worker.graphs import step_graphs as module
+from slipstream.worker.graphs.graph_inputs import (
+    AdapterInput,
+    GraphInput,
+    SharedPrefixInput,
+)
 from slipstream.worker.graphs.greedy_ends import GreedyEnds
 from slipstream.worker.graphs.ladder import LONGER, PATIENCE
 from slipstream.worker.graphs.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.graphs.step_graphs import (
-    AdapterGraphs,
-    SharedPrefixGraphs,
     StepGraphs,
 )
 from slipstream.worker.input_batch import (
@@ -234,7 +236,7 @@ def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
 
     def staged(runner):
         """The runner's model over two stages."""
-        config = dataclasses.replace(runner.config, parallel=ParallelConfig(stages=(2, 1)))
+        config = dataclasses.replace(runner.config, parallel=Pipeline(OneDevice(), (2, 1)))
         for rank, by_graphs in enumerate(of_graphs):
             part = Partition(
                 config.parallel.shard(rank), ThreadGroup(0, 1, Meeting(1)), ThreadPipe(rank, queues)
@@ -273,7 +275,7 @@ class RankThreads:
     """Two ranks with requests of their own, as threads."""
 
     def __init__(self, path, runner, by_graphs):
-        config = dataclasses.replace(runner.config, parallel=ParallelConfig(experts=2))
+        config = dataclasses.replace(runner.config, parallel=DealtRequests(2))
         config = dataclasses.replace(
             config, scheduling=dataclasses.replace(config.scheduling, num_ranks=2)
         ).of_rank
@@ -411,10 +413,9 @@ def test_adapters_of_drafts(tmp_path):
     )
     for size, behind in (((8, 0), 1), ((8, 32), 8)):
         given = torch.zeros(200, dtype=torch.int32)
-        held = SimpleNamespace(
-            rows=rows, _tokens={size: given}, platform=platform_of(torch.device("cpu"))
-        )
-        AdapterGraphs._before_replay(held, size, plan)
+        held = AdapterInput(SimpleNamespace(parts=frozenset()), rows, torch.device("cpu"))
+        held._tokens[size] = given
+        held.fill(size, plan)
         own = np.full(sum(size), -1)
         own[0], own[behind : behind + 5] = 1, [0, 0, 0, 2, 2]
         assert given[: sum(size)].tolist() == own.tolist()
@@ -422,18 +423,19 @@ def test_adapters_of_drafts(tmp_path):
 
 def test_graphs_with_adapters_are_forgotten_where_others_have_some():
     waited, parts = [], frozenset({("q", 0)})
+    adapters = SimpleNamespace(parts=parts)
     held = SimpleNamespace(
-        _parts=parts,
-        adapters=SimpleNamespace(parts=parts),
+        given=AdapterInput(adapters, None, torch.device("cpu")),
         _captured={(8, 0): 1},
         ladder=SimpleNamespace(forget=lambda: waited.append("forgotten")),
     )
     held.platform = SimpleNamespace(synchronize=lambda: waited.append(dict(held._captured)))
-    AdapterGraphs.adapters_changed(held)
+    StepGraphs.adapters_changed(held)
     assert held._captured
-    held.adapters.parts = parts | {("v", 0)}
-    AdapterGraphs.adapters_changed(held)
-    assert (held._captured, held._parts) == ({}, held.adapters.parts)
+    adapters.parts = parts | {("v", 0)}
+    StepGraphs.adapters_changed(held)
+    assert held._captured == {}
+    StepGraphs.adapters_changed(held)  # no change since
     assert waited == [{(8, 0): 1}, "forgotten"]
 
 
@@ -970,10 +972,6 @@ def test_a_step_is_the_same_looked_up_on_either_side():
     assert more_too[2].dtype == torch.int64  # an index of hidden states
 
 
-class ReplayedShared(SharedPrefixGraphs, Replayed):
-    pass
-
-
 @pytest.mark.parametrize("by_graphs", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
@@ -1016,7 +1014,9 @@ def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
             runner = llm.core.executor.runner
             graphs = replay(runner) if by_graphs else None
             if graphs is not None and ReferenceOps.shares_prefixes:
-                runner.forwards.add(graphs := ReplayedShared(graphs, runner.config))
+                shared_too = SharedPrefixInput(torch.device("cpu"))
+                given_too = (runner.forwards, runner.kv, runner.rows, runner.config, shared_too)
+                runner.forwards.add(graphs := Replayed(*given_too, graphs))
             searched = llm.beam_search(given, beams)
             drawn = llm.generate(given, choices, progress=False)
             if graphs is not None:
@@ -1049,10 +1049,10 @@ def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):
     assert all(len(set(where)) == len(where) for where in places)
 
 
-@pytest.mark.parametrize("kind", [StepGraphs, SharedPrefixGraphs, AdapterGraphs])
-def test_nothing_is_sent_while_a_stage_is_captured(kind):
+@pytest.mark.parametrize("given", ["nothing more", "shared prefixes", "adapters"])
+def test_nothing_is_sent_while_a_stage_is_captured(given):
     """A capture runs nothing, and the stage beside would wait for what it sends. Each kind of graph sends behind its replay."""
-    graphs, seen, real = object.__new__(kind), [], object()
+    graphs, seen, real = object.__new__(StepGraphs), [], object()
     decoder = object.__new__(Decoder)
     decoder.layers, decoder.pipe = [], real
 
@@ -1065,10 +1065,14 @@ def test_nothing_is_sent_while_a_stage_is_captured(kind):
         decoder=decoder, hidden=hidden, adapted=SimpleNamespace(hidden=hidden)
     )
     graphs._pipe, graphs._incoming, graphs._compiled = real, None, None
-    graphs._shared, graphs._tokens_of = (
-        {(1, 0): torch.zeros(3, 1, dtype=torch.int32)},
-        lambda size: None,
-    )
+    cpu = torch.device("cpu")
+    adapters = SimpleNamespace(parts=frozenset(), settings=SimpleNamespace(max_loras=2))
+    graphs.given = {
+        "nothing more": GraphInput,
+        "shared prefixes": lambda: SharedPrefixInput(cpu),
+        "adapters": lambda: AdapterInput(adapters, None, cpu),
+    }[given]()
+    graphs.given.allot((1, 0))
     graphs._forward((1, 0), torch.zeros(1), [], SimpleNamespace(sharing=lambda shared: None))
     assert seen == [module.StagePipe]
     assert decoder.pipe is real

@@ -10,6 +10,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.config.forms import HostExperts
 from slipstream.costs import fit
 from slipstream.costs.devices import find_device
 from slipstream.costs.estimate import estimate, resident_weights_bytes
@@ -53,8 +54,8 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
 
     def with_host(*given):
         config = resolve(*given)
-        own = dict(host_experts=99, hot_expert_bytes=2**16)
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, **own))
+        own = dataclasses.replace(config.model, offload=HostExperts(99, 2**16))
+        return dataclasses.replace(config, model=own)
 
     monkeypatch.setattr(local_executor, "resolve", with_host)
     with LLM(str(tmp_path), **how) as llm:
@@ -71,18 +72,18 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
 
 
 def test_how_many_layers():
-    assert resolved().model.host_experts == 0
-    assert resolved(host_experts="all").model.host_experts == 48
-    assert (
-        resolved(host_experts=7).model.host_experts
-        == resolved(host_experts="7").model.host_experts
-        == 7
-    )
-    assert resolved(host_experts="auto").model.host_experts == 0  # all fits
-    half = resolved(host_experts="auto", device=gpu(40 * GIB, 39 * GIB)).model.host_experts
+    def mixtures(**settings):
+        how = resolved(**settings).model.offload
+        return how.mixtures if isinstance(how, HostExperts) else 0
+
+    assert mixtures() == 0
+    assert mixtures(host_experts="all") == 48
+    assert mixtures(host_experts=7) == mixtures(host_experts="7") == 7
+    assert mixtures(host_experts="auto") == 0  # all fits
+    half = mixtures(host_experts="auto", device=gpu(40 * GIB, 39 * GIB))
     assert 20 < half < 48
-    assert resolved(host_experts="auto", device=gpu(40 * GIB, 20 * GIB)).model.host_experts > half
-    assert resolved(host_experts="auto", device=gpu(4 * GIB, 4 * GIB)).model.host_experts == 48
+    assert mixtures(host_experts="auto", device=gpu(40 * GIB, 20 * GIB)) > half
+    assert mixtures(host_experts="auto", device=gpu(4 * GIB, 4 * GIB)) == 48
     assert resolved(host_experts="all", num_threads=3).device.num_threads == 3
 
 
@@ -113,7 +114,7 @@ def test_what_it_does_not_go_with(settings, names):
 def test_memory_for_hot_experts(settings):
     with pytest.raises(ConfigError, match="hot_expert_bytes"):
         resolved(**settings)
-    assert resolved(host_experts="all", hot_expert_bytes=GIB).model.hot_expert_bytes == GIB
+    assert resolved(host_experts="all", hot_expert_bytes=GIB).model.offload == HostExperts(48, GIB)
 
 
 def test_the_ledger_and_what_fits(monkeypatch):

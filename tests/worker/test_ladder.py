@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.config.forms import NO_DRAFTS
 from slipstream.costs.graph_sizes import MIXED_TOKENS
 from slipstream.types import StepShape
 from slipstream.worker.graphs import ladder as module
@@ -14,7 +15,7 @@ from slipstream.worker.graphs.ladder import LARGER, LONGER, PATIENCE, GraphLadde
 SPEC = SimpleNamespace(hidden_size=4096, encoder=None, layers=(), is_recurrent=False)
 
 
-def made(captured=(), num_ranks=0, speculation=None):
+def made(captured=(), num_ranks=0, speculation=NO_DRAFTS):
     config = SimpleNamespace(
         speculation=speculation,
         scheduling=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=4096),

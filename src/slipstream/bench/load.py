@@ -25,12 +25,18 @@ class MeasuredAnswer:
     it gives one.
 
     If an endpoint does not give the number of tokens of a delta, the delta counts as one token, and
-    `usage` corrects the sum."""
+    `usage` corrects the sum. With `keeps` what the answer says is kept, for a next turn: token ids
+    where the endpoint gives them, and a chat's text and reasoning."""
 
     times: list[float] = field(default_factory=list)  # of the deliveries
     num_tokens: int = 0
     usage: tuple[int, int] | None = None
     cached_tokens: int = 0
+    counts_cached: bool = False  # the endpoint says how many tokens were cached
+    keeps: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
 
     def add(self, now: float, num_tokens: int) -> None:
         self.times.append(now)
@@ -205,9 +211,11 @@ async def send_at(
     await asyncio.gather(*(at(index, offset) for index, offset in times))
 
 
-async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestTiming:
-    """Send one request and time its answer."""
-    answer, error, refused = MeasuredAnswer(), None, False
+async def measure(
+    engine: StreamingEngine, request: BenchRequest, answer: MeasuredAnswer | None = None
+) -> RequestTiming:
+    """Send one request and time its answer, into `answer` if the caller wants to see it."""
+    answer, error, refused = answer or MeasuredAnswer(), None, False
     sent = time.monotonic()
     try:
         await engine.ask(request, answer)

@@ -24,11 +24,13 @@ SHAREGPT_TOTAL = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """A request. `prompt`: the text of `prompt_token_ids`, if the workload is made of text."""
+    """A request. `prompt`: the text of `prompt_token_ids`, if the workload is made of text.
+    `messages`: a chat's, in the place of a prompt."""
 
     prompt_token_ids: tuple[int, ...]
     output_tokens: int
     prompt: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

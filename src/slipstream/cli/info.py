@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.config.forms import (
+    HostAndGpu,
+    HostExperts,
+    ParallelConfig,
+    TensorParallel,
+)
 from slipstream.costs.estimate import host_expert_bytes
 from slipstream.costs.hardware import host_memory
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.spec.host_experts import mixtures
 from slipstream.spec.model import (
@@ -28,6 +35,7 @@ from slipstream.spec.model import (
     RecurrentSpec,
     ShortConvSpec,
 )
+from slipstream.spec.mtp import read_mtp
 from slipstream.spec.parallel import uneven_parts
 from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
@@ -81,7 +89,7 @@ def _document(model: str, found: Inspection, recipe: Recipe | None) -> dict[str,
     from slipstream.cli.pull import files_bytes
 
     description, config, ledger, spec = found.description, found.config, found.ledger, found.spec
-    parallel, offload = config.parallel, found.offload
+    how, offload = config.model.offload, found.offload
     read = offload and {**dataclasses.asdict(offload), "read_rate": found.offload_rate()}
     sequences = ledger.num_full_sequences
     return {
@@ -99,15 +107,28 @@ def _document(model: str, found: Inspection, recipe: Recipe | None) -> dict[str,
         "bytes_by_part": found.bytes_by_part,
         "kv_bytes_per_token": found.kv_bytes_per_token,
         "fast_ways": found.fast_paths,
-        "parallel": {**dataclasses.asdict(parallel), "num_ranks": parallel.num_ranks},
+        "parallel": _parallel(config.parallel),
         "host_experts": {
-            "layers": config.model.host_experts,
+            "layers": how.mixtures if isinstance(how, HostExperts) else 0,
             "num_bytes": ledger.host_expert_bytes,
         },
         "offload": read,
         "needs_torch": found.needs_torch,
         "spec": spec,
         "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": sequences},
+    }
+
+
+def _parallel(how: ParallelConfig) -> dict[str, object]:
+    first, stage = how.shard(0), how.stage
+    return {
+        "tensor": first.size if first.tensor else 1,
+        "experts": first.size if first.experts else 1,
+        "stages": how.stages,
+        "sequence": isinstance(stage, TensorParallel) and stage.sequence,
+        "on_host": isinstance(how, HostAndGpu),
+        "units": first.units,
+        "num_ranks": how.num_ranks,
     }
 
 
@@ -152,7 +173,18 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
         ("torch", "not needed" if needs is None else f"needed: {needs}"),
         ("KV cache", cache + kept),
         *((("states", f"{size(state)} a sequence"),) if state else ()),
+        *(("drafts", text) for text in describe_drafts(description)),
     ]
+
+
+def describe_drafts(description: ModelDescription) -> list[str]:
+    """A line about the layers of the checkpoint that draft; empty without any."""
+    try:
+        spec = read_mtp(description).spec
+    except (UnsupportedModelError, CheckpointError):
+        return []
+    count = sum(math.prod(shape) for shape in spec.shapes.values())
+    return [f"by a layer of its own, {count:,} parameters: speculative_config, method 'mtp'"]
 
 
 def describe_path(name: str, reason: Reason | None) -> str:
@@ -163,23 +195,22 @@ def describe_path(name: str, reason: Reason | None) -> str:
 def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     """How ranks share the model; empty if there is one rank. The sizes shown after it are one
     rank's."""
-    how, lines = config.parallel, []
+    how, first, lines = config.parallel, config.parallel.shard(0), list[str]()
     if how.num_ranks == 1:
         return []
-    if how.tensor > 1:
+    if isinstance(how, HostAndGpu):
+        text = f"the first {how.on_host} of {how.on_host + how.on_gpu} layers on the host's CPU, the others on the GPU (two "
+        return [text + "stages of a pipeline)", "what follows is the GPU's"]
+    if first.tensor:
         lines.append(
-            f"each layer's heads and inner dimensions, and the vocabulary, over {how.tensor} ranks"
+            f"each layer's heads and inner dimensions, and the vocabulary, over {first.size} ranks"
         )
-    if how.experts > 1:
-        also = ", and requests with their keys and values" if how.deals_requests else ""
-        lines.append(f"whole experts over {how.experts} ranks{also}")
-    if how.on_host:
-        first, rest = how.stages
-        text = f"the first {first} of {first + rest} layers on the host's CPU, the others on the GPU (two stages of a pipeline)"
-        return [text, "what follows is the GPU's"]
+    if first.experts:
+        also = ", and requests with their keys and values" if first.deals_requests else ""
+        lines.append(f"whole experts over {first.size} ranks{also}")
     if how.stages:
         lines.append(f"layers over {how.num_stages} stages: {', '.join(map(str, how.stages))}")
-    lines += uneven_parts(spec, how.shard(0))
+    lines += uneven_parts(spec, first)
     return [*lines, "what follows is one rank's" + (", the largest" if how.stages else "")]
 
 
@@ -219,15 +250,16 @@ def describe_offload(found: Inspection) -> list[str]:
 def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
     """Lines about mixtures of experts that the host computes, and the bytes of them that a token
     reads."""
-    number, layers = config.model.host_experts, mixtures(description.spec)
-    if not number:
+    how, num_layers = config.model.offload, len(mixtures(description.spec))
+    if not isinstance(how, HostExperts):
         return []
     held = host_expert_bytes(config, description)
-    own = description.spec.layers[layers[0]].mlp
+    own = description.spec.layers[mixtures(description.spec)[0]].mlp
     assert isinstance(own, MoESpec)
     read = held * own.num_experts_per_token // own.num_experts
     return [
-        f"of {number} of {len(layers)} mixtures in the host's memory, {size(held)}, computed there (the weights below are all)",
+        f"of {how.mixtures} of {num_layers} mixtures in the host's memory, {size(held)}, computed there "
+        "(the weights below are all)",
         f"a token reads {size(read)} of them: at most the host's bytes a second over that, in tokens a second of one sequence",
     ]
 

@@ -14,6 +14,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from slipstream.cli.agent_options import (
+    AGENTS_TITLE,
+    add_agent_options,
+    agent_load,
+    given_agent_options,
+)
 from slipstream.cli.console import Progress, phases, print_info, print_json, shown
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.errors import ConfigError
@@ -30,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         default="sharegpt",
         metavar="W",
-        help="sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH (default: sharegpt)",
+        help="sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH, trace:PATH or agents (default: sharegpt)",
     )
     group.add_argument(
         "--rate",
@@ -42,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=int,
         metavar="X",
-        help="users, each of whom waits for the answer before asking again",
+        help="users, each of whom waits for the answer before asking again; sessions at once",
     )
     group.add_argument(
         "--slo",
@@ -90,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="first measure this machine's steps of the model, and keep them",
     )
+    add_agent_options(parser.add_argument_group(AGENTS_TITLE))
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     add_output_options(parser)
     add_engine_options(parser, adapters=True)
@@ -104,6 +111,13 @@ def run(args: argparse.Namespace) -> int:
             field="gpu",
         )
     check_html(args.html)
+    args.agents = agent_load(args) if args.workload == "agents" else None
+    if args.agents is None and (given := given_agent_options(args)):
+        option = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"{option} belongs to --workload agents, and has no effect here; leave it out",
+            field=given[0],
+        )
     settings, names = engine_args(args), [f.name for f in dataclasses.fields(PlanOptions)]
     study = prepare(settings, PlanOptions(**{name: getattr(args, name) for name in names}))
     measured = None
@@ -150,8 +164,9 @@ def show(document: dict[str, Any]) -> None:
         or "none: what is carried without a queue"
     )
     asked = f"{document['rate']:g} requests/s" if document["rate"] else None
+    users = "users" if w["num_sessions"] is None else "sessions at once"
     asked = asked or (
-        f"{document['concurrency']} users"
+        f"{document['concurrency']} {users}"
         if document["concurrency"]
         else "none: what one replica carries"
     )
@@ -254,6 +269,8 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
                     )
                 )
         found.append(("throughput", f"{row['throughput']:,.0f} output tokens/s"))
+    if row["agents"] is not None:
+        found += agent_rows(row["agents"])
     if load["num_failed"]:
         found.append(
             (
@@ -280,6 +297,27 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
             ("energy", f"{row['joules_per_output_token']:.3g} J an output token (estimated)")
         )
     return found + [("note", note) for note in row["notes"]]
+
+
+def agent_rows(agents: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows about sessions of agents."""
+    found = [
+        (
+            "prefix hits",
+            f"{agents['hit_rate'] or 0:.1%} of prompt tokens; {agents['cacheable_rate']:.1%} could be",
+        )
+    ]
+    if agents["sessions_of_a_replica"] is not None:
+        found.insert(0, ("sessions", f"{agents['sessions_of_a_replica']:,} at once on a replica"))
+    if agents["interactivity"] is not None:
+        p50, p90 = (agents["interactivity"][q] for q in ("p50", "p90"))
+        found.append(
+            (
+                "interactivity",
+                f"p50 {p50:,.1f} · p90 {p90:,.1f} tokens/s a user, at {agents['output_throughput_per_gpu']:,.0f} a GPU",
+            )
+        )
+    return [*found, ("turns", f"{agents['turns_per_minute']:,.1f} a minute")]
 
 
 def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:

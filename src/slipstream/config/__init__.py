@@ -10,8 +10,6 @@ from slipstream.config.parallel import native_products
 from slipstream.config.resolver import resolve
 from slipstream.config.settings import (
     DTYPE_BYTES,
-    MAX_DRAFTS,
-    MAX_STEP_DRAFTS,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -22,9 +20,7 @@ from slipstream.config.settings import (
     LoRASettings,
     ModelConfig,
     Origin,
-    ParallelConfig,
     SchedulingConfig,
-    SpeculationConfig,
     num_ranks,
     setting_help,
     split_setting,
@@ -32,8 +28,6 @@ from slipstream.config.settings import (
 
 __all__ = [
     "DTYPE_BYTES",
-    "MAX_DRAFTS",
-    "MAX_STEP_DRAFTS",
     "CacheConfig",
     "DType",
     "DeviceConfig",
@@ -44,9 +38,7 @@ __all__ = [
     "LoRASettings",
     "ModelConfig",
     "Origin",
-    "ParallelConfig",
     "SchedulingConfig",
-    "SpeculationConfig",
     "native_products",
     "num_ranks",
     "resolve",

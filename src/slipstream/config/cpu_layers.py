@@ -12,10 +12,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from slipstream.config.host_experts import room_for_weights, weight_sizes
+from slipstream.config.offload import (
+    Refusal,
+    number_or_word,
+    refuse,
+    room_for_weights,
+    scheme_refusal,
+    weight_sizes,
+)
 from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig
-from slipstream.errors import ConfigError
-from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -26,23 +31,19 @@ def with_cpu_layers(
 ) -> EngineArgs:
     """The settings with at least one layer on the CPU, or None if "auto" finds that all layers fit
     on the GPU. `stored`: the scheme of the checkpoint's weights."""
-    wanted, count = args.cpu_layers, model.spec.num_layers
-    if wanted is None:
+    if args.cpu_layers is None:
         return args
-    if wanted != "auto" and not (str(wanted).isdigit() and not isinstance(wanted, bool)):
-        raise _refused(f"it must be a number of layers or 'auto', got {wanted!r}")
+    wanted, count = number_or_word("cpu_layers", args.cpu_layers, ("auto",)), model.spec.num_layers
     quantization = args.quantization or stored
-    _check(args, model, device, quantization)
+    refuse("cpu_layers", _refusals(args, model, device, quantization))
     if args.dtype == "auto" and model.dtype == "float16":
         args = dataclasses.replace(args, dtype="bfloat16")  # a CPU has no fast float16
     if wanted == "auto":
         return dataclasses.replace(
             args, cpu_layers=_least(args, model, device, quantization) or None
         )
-    if not 0 < int(wanted) < count:
-        raise _refused(
-            f"got {wanted}, and the model has {count} layers: the CPU and the GPU need at least one each"
-        )
+    why = f"got {wanted}, and the model has {count} layers: the CPU and the GPU need at least one each"
+    refuse("cpu_layers", [(not 0 < int(wanted) < count, why)])
     return dataclasses.replace(args, cpu_layers=int(wanted))
 
 
@@ -76,17 +77,11 @@ def stage_args(
     return dataclasses.replace(common, device="cpu", **of_cpu), gpu  # type: ignore[arg-type]
 
 
-def _check(
+def _refusals(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
-) -> None:
-    drafts = args.speculative_config is not None or args.speculative_model not in (
-        None,
-        "ngram",
-        "suffix",
-    )
+) -> list[Refusal]:
     ranks = (args.tensor_parallel_size, args.expert_parallel_size, args.pipeline_parallel_size)
-    scheme = None if quantization is None else SCHEMES.get(quantization)
-    for applies, why in (
+    return [
         (not device.is_cuda, "it is for GPUs: without one the CPU has all layers; leave it out"),
         (
             args.device.startswith("cuda:"),
@@ -97,20 +92,13 @@ def _check(
             f"a CPU and a GPU use different kernels; leave out kernels={args.kernels!r}",
         ),
         (max(ranks) > 1, "it is for one GPU; leave the parallel sizes at 1"),
-        (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (model.spec.vision is not None, "pictures were not tried with it; set max_images=0"),
         (args.weights_bytes is not None, "it does not go with weights_bytes; leave one out"),
         (args.host_experts is not None, "it does not go with host_experts; leave one out"),
+        (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (args.enable_lora, "adapters were not tried with it; leave out enable_lora"),
         (args.deterministic, "deterministic=True does not cover it; leave one out"),
-        (
-            drafts,
-            "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'",
-        ),
-        (
-            scheme is not None and scheme.name not in (*NATIVE_PRODUCTS["cpu"], "mxfp4"),
-            f"the CPU's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits",
-        ),
+        scheme_refusal(quantization),
         (
             args.kv_cache_dtype == "fp8",
             "a CPU's cache can't be fp8; use kv_cache_dtype='int8', or leave it at 'auto'",
@@ -120,9 +108,7 @@ def _check(
             f"{device.name} has no bfloat16, and a CPU no fast float16",
         ),
         (args.dtype == "float16", "float16 is slow and imprecise on a CPU; use dtype='bfloat16'"),
-    ):
-        if applies:
-            raise _refused(why)
+    ]
 
 
 def _least(
@@ -142,7 +128,3 @@ def _least(
         if on_gpu + sum(of_layer[number:]) <= room:
             return number
     return model.spec.num_layers - 1
-
-
-def _refused(why: str) -> ConfigError:
-    return ConfigError(f"cpu_layers: {why}", field="cpu_layers")

@@ -1,20 +1,20 @@
-"""The split of a model over ranks: `ParallelConfig` from the settings. ConfigError names what ranks
-can't share."""
+"""The split of a model over ranks: the form of `ParallelConfig` that the settings ask for. ConfigError names
+what ranks can't share."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from slipstream.config.settings import (
-    DeviceInfo,
-    EngineArgs,
+from slipstream.config.forms import (
+    DealtRequests,
+    HostAndGpu,
+    OneDevice,
     ParallelConfig,
-    SpeculationConfig,
-    num_ranks,
-    num_stages,
-    split_setting,
+    Pipeline,
+    TensorParallel,
 )
+from slipstream.config.settings import DeviceInfo, EngineArgs, num_ranks, split_setting
 from slipstream.errors import ConfigError
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.parallel import SplitUnits, check_split, even_stages
@@ -30,41 +30,59 @@ def parallel_section(
     model: ModelDescription,
     device: DeviceInfo,
     quantization: str | None,
-    speculation: SpeculationConfig | None,
 ) -> ParallelConfig:
-    """The split of the model over ranks. ConfigError names what they can't share."""
-    ranks = num_ranks(args)
-    if args.pipeline_layers is not None and args.pipeline_parallel_size == 1:
-        raise ConfigError(
-            "pipeline_layers has an effect only with pipeline_parallel_size; set that, or leave it out",
-            field="pipeline_layers",
-        )
-    if args.sequence_parallel and args.tensor_parallel_size == 1:
-        raise ConfigError(
-            "sequence_parallel has an effect only with tensor_parallel_size; set that, or leave it out",
-            field="sequence_parallel",
-        )
-    if args.sequence_parallel and model.spec.encoder is not None:
-        raise ConfigError(
-            "sequence_parallel does not cover encoder-decoders; leave it out",
-            field="sequence_parallel",
-        )
-    if (args.rank_address is None) != (args.local_ranks is None):
-        raise ConfigError(
-            "rank_address and local_ranks go together: set both, or none", field="rank_address"
-        )
-    if args.local_ranks is not None and not 0 < args.local_ranks < ranks:
-        raise ConfigError(
-            f"local_ranks={args.local_ranks} of {ranks} ranks: at least one must be here, and one on another host",
-            field="local_ranks",
-        )
+    """The form in which ranks share the model. ConfigError names what they can't share."""
+    ranks, spec = num_ranks(args), model.spec
+    tensor, experts = args.tensor_parallel_size, args.expert_parallel_size
+    for name, refused, why in (
+        (
+            "pipeline_layers",
+            args.pipeline_layers is not None and args.pipeline_parallel_size == 1,
+            " has an effect only with pipeline_parallel_size; set that, or leave it out",
+        ),
+        (
+            "sequence_parallel",
+            args.sequence_parallel and tensor == 1,
+            " has an effect only with tensor_parallel_size; set that, or leave it out",
+        ),
+        (
+            "sequence_parallel",
+            args.sequence_parallel and spec.encoder is not None,
+            " does not cover encoder-decoders; leave it out",
+        ),
+        (
+            "rank_address",
+            (args.rank_address is None) != (args.local_ranks is None),
+            " and local_ranks go together: set both, or none",
+        ),
+        (
+            "local_ranks",
+            args.local_ranks is not None and not 0 < args.local_ranks < ranks,
+            f"={args.local_ranks} of {ranks} ranks: at least one must be here, and one on another host",
+        ),
+    ):
+        if refused:
+            raise ConfigError(name + why, field=name)
     if ranks == 1:
-        return ParallelConfig()
-    tensor, experts, field = (
-        args.tensor_parallel_size,
-        args.expert_parallel_size,
-        split_setting(args),
-    )
+        return OneDevice()
+    _check_ranks(args)
+    if args.cpu_layers is not None:
+        return HostAndGpu(int(args.cpu_layers), spec.num_layers - int(args.cpu_layers))
+    check_split(spec, tensor=tensor, experts=experts)
+    form: OneDevice | TensorParallel | DealtRequests = OneDevice()
+    if tensor > 1:
+        units = _units(args, model, device, quantization)
+        form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units)
+    elif experts > 1:
+        _check_dealt_requests(args, spec)
+        form = DealtRequests(experts)
+    stages = _stages(args, spec)
+    return Pipeline(form, stages) if stages else form
+
+
+def _check_ranks(args: EngineArgs) -> None:
+    """Raise ConfigError for what does not work with several ranks in any form."""
+    ranks, field = num_ranks(args), split_setting(args)
     if args.device.startswith("cuda:"):
         raise ConfigError(
             f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'",
@@ -75,32 +93,9 @@ def parallel_section(
             f"deterministic=True does not cover sums over several devices ({field}); leave it out",
             field=field,
         )
-    if speculation is not None and speculation.by_model and num_stages(args) > 1:
-        raise ConfigError(
-            f"method {speculation.method!r} of speculation does not run over stages; use 'ngram' or 'suffix' with {field}",
-            field=field,
-        )
-    if speculation is not None and speculation.by_model and args.local_ranks is not None:
-        # Other CPUs or tile tables round differently, and each rank follows its own drafts.
-        raise ConfigError(
-            "rank_address: drafts of a model are for ranks of one host, which all propose the same; use 'ngram' or 'suffix'",
-            field="rank_address",
-        )
-    if args.cpu_layers is not None:
-        own = int(args.cpu_layers)
-        return ParallelConfig(stages=(own, model.spec.num_layers - own), on_host=True)
-    check_split(model.spec, tensor=tensor, experts=experts)
-    if tensor == 1 and experts > 1:
-        _check_dealt_requests(args, model.spec, speculation)
-    stages, units = _stages(args, model.spec), _units(args, model, device, quantization)
-    return ParallelConfig(
-        tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units
-    )
 
 
-def _check_dealt_requests(
-    args: EngineArgs, spec: ModelSpec, speculation: SpeculationConfig | None
-) -> None:
+def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:
     """Raise ConfigError for what does not work with separate requests on each rank: all ranks must
     run steps of the same size in the same way."""
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
@@ -110,14 +105,6 @@ def _check_dealt_requests(
         found.append(("adapters", "enable_lora", "leave it out"))
     if spec.vision is not None:
         found.append(("pictures", "max_images", "set it to 0"))
-    if speculation is not None and speculation.by_model:
-        found.append(
-            (
-                f"method {speculation.method!r} of speculation",
-                "speculative_config",
-                "use 'ngram' or 'suffix'",
-            )
-        )
     for what, field, remedy in found[:1]:
         other = (
             "" if field == "expert_parallel_size" else f", or set tensor_parallel_size={size}, too"
@@ -150,12 +137,25 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
             f"pipeline_parallel_size={size} is more than the model's layers ({spec.num_layers}); lower it",
             field="pipeline_parallel_size",
         )
+    vision = spec.vision
+    stacked = 0 if vision is None or vision.deepstack is None else len(vision.deepstack.layers)
     if given is None:
-        return even_stages(spec, size)
+        return _with_stacked(even_stages(spec, size), stacked)
     counts = tuple(int(text) if text.strip().isdecimal() else 0 for text in given.split(","))
     if len(counts) != size or min(counts) < 1 or sum(counts) != spec.num_layers:
         raise ConfigError(
             f"pipeline_layers={given!r}: it must name {size} numbers above 0 that add up to the {spec.num_layers} layers",
+            field="pipeline_layers",
+        )
+    return _with_stacked(counts, stacked)
+
+
+def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
+    """The stages. ConfigError unless the first one has the layers that add an encoder's states."""
+    if counts[0] < stacked:
+        raise ConfigError(
+            f"pipeline_parallel_size={len(counts)}: the encoder's states are added behind the first {stacked} layers, and the "
+            f"first stage has {counts[0]}; set pipeline_layers to give it as many, or max_images=0",
             field="pipeline_layers",
         )
     return counts

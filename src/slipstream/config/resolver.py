@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
-from slipstream.config.host_experts import host_experts
-from slipstream.config.offload import check_offload
+from slipstream.config.forms import (
+    Offload,
+    ParallelConfig,
+    StreamedLayers,
+)
+from slipstream.config.offload import offload_section
 from slipstream.config.parallel import native_products, parallel_section
 from slipstream.config.scheduling import scheduling_section
 from slipstream.config.settings import (
@@ -27,11 +31,10 @@ from slipstream.config.settings import (
     LoRASettings,
     ModelConfig,
     Origin,
-    SpeculationConfig,
     num_ranks,
     one_of,
 )
-from slipstream.config.speculative import speculation_section
+from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.cache import state_interval
 from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
@@ -56,32 +59,44 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     names a wrong setting."""
     stored = _stored_scheme(args, model, device)
     num_ranks(args)
+    speculation = speculation_section(args, model.spec)
     args = with_cpu_layers(args, model, device, stored.value)
     _refuse_without_effect(args, device)
     _check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
+    parallel = parallel_section(args, model, device, model_config.quantization)
     cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
+    _check_tiers(args, model.spec, device, parallel)
     scheduling, scheduling_origins = scheduling_section(
-        args, model.spec, device, model_config.max_model_len
+        args,
+        model.spec,
+        device,
+        model_config.max_model_len,
+        offload=model_config.offload,
+        parallel=parallel,
+        speculation=speculation,
     )
-    device_config, device_origins = _device_section(args, model, device, model_config.quantization)
-    speculation = speculation_section(args, model.spec)
+    device_config, device_origins = _device_section(
+        args, model, device, model_config.quantization, model_config.offload, parallel
+    )
     values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
     given = {
         name: Origin(value, "default" if value == default else "user")
         for name, (value, default) in values.items()
     }
-    return EngineConfig(
+    config = EngineConfig(
         model=model_config,
         cache=cache,
         scheduling=scheduling,
         device=device_config,
         speculation=speculation,
         lora=_lora_section(args, model.spec),
-        images=_image_section(args, model.spec, device, speculation),
-        parallel=parallel_section(args, model, device, model_config.quantization, speculation),
+        images=_image_section(args, model.spec, device),
+        parallel=parallel,
         origins={**given, **model_origins, **cache_origins, **scheduling_origins, **device_origins},
     )
+    check_drafts(config, args)
+    return config
 
 
 # --- The sections --------------------------------------------------------------------
@@ -145,12 +160,8 @@ def _model_section(
         weights_cache=args.weights_cache,
         seed=args.seed,
         skip_tokenizer_init=args.skip_tokenizer_init,
-        weights_bytes=args.weights_bytes,
-        hot_expert_bytes=args.hot_expert_bytes or 0,
-        host_experts=host_experts(args, model, device, quantization, DTYPE_BYTES[dtype]),
+        offload=offload_section(args, model, device, quantization, DTYPE_BYTES[dtype]),
     )
-    if args.weights_bytes is not None:
-        check_offload(args, model, device)
     return config, chosen.origins
 
 
@@ -216,10 +227,10 @@ def _cache_section(
         host_bytes=args.kv_host_bytes,
         disk_bytes=args.kv_disk_bytes,
         disk_path=args.kv_disk_path,
+        eviction=args.cache_eviction,
         state_slots=_state_slots(args, spec),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]),
     )
-    _check_tiers(args, spec, device)
     return config, chosen.origins
 
 
@@ -237,7 +248,9 @@ def _state_slots(args: EngineArgs, spec: ModelSpec) -> int:
     return args.state_slots
 
 
-def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
+def _check_tiers(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, parallel: ParallelConfig
+) -> None:
     """Raise ConfigError if the tiers below the device's cache can't be used."""
     given = [
         n
@@ -249,7 +262,6 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
     for name in given:
         if name != "kv_disk_path":
             positive(name, getattr(args, name))
-    speculation = speculation_section(args, spec)
     for name, refused, why in (
         (
             "kv_disk_bytes",
@@ -288,13 +300,8 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
         ),
         (
             given[0],
-            num_ranks(args) > 1,
+            parallel.num_ranks > 1,
             "tiers are for one device; leave it out, or split the model over none",
-        ),
-        (
-            given[0],
-            speculation is not None and speculation.by_model,
-            "the blocks of a draft model or head are not kept; use method 'ngram' or 'suffix', or leave it out",
         ),
     ):
         if refused:
@@ -302,7 +309,12 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
 
 
 def _device_section(
-    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+    args: EngineArgs,
+    model: ModelDescription,
+    device: DeviceInfo,
+    quantization: str | None,
+    offload: Offload,
+    parallel: ParallelConfig,
 ) -> tuple[DeviceConfig, Origins]:
     chosen, layers = Chosen(args), model.spec.all_layers
     if args.deterministic and (
@@ -322,7 +334,7 @@ def _device_section(
         _parameters_of_4_bits(args, model, device, quantization) if _has_tiles(args, device) else 0
     )
     dense_copies = False
-    if copied and args.weights_bytes is not None:
+    if copied and isinstance(offload, StreamedLayers):
         dense_copies = chosen(
             "dense_copies", False, "default", "layers beyond weights_bytes are copied in each step"
         )
@@ -356,7 +368,7 @@ def _device_section(
         dense_copies=dense_copies,
         num_threads=chosen(
             "num_threads",
-            max(1, device.num_threads // num_ranks(args)),
+            max(1, device.num_threads // parallel.num_ranks),
             "device",
             "the cores this process may use",
         ),
@@ -411,9 +423,7 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
     return LoRASettings(max_loras=num, max_lora_rank=rank, max_cpu_loras=on_host, modules=modules)
 
 
-def _image_section(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, speculation: SpeculationConfig | None
-) -> ImageSettings | None:
+def _image_section(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> ImageSettings | None:
     if spec.vision is None:
         for name, value in (
             ("max_images", args.max_images or None),
@@ -436,11 +446,6 @@ def _image_section(
             field="image_cache_bytes",
         )
     alone = "max_images=0 serves the model without pictures"
-    if speculation is not None and speculation.by_model:
-        raise ConfigError(
-            f"speculative_config: {speculation.method!r} drafts without seeing pictures; use 'ngram' or 'suffix' ({alone})",
-            field="speculative_config",
-        )
     if args.deterministic:
         raise ConfigError(
             f"deterministic=True does not cover image encoders; {alone}", field="deterministic"

@@ -6,39 +6,55 @@ ConfigError if steps could not hold what they must.
 from __future__ import annotations
 
 from slipstream.config.chosen import Chosen, Origins, positive
+from slipstream.config.forms import (
+    DraftSettings,
+    Offload,
+    ParallelConfig,
+    SpeculationConfig,
+    StreamedLayers,
+)
 from slipstream.config.settings import (
     BATCH_WINDOW_S,
     MIXED_CHUNK,
     DeviceInfo,
     EngineArgs,
     SchedulingConfig,
-    num_stages,
 )
-from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
 
 def scheduling_section(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    max_model_len: int,
+    *,
+    offload: Offload,
+    parallel: ParallelConfig,
+    speculation: SpeculationConfig,
 ) -> tuple[SchedulingConfig, Origins]:
     chosen, chunked = Chosen(args), args.enable_chunked_prefill
     # Each has its share of a step.
-    ranks = args.expert_parallel_size if args.tensor_parallel_size == 1 else 1
+    ranks, streams = parallel.stage.num_caches, isinstance(offload, StreamedLayers)
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
     if args.target_itl_ms is not None:
         _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
     why = "default for this kind of device"
-    if spec.is_recurrent and (most := _sequences_with_states(args, spec, device)) < seqs_auto:
+    most = _sequences_with_states(spec, device, speculation) if spec.is_recurrent else seqs_auto
+    if most < seqs_auto:
         seqs_auto, why = most, "as many as have room for their recurrent states"
     seqs = chosen("max_num_seqs", seqs_auto, "device", why)
     positive("max_num_seqs", seqs)
     # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192
     # tokens of a small model. A step that copies layers to a GPU computes many tokens meanwhile.
-    many = spec.is_encoder or args.weights_bytes is not None
-    tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
+    tokens_auto = (
+        max(16384 if spec.is_encoder or streams else 8192, seqs)
+        if device.is_cuda
+        else max(512, seqs)
+    )
     if not chunked:
         tokens_auto = max(tokens_auto, ranks * max_model_len, 2048 if spec.is_encoder else 0)
     # The encoder's whole prompt, with the others' tokens.
@@ -74,7 +90,7 @@ def scheduling_section(
     may_cut = (
         chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
     )
-    cuts = may_cut and is_plain and args.weights_bytes is None
+    cuts = may_cut and is_plain and not streams
     window = chosen(
         "batch_window_s",
         BATCH_WINDOW_S,
@@ -95,7 +111,7 @@ def scheduling_section(
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
         mixed_chunk=MIXED_CHUNK if cuts else None,
-        pipeline_steps=num_stages(args),
+        pipeline_steps=parallel.num_stages,
         num_ranks=ranks,
     )
     return config, chosen.origins
@@ -105,11 +121,18 @@ HOST_STATE_BYTES = 2**31
 """Maximum default size of running sequences' states in host memory: half of the cache there."""
 
 
-def _sequences_with_states(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> int:
+AUTO_DRAFTS = 3
+"""Drafts of a sequence for whose states the default number of sequences leaves room, if their number is chosen."""
+
+
+def _sequences_with_states(
+    spec: ModelSpec, device: DeviceInfo, speculation: SpeculationConfig
+) -> int:
     """Number of sequences, a power of two, whose states take a quarter of a GPU's memory, or a fifth of what a host has
     free."""
-    speculation = speculation_section(args, spec)
-    slots = 2 + (0 if speculation is None else speculation.limit)
+    slots = 2
+    if isinstance(speculation, DraftSettings):
+        slots += speculation.num_speculative_tokens or AUTO_DRAFTS
     room = device.memory_bytes // 4
     if not device.is_cuda:
         room = min(HOST_STATE_BYTES, device.free_bytes // 5)

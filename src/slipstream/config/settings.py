@@ -9,9 +9,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from slipstream.arguments import likely_value, suggesting_init, types_of, wrong_type
+from slipstream.config.forms import (
+    MAX_DRAFTS,
+    MAX_STEP_DRAFTS,
+    DraftSettings,
+    HeadDrafts,
+    ModelDrafts,
+    MTPDrafts,
+    NoDrafts,
+    Offload,
+    ParallelConfig,
+    SpeculationConfig,
+)
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
-from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import LoRARequest
 
@@ -162,6 +173,13 @@ class EngineArgs:
         None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
     )
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
+    cache_eviction: str = setting(
+        "value",
+        "order in which cached blocks are evicted: by the chance that they are used again and what they cost, or the least "
+        "recently used first",
+        choices=("value", "lru"),
+        rare=True,
+    )
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps", rare=True)
     enforce_eager: bool = setting(False, "no CUDA graphs", rare=True)
     deterministic: bool = setting(
@@ -308,12 +326,8 @@ def num_ranks(args: EngineArgs) -> int:
             "equal, or one of them 1",
             field="expert_parallel_size",
         )
-    return max(tensor, experts) * num_stages(args)
-
-
-def num_stages(args: EngineArgs) -> int:
-    """The number of pipeline stages. A host's CPU and a GPU are two."""
-    return 2 if args.cpu_layers is not None else args.pipeline_parallel_size
+    # A host's CPU and a GPU are two stages.
+    return max(tensor, experts) * (args.pipeline_parallel_size if args.cpu_layers is None else 2)
 
 
 def split_setting(args: EngineArgs) -> str:
@@ -347,9 +361,7 @@ class ModelConfig:
     weights_cache: WeightsCache
     seed: int
     skip_tokenizer_init: bool
-    weights_bytes: int | None = None
-    host_experts: int = 0  # number of mixtures, from the first, with experts on the host
-    hot_expert_bytes: int = 0  # of the GPU, for some of the experts
+    offload: Offload
 
 
 STATES_TO_FIT = 1
@@ -371,6 +383,10 @@ class CacheConfig:
         0  # for states of recurrent layers, the null slot included; 0 without such layers
     )
     state_interval: int = 0  # tokens of a prompt between kept states
+    eviction: str = "value"  # or "lru"
+    attention_tokens: float = (
+        32768.0  # depth at which attention costs as much as the rest of a token
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,44 +423,10 @@ class SchedulingConfig:
         return -(-self.max_num_mixed_tokens // self.num_ranks)
 
 
-MAX_STEP_DRAFTS = 512
-"""Most draft tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no
-step wants more."""
-
-MAX_DRAFTS = 16
-"""Most drafts of a request in a step, if the number is chosen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationConfig:
-    """The way in which tokens are drafted. `num_speculative_tokens` None: as many as pay off,
-    chosen at each step."""
-
-    method: Literal[
-        "ngram", "suffix", "draft", "eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"
-    ]
-    num_speculative_tokens: int | None = None
-    prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
-    prompt_lookup_max: int = 32
-    model: str | None = None  # draft: the smaller model; otherwise the head
-    # The scheme to which its weights are rounded at load; "none": a head's stay as they are.
-    quantization: str | None = None
-    most_drafts: int = MAX_DRAFTS  # of a request in a step; a head may have fewer
-
-    @property
-    def by_model(self) -> bool:
-        """Whether the worker drafts, with weights."""
-        return self.method not in ("ngram", "suffix")
-
-    @property
-    def by_head(self) -> bool:
-        """Whether the worker drafts from states of the model."""
-        return self.by_model and self.method != "draft"
-
-    @property
-    def limit(self) -> int:
-        """Most drafts of a request in a step."""
-        return self.num_speculative_tokens or self.most_drafts
+def drafts_with_states(num_states: int, num_seqs: int) -> int:
+    """Most drafts of a sequence in a step of a model with recurrent layers: a sequence has two states and one for each draft.
+    A quarter of the states stays for prompts to continue from, unless that leaves no draft."""
+    return max(1, num_states * 3 // 4 // num_seqs - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,69 +470,21 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """The numbers of ranks, a process each, over which a model is split.
-
-    If `tensor` and `experts` are both above 1 they are the same ranks. `stages`: the number of
-    layers of each pipeline stage; each stage has an equal number of consecutive ranks.
-    """
-
-    tensor: int = 1
-    experts: int = 1
-    stages: tuple[int, ...] = ()
-    sequence: bool = False  # the residual of long steps is split by tokens
-    on_host: bool = False  # the first of two stages is the host's CPU, the second a GPU
-    units: SplitUnits = ONE_UNIT
-
-    @property
-    def num_stages(self) -> int:
-        return max(1, len(self.stages))
-
-    @property
-    def deals_requests(self) -> bool:
-        """Whether each rank of a stage has its own requests and KV cache."""
-        return self.experts > 1 and self.tensor == 1
-
-    @property
-    def ranks_of_stage(self) -> int:
-        return max(self.tensor, self.experts)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.ranks_of_stage * self.num_stages
-
-    def shard(self, rank: int) -> Shard:
-        stage, own = divmod(rank, self.ranks_of_stage)
-        layers = (sum(self.stages[:stage]), sum(self.stages[: stage + 1])) if self.stages else None
-        tensor, experts = self.tensor > 1, self.experts > 1
-        return Shard(
-            own,
-            self.ranks_of_stage,
-            tensor=tensor,
-            experts=experts,
-            units=self.units,
-            layers=layers,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduling: SchedulingConfig
     device: DeviceConfig
-    speculation: SpeculationConfig | None = None
+    speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
     images: ImageSettings | None = None  # None: the model takes no pictures
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
     def state_columns(self) -> int:
         """Slots that a row names: the one to read, and one to write for each token that a step samples; 0 without states."""
-        if not self.cache.state_slots:
-            return 0
-        return 2 + (0 if self.speculation is None else self.speculation.limit)
+        return 2 + self.speculation.limit if self.cache.state_slots else 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -562,23 +496,18 @@ class EngineConfig:
     def drafts_ahead(self) -> bool:
         """Whether the drafter continues before the host knows which drafts were right: a chain in a
         graph, on a GPU."""
-        is_chain = self.speculation is not None and self.speculation.method in (
-            "draft",
-            "eagle",
-            "eagle3",
-            "mtp",
-        )
-        return is_chain and self.device.has_graphs
+        match self.speculation:
+            case ModelDrafts() | MTPDrafts() | HeadDrafts(method="eagle" | "eagle3"):
+                return self.device.has_graphs
+        return False
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:
         """The settings with at most `most` drafts of a request in a step, if the number is
         chosen."""
-        if self.speculation is None or most is None:
+        if most is None or isinstance(self.speculation, NoDrafts):
             return self
-        return dataclasses.replace(
-            self,
-            speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MAX_DRAFTS)),
-        )
+        fewer = dataclasses.replace(self.speculation, most_drafts=min(most, MAX_DRAFTS))
+        return dataclasses.replace(self, speculation=fewer)
 
     @property
     def of_rank(self) -> EngineConfig:
@@ -598,10 +527,9 @@ class EngineConfig:
     @property
     def max_num_sampled(self) -> int:
         """Most tokens that a step samples: one for each sequence, and one for each draft."""
-        drafts = 0 if self.speculation is None else self.speculation.limit
         num_seqs = self.scheduling.max_num_seqs
         return min(
-            num_seqs + min(num_seqs * drafts, MAX_STEP_DRAFTS),
+            num_seqs + min(num_seqs * self.speculation.limit, MAX_STEP_DRAFTS),
             self.scheduling.max_num_mixed_tokens,
         )
 
@@ -617,12 +545,19 @@ class EngineConfig:
         self, num_blocks: int, block_bytes: int, num_states: int = 0
     ) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left
-        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots."""
+        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots, which
+        bound the drafts of a step if their number is chosen."""
         if num_states != self.cache.state_slots:
             cache = dataclasses.replace(self.cache, state_slots=num_states)
             return dataclasses.replace(self, cache=cache).with_memory_limits(
                 num_blocks, block_bytes, num_states
             )
+        if num_states and isinstance(drafts := self.speculation, DraftSettings):
+            most = drafts_with_states(num_states, self.scheduling.seqs_of_rank)
+            if drafts.num_speculative_tokens is None and most < drafts.most_drafts:
+                return self.with_most_drafts(most).with_memory_limits(
+                    num_blocks, block_bytes, num_states
+                )
         wanted, groups = self.model.max_model_len, self.cache.groups
         step = self.scheduling.tokens_of_rank
         capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from typing import Any
 
-from slipstream.config.settings import EngineArgs, SpeculationConfig
+from slipstream.config.forms import (
+    DealtRequests,
+    HeadDrafts,
+    HostAndGpu,
+    HostExperts,
+    LearnedDrafts,
+    ModelDrafts,
+    MTPDrafts,
+    NgramDrafts,
+    NoDrafts,
+    Pipeline,
+    SpeculationConfig,
+    StreamedLayers,
+    SuffixDrafts,
+)
+from slipstream.config.settings import EngineArgs, EngineConfig, split_setting
 from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
 
-OF_MODEL = ("method", "num_speculative_tokens", "model", "quantization")
+HEADS = ("eagle", "eagle3", "peagle", "dflash", "medusa")
 
-KEYS = {
-    "ngram": ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
-    "suffix": ("method", "num_speculative_tokens"),
-    **dict.fromkeys(("draft", "eagle", "eagle3", "peagle", "dflash", "medusa"), OF_MODEL),
-    "mtp": ("method", "num_speculative_tokens", "quantization"),
+FORMS: dict[str, type[Any]] = {
+    **{form.method: form for form in (NgramDrafts, SuffixDrafts, ModelDrafts)},
+    **dict.fromkeys(HEADS, HeadDrafts),
+    MTPDrafts.method: MTPDrafts,
 }
-"""Settings of each method."""
+"""The settings of each method."""
+
+LEAST = {"num_speculative_tokens": 1, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+KEYS = ("method", *LEAST, "model", "quantization")
+
+MTP_NAMES = (
+    *(
+        "deepseek_mtp",
+        "ernie_mtp",
+        "glm4_moe_mtp",
+        "glm4_moe_lite_mtp",
+        "mimo_mtp",
+        "nemotron_h_mtp",
+    ),
+    *("qwen3_next_mtp", "qwen3_5_mtp"),
+)
+"""Other names of `mtp`, by family, as vLLM has them."""
 
 
-def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig | None:
+def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig:
     """The speculation section of the config. ConfigError names a wrong setting and its fault."""
     if args.speculative_model is None:
         if args.num_speculative_tokens is not None:
@@ -30,7 +61,7 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
                 field="num_speculative_tokens",
             )
         if args.speculative_config is None:
-            return None
+            return NoDrafts()
         given, field = args.speculative_config, "speculative_config"
     else:
         given, field = {"method": args.speculative_model}, "speculative_model"
@@ -52,35 +83,31 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
 
 def _checked(given: dict[str, Any]) -> SpeculationConfig:
     method = given.get("method")
-    if not isinstance(method, str) or method not in KEYS:
-        raise ConfigError(f"method={method!r} is not one of {', '.join(KEYS)}")
+    if method in MTP_NAMES:
+        given = {**given, "method": (method := "mtp")}
+    if not isinstance(method, str) or method not in FORMS:
+        raise ConfigError(f"method={method!r} is not one of {', '.join(FORMS)}")
+    form = FORMS[method]
+    own = {f.name for f in dataclasses.fields(form)} - {"most_drafts"}
+    keys = [key for key in KEYS if key in own or key == "method"]
     for key in given:
-        if key not in KEYS[method]:
-            near = difflib.get_close_matches(str(key), KEYS[method], n=1)
-            hint = (
-                f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(KEYS[method])}"
-            )
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(keys)}"
             raise ConfigError(f"method {method!r} takes no {key!r}{hint}")
-    values = {
-        key: value
-        for key, value in given.items()
-        if not (key == "num_speculative_tokens" and value in ("auto", None))
-    }
-    for key, least in (
-        ("num_speculative_tokens", 1),
-        ("prompt_lookup_min", 2),
-        ("prompt_lookup_max", 2),
-    ):
+    values = {key: value for key, value in given.items() if key in own}
+    if values.get("num_speculative_tokens") == "auto":
+        values["num_speculative_tokens"] = None
+    for key, least in LEAST.items():
         value = values.get(key, least)
+        if key == "num_speculative_tokens" and value is None:
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             other = ', or "auto"' if key == "num_speculative_tokens" else ""
             raise ConfigError(
                 f"{key} must be a whole number of at least {least}{other}, got {value!r}"
             )
-    for key, wanted in (
-        ("model", "model" in KEYS[method]),
-        ("quantization", "quantization" in values),
-    ):
+    for key, wanted in (("model", "model" in own), ("quantization", "quantization" in values)):
         if wanted and not isinstance(values.get(key), str):
             raise ConfigError(f"method {method!r} needs {key!r}, a text, got {values.get(key)!r}")
     if values.get("quantization") not in (None, "none", *SCHEMES):
@@ -88,14 +115,60 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
             f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}"
         )
     # Only heads are rounded by default.
-    if values.get("quantization") == "none" and method in (
-        "draft",
-        "mtp",
-    ):
+    if values.get("quantization") == "none" and form is not HeadDrafts:
         del values["quantization"]
-    config = SpeculationConfig(**values)
-    if config.prompt_lookup_min > config.prompt_lookup_max:
-        raise ConfigError(
-            f"prompt_lookup_min={config.prompt_lookup_min} is above prompt_lookup_max={config.prompt_lookup_max}"
-        )
-    return config
+    made: SpeculationConfig = form(**values)
+    match made:
+        case NgramDrafts(prompt_lookup_min=least, prompt_lookup_max=most) if least > most:
+            raise ConfigError(f"prompt_lookup_min={least} is above prompt_lookup_max={most}")
+    return made
+
+
+def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
+    """Raise ConfigError if drafts that the worker computes do not go with another setting."""
+    drafts, field = config.speculation, split_setting(args)
+    if not isinstance(drafts, LearnedDrafts):
+        return
+    tiers = ("kv_host_bytes", "kv_disk_bytes", "kv_disk_path")
+    tier = next((name for name in tiers if getattr(args, name) is not None), "")
+    method, others = f"method {drafts.method!r} of speculation", "use 'ngram' or 'suffix'"
+    untried = "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'"
+    size = config.parallel.stage.size
+    for name, refused, why in (
+        (
+            "weights_bytes",
+            isinstance(config.model.offload, StreamedLayers),
+            "drafts of a model need all weights in memory; use speculative_model='ngram' or 'suffix'",
+        ),
+        ("host_experts", isinstance(config.model.offload, HostExperts), untried),
+        ("cpu_layers", isinstance(config.parallel, HostAndGpu), untried),
+        (
+            field,
+            isinstance(config.parallel, Pipeline),
+            f"{method} does not run over stages; {others} with {field}",
+        ),
+        # Other CPUs or tile tables round differently, and each rank follows its own drafts.
+        (
+            "rank_address",
+            args.local_ranks is not None,
+            f"drafts of a model are for ranks of one host, which all propose the same; {others}",
+        ),
+        (
+            "speculative_config",
+            isinstance(config.parallel.stage, DealtRequests),
+            f"expert_parallel_size={size} without tensor_parallel_size distributes requests, which does not cover {method}; "
+            f"{others}, or set tensor_parallel_size={size}, too",
+        ),
+        (
+            tier,
+            bool(tier),
+            f"the blocks of a draft model or head are not kept; {others}, or leave it out",
+        ),
+        (
+            "speculative_config",
+            config.images is not None and drafts.method != "mtp",
+            f"{drafts.method!r} drafts without seeing pictures; {others} (max_images=0 serves the model without pictures)",
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"{name}: {why}", field=name)

@@ -6,22 +6,46 @@
    prefix takes it back.
 3. Blocks are allocated from the head of the free list. The order is: used blocks without cached
    contents, the latest released first; blocks that were never used; cached blocks, the least
-   recently used first. So no prefix is lost while another block is free, and memory that the
-   operating system has not yet handed out is touched last.
+   recently used first, or in the order of their value (`EvictionOrder`). So no prefix is lost while
+   another block is free, and memory that the operating system has not yet handed out is touched
+   last.
 4. A sequence releases its last block first, so its tail is reused before its head.
 5. Block 0 is the null block. Padding is written to it, and it replaces released blocks in block
    tables. No sequence holds it.
 
-Every operation takes constant time per block.
+Every operation takes constant time per block, apart from the order's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from slipstream.errors import ConfigError
 
 NULL_BLOCK = 0
+
+
+class EvictionOrder(Protocol):
+    """An order of the free cached blocks other than by their last use."""
+
+    def add(self, block: int) -> None:
+        """Take in a cached block that nobody holds any more."""
+
+    def remove(self, block: int) -> None:
+        """Give out a free block to a holder."""
+
+    def take(self, count: int) -> list[int]:
+        """Take the blocks to evict. There are as many."""
+
+    def discard(self, block: int) -> None:
+        """Forget a block that is held, or was removed."""
+
+    def forget_all(self) -> None:
+        """Let go of what is known of all blocks. The free ones stay, to be evicted."""
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
 
 
 class BlockPool:
@@ -48,6 +72,8 @@ class BlockPool:
         self._previous = [*range(-1, num_blocks)]
         self._previous[1] = self._end
         self.num_free = num_blocks - 1
+        self.order: EvictionOrder | None = None
+        """Order of the free cached blocks, which are then not in the list. Set it before the first block is cached."""
 
     @property
     def num_usable(self) -> int:
@@ -63,6 +89,8 @@ class BlockPool:
         taken, following, end = [], self._next, self._end
         block = following[end]
         for _ in range(count):
+            if block == end:
+                break  # the others are in the order
             if self.hashes[block] is not None:
                 self.forget(block)
             self.ref_counts[block] = 1
@@ -70,6 +98,11 @@ class BlockPool:
             block = following[block]
         following[end], self._previous[block] = block, end  # they were at the head
         self.num_free -= count
+        if self.order is not None and len(taken) < count:
+            for block in self.order.take(count - len(taken)):
+                self.forget(block)
+                self.ref_counts[block] = 1
+                taken.append(block)
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -89,13 +122,15 @@ class BlockPool:
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
 
-    def register(self, block: int, key: bytes) -> None:
-        """Cache `block` under `key`, unless the key or the block is already cached."""
-        if key not in self._cached and self.hashes[block] is None:
-            self._cached[key] = block
-            self.hashes[block] = key
-            if self.changes is not None:
-                self.changes[key] = True
+    def register(self, block: int, key: bytes) -> bool:
+        """Cache `block` under `key`. False if the key or the block is already cached."""
+        if key in self._cached or self.hashes[block] is not None:
+            return False
+        self._cached[key] = block
+        self.hashes[block] = key
+        if self.changes is not None:
+            self.changes[key] = True
+        return True
 
     def forget(self, block: int) -> None:
         """Remove the block from the cache."""
@@ -108,12 +143,17 @@ class BlockPool:
 
     def drop(self, block: int) -> None:
         """Forget a cached block, which is then among the first to be used."""
-        self.forget(block)
         if self.ref_counts[block] == 0:
             self._unlink(block)
+        if self.order is not None:
+            self.order.discard(block)
+        self.forget(block)
+        if self.ref_counts[block] == 0:
             self._link(block)
 
     def forget_all(self) -> None:
+        if self.order is not None:
+            self.order.forget_all()
         for block in list(self._cached.values()):
             self.drop(block)
 
@@ -136,6 +176,11 @@ class BlockPool:
             free.append(block)
             assert self._previous[self._next[block]] == block
             block = self._next[block]
+        if self.order is not None:
+            self.order.check()
+            free += [
+                b for b, n in enumerate(self.ref_counts) if not n and self.hashes[b] is not None
+            ]
         assert len(free) == len(set(free)) == self.num_free
         assert NULL_BLOCK not in free
         assert self.hashes[NULL_BLOCK] is None
@@ -146,14 +191,20 @@ class BlockPool:
         }
 
     def _link(self, block: int) -> None:
-        """Put a block into the free list: at the tail if it is cached, otherwise at the head."""
-        before = self._previous[self._end] if self.hashes[block] is not None else self._end
+        """Put a block into the free list: at the tail if it is cached, unless there is an order, otherwise at the head."""
+        self.num_free += 1
+        before = self._end
+        if self.hashes[block] is not None:
+            if self.order is not None:
+                return self.order.add(block)
+            before = self._previous[self._end]
         after = self._next[before]
         self._next[before], self._previous[block] = block, before
         self._next[block], self._previous[after] = after, block
-        self.num_free += 1
 
     def _unlink(self, block: int) -> None:
+        self.num_free -= 1
+        if self.order is not None and self.hashes[block] is not None:
+            return self.order.remove(block)
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before
-        self.num_free -= 1

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config import MAX_DRAFTS, MAX_STEP_DRAFTS
+from slipstream.config.forms import MAX_DRAFTS, MAX_STEP_DRAFTS
 from slipstream.core.step_times import MARGIN, MIN_SURVIVAL, seconds_from
 
 STAY = 1.01

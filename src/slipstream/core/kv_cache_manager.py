@@ -25,6 +25,7 @@ from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.cache_value import Session, Sessions, ValueOrder
 from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key, salted
 from slipstream.core.request import Request, Status
 from slipstream.core.states import StateSlots
@@ -41,6 +42,7 @@ class KVCacheManager:
 
     `num_blocks` is the size of the pool, null block included. `salt` keeps prefixes of different
     models apart. `store` has the tiers below the device. `rank` is the rank whose cache this is.
+    With `sessions`, which all ranks share, cached blocks are evicted by value.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class KVCacheManager:
         clock: Callable[[], float],
         rank: int = 0,
         most_guesses: int = 0,
+        sessions: Sessions | None = None,
     ) -> None:
         self.cache = cache
         self.rank = rank
@@ -67,10 +70,18 @@ class KVCacheManager:
         self.cross = next(
             (g for g, group in enumerate(cache.groups) if group.kind == "cross"), None
         )
+        self.sessions = sessions
+        self.order: ValueOrder | None = None
+        if sessions is not None:
+            self.pool.order = self.order = ValueOrder(sessions, self.pool, cache.block_size)
         self.states: StateSlots | None = None
         if cache.state_slots:
             self.states = StateSlots(
-                cache.state_slots, cache.block_size, cache.state_interval, most_guesses
+                cache.state_slots,
+                cache.block_size,
+                cache.state_interval,
+                most_guesses,
+                self.sessions,
             )
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
@@ -131,6 +142,10 @@ class KVCacheManager:
         updates: list[TableUpdate] = []
         for g, keep in passed:
             begin = request.num_passed[g]
+            if self.order is not None:
+                for block in tables[g][begin:keep]:
+                    if pool.hashes[block] is not None:
+                        request.passed = self.order.aside(block, request.passed, computed)
             pool.release(tables[g][begin:keep])
             tables[g][begin:keep] = [NULL_BLOCK] * (keep - begin)
             request.num_passed[g] = keep
@@ -209,6 +224,8 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Release all blocks of the request and mark none of its tokens as computed."""
+        if self.order is not None and request.session is not None:
+            self._leave_order(self.order, request, request.session)
         for g, table in enumerate(request.blocks):
             for target in self.copies.keys() & table if self.copies else ():
                 source = self.copies.pop(target)
@@ -222,6 +239,56 @@ class KVCacheManager:
         if self.states is not None:
             self.states.release(request)
         self.drop_lease(request)
+
+    # --- The order of eviction ------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """Find the request's session, whose blocks are not evicted before others' from now on."""
+        if self.sessions is None or request.session is not None:
+            return
+        full = len(request.token_ids) // self.block_size
+        keys, spec = request.block_keys, request.spec
+        extend_keys(keys, request.root_key, request.token_ids, self.block_size, full, spec.images)
+        request.session = self.sessions.arrived(keys, spec.cache_hints, spec.cache_salt)
+
+    def _enter_order(
+        self, order: ValueOrder, request: Request, tables: Sequence[Sequence[int]], session: Session
+    ) -> None:
+        depth = len(tables[self.own[0]]) * self.block_size
+        for g in self.own:
+            if g == self.full:
+                table, hashes = tables[g], self.pool.hashes
+                end = next((i for i, b in enumerate(table) if hashes[b] is None), len(table))
+                request.run, request.shared, request.num_shared = order.enter(
+                    table[:end], session, request.request_id
+                )
+            else:
+                order.touch([b for b in tables[g] if b != NULL_BLOCK], depth)
+
+    def _leave_order(self, order: ValueOrder, request: Request, session: Session) -> None:
+        """Prepare the order for a request's blocks. Those at the ends of windows go with the last blocks of its chain."""
+        hashes, depth = self.pool.hashes, request.num_computed_tokens
+        last = [
+            block
+            for g in self.own
+            if g != self.full
+            for block in request.blocks[g][request.num_passed[g] :]
+            if hashes[block] is not None
+        ]
+        if last:
+            order.apart(session, last, depth)
+        if request.run is not None and request.run.writer == request.request_id:
+            request.run.writer = ""
+        for shared in request.shared:
+            order.sessions.close(shared, "shared")
+        request.run, request.shared, request.passed = None, [], None
+
+    def ended(self, request: Request) -> None:
+        """Let the request's session pause. Its blocks were released."""
+        if self.sessions is not None and request.session is not None:
+            session, request.session = request.session, None
+            num_prompt = request.num_prompt_tokens // self.block_size
+            self.sessions.ended(session, request.block_keys, request.num_shared, num_prompt)
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
@@ -264,6 +331,10 @@ class KVCacheManager:
             passed = next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table))
             self.pool.hold(table[passed:])
             request.blocks[g], request.num_passed[g] = list(table), passed
+        if self.order is not None:
+            self.arrived(request)
+            if request.session is not None:
+                self._enter_order(self.order, request, request.blocks, request.session)
 
     def register(self, request: Request, step_id: int) -> None:
         """Offer blocks to the prefix cache and the tiers.
@@ -276,14 +347,19 @@ class KVCacheManager:
         full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
         if full <= request.num_registered or request.status is not Status.RUNNING:
             return
-        images = request.spec.images
+        self.arrived(request)
+        images, session = request.spec.images, request.session
         extend_keys(
             request.block_keys, request.root_key, request.token_ids, self.block_size, full, images
         )
         for g in self.own:
             for i in range(max(request.num_registered, request.num_passed[g]), full):
                 block, key = request.blocks[g][i], group_key(request.block_keys[i], g)
-                self.pool.register(block, key)
+                is_new = self.pool.register(block, key)
+                if is_new and g == self.full and session is not None and self.order is not None:
+                    request.run = self.order.extend(
+                        request.run, session, request.request_id, block, i
+                    )
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
         request.num_registered = full

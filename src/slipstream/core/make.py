@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
+from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.config.forms import NO_DRAFTS, DraftSettings, SpeculationConfig
 from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
 from slipstream.core.participants.base import Participant
 from slipstream.core.participants.beams import Beams
@@ -24,7 +25,7 @@ def make_scheduler(
     max_model_len: int,
     num_blocks: int,
     salt: str = "",
-    speculation: SpeculationConfig | None = None,
+    speculation: SpeculationConfig = NO_DRAFTS,
     drafts_ahead: bool = False,
     max_adapters: int = 0,
     load_adapter: LoadAdapter | None = None,
@@ -40,7 +41,7 @@ def make_scheduler(
     an image attend to one another.
     """
     participants: list[Participant] = [ForcedTokens(), Beams()]
-    if speculation is not None:
+    if isinstance(speculation, DraftSettings):
         participants.append(Speculation(speculation))
     if max_adapters or load_adapter is not None:
         participants.append(AdapterAdmission(load_adapter or (lambda lora, keep: ""), max_adapters))
@@ -57,5 +58,5 @@ def make_scheduler(
         store=store,
         padded=padded,
         clock=clock,
-        most_guesses=0 if speculation is None else speculation.limit,
+        most_guesses=speculation.limit,
     )

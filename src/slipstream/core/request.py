@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.types import EngineRequest
 
 if TYPE_CHECKING:
+    from slipstream.core.cache_value import Run, Session
     from slipstream.core.kv_cache_manager import KVCacheManager
     from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
@@ -65,10 +66,15 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
+        "num_shared",
         "order",
         "participants",
+        "passed",
         "request_id",
         "root_key",
+        "run",
+        "session",
+        "shared",
         "spec",
         "state",
         "status",
@@ -117,6 +123,12 @@ class Request:
         # tokens with cached keys and values, if more than the states allowed to take
         self.num_hit_tokens = 0
         self.state: RequestState | None = None  # its slots, if layers are recurrent
+        # its place in the order of eviction; None under LRU
+        self.session: Session | None = None
+        self.run: Run | None = None  # of its last cached block
+        self.shared: list[Session] = []  # of the runs before, which it has in common with others
+        self.num_shared = 0  # blocks of these runs
+        self.passed: Run | None = None  # of the blocks that it needs no more
         self.num_preemptions = 0
         self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
 

@@ -9,7 +9,8 @@
 2. A held request that is waiting is not in the queue. One that is running keeps its row.
 3. A waiting request may hold blocks if it is a fork, was suspended, or had its blocks loaded from a
    tier. It gives them back when running requests need them, and computes the tokens again.
-4. `released` lists requests whose rows the worker must drop. The next plan passes it on.
+4. `released` lists requests whose rows the worker must drop, and `unmasked` those that need no masks
+   any more. The next plan passes them on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.participants.base import Participant
@@ -47,6 +49,7 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.released: list[str] = []
+        self.unmasked: list[str] = []
         # block table changes that the worker does not have yet, by request
         self.table_updates: dict[str, list[TableUpdate]] = {}
         self.num_joined = 0  # requests that share another request's prompt
@@ -78,6 +81,10 @@ class RequestTable:
             request.guide = next((part for part in concerned if part.guides), None)
             for part in concerned:
                 part.entered(request)
+        if (
+            spec.lora is None and spec.parent is None
+        ):  # an adapter's keys are known when it is admitted
+            self.kv.arrived(request)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request
         self.num_joined += spec.parent is not None
@@ -102,6 +109,19 @@ class RequestTable:
             request.held = False
             if request.status is Status.WAITING:
                 self.wait(request)
+
+    def unmask(self, request_id: str) -> None:
+        """Sample without masks from the next step on, for a request whose budget of reasoning is
+        over. Nothing guides it any more, unless the states of its layers are laid out for that."""
+        request = self.by_id.get(request_id)
+        if request is None:
+            return
+        sampling = replace(request.spec.sampling, thinking_token_budget=None)
+        request.spec = replace(request.spec, sampling=sampling)
+        if request.kv.states is None:
+            request.guide = None
+        if request.in_worker:
+            self.unmasked.append(request_id)
 
     def drop_waiting_blocks(self, kv: KVCacheManager) -> bool:
         """Release the blocks of `kv` that waiting requests hold. True if there were any."""
@@ -180,6 +200,7 @@ class RequestTable:
             self._stop(request)
         request.kv.release(request)
         self._drop_from_worker(request)
+        request.kv.ended(request)
         request.status = Status.FINISHED
         if self.kv.tiers is not None:
             self.kv.tiers.let_go(request)

@@ -57,6 +57,7 @@ from typing import TypeVar
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace, chunk_with_decodes
+from slipstream.core.cache_value import Sessions
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
@@ -138,8 +139,11 @@ class Scheduler:
         self.cache = cache
         self.max_model_len = max_model_len
         assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
+        sessions = None
+        if cache.eviction == "value" and cache.enable_prefix_caching:
+            sessions = Sessions(clock, cache.attention_tokens)
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, most_guesses)
+            KVCacheManager(cache, num_blocks, salt, store, clock, rank, most_guesses, sessions)
             for rank in range(scheduling.num_ranks)
         ]
         self.kv = self.kvs[0]
@@ -644,7 +648,9 @@ class Scheduler:
 
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self.in_flight.launched(step, now)
-        released, self.requests.released = self.requests.released, []
+        requests = self.requests
+        released, requests.released = requests.released, []
+        unmasked, requests.unmasked = requests.unmasked, []
         marks = tuple(
             mark for kv in self.kvs if kv.states is not None for mark in kv.states.planned()
         )
@@ -653,13 +659,15 @@ class Scheduler:
             of_ranks = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
             pairs = tuple([copy for copy, _ in of_ranks])
             ranks = tuple([rank for _, rank in of_ranks])
-            return step.plan(self.in_flight.last_id, released, pairs, shared, ranks, marks)
+            return step.plan(
+                self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked
+            )
         if self.requests.num_joined:
             shared = self.kv.shared_prefixes(
                 [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes]
             )
         copies = self.kv.begin_copies()
-        return step.plan(self.in_flight.last_id, released, copies, shared, state_marks=marks)
+        return step.plan(self.in_flight.last_id, released, copies, shared, (), marks, unmasked)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.cache_value import Sessions, ValueOrder
 from slipstream.core.request import Request
 from slipstream.types import STATES, StateMark, TableUpdate
 
@@ -58,17 +59,30 @@ class StateSlots:
     """The slots of one rank's recurrent states.
 
     `num_slots` includes the null slot. `interval` is the number of tokens between checkpoints in a prompt, `most_guesses` the
-    number of guesses that a step may verify for a request.
+    number of guesses that a step may verify for a request. With `sessions`, checkpoints are evicted by value
+    (`core/cache_value.py`): that of a session is its last one.
     """
 
-    def __init__(self, num_slots: int, block_size: int, interval: int, most_guesses: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        interval: int,
+        most_guesses: int,
+        sessions: Sessions | None = None,
+    ) -> None:
         self.pool = BlockPool(num_slots)
+        self.order: ValueOrder | None = None
+        if sessions is not None:
+            self.order = ValueOrder(sessions, self.pool, block_size, is_whole=True)
+            self.pool.order = self.order
         self.block_size = block_size
         self.interval = -(-interval // block_size) * block_size
         self.most_guesses = most_guesses
         self._answer_interval = -(-ANSWER_INTERVAL // block_size) * block_size
         self._borrowed: list[int] = []  # held until the step that reads them is planned
-        self._made: list[tuple[bytes, int]] = []  # keys and slots of a step's checkpoints
+        self._made: list[tuple[Request, int, bytes, int]] = []
+        """Checkpoints of the step: requests, positions, keys and slots."""
         self.kept: list[StateMark] = []
         """The states inside its parts that the step keeps which is being planned."""
 
@@ -92,6 +106,8 @@ class StateSlots:
                 slot = self.pool.lookup(request.block_keys[computed // self.block_size - 1])
                 assert slot is not None, "the hit was looked up before"
                 self._go_on_from(state, slot)
+                if self.order is not None:
+                    self.order.touch([slot], computed)
         state.own += self.pool.allocate(self._num_own(request) - len(state.own))
         state.marks = self._marks_of(request, computed)
         state.sent = ()
@@ -179,12 +195,20 @@ class StateSlots:
         if key is None or self.pool.lookup(key) is not None:
             return
         slot = self._give_up(state)
-        self.pool.register(slot, key)
+        self._cache(request, computed, key, slot)
         if of_answer:
             old, state.answer_mark = state.answer_mark, slot
             if old != NULL_BLOCK and self.pool.hashes[old] == state.answer_key:
                 self.pool.drop(old)  # the later one is worth more
             state.answer_key = key
+
+    def _cache(self, request: Request, position: int, key: bytes, slot: int) -> None:
+        """Make a held slot a checkpoint."""
+        session = request.session
+        if self.pool.register(slot, key) and self.order is not None and session is not None:
+            if session.mark is not None:
+                self.order.demote(session.mark)
+            session.mark = self.order.apart(session, [slot], position)
 
     def _give_up(self, state: RequestState) -> int:
         """Takes another slot in the place of the one that is read, which the request then holds as it holds others'."""
@@ -207,14 +231,14 @@ class StateSlots:
             key = request.key_at(position, self.block_size)
             if key is not None and self._may_keep and self.pool.lookup(key) is None:
                 (slot,) = self.pool.allocate(1)
-                self._made.append((key, slot))
+                self._made.append((request, position, key, slot))
                 self.kept.append(StateMark(request.request_id, position - computed, slot))
 
     def planned(self) -> tuple[StateMark, ...]:
         """Returns the states that the step keeps which was just planned; caches them, and lets go of what it reads."""
         kept = tuple(self.kept)
-        for key, slot in self._made:
-            self.pool.register(slot, key)
+        for request, position, key, slot in self._made:
+            self._cache(request, position, key, slot)
             self.pool.release([slot])
         self.pool.release(self._borrowed)
         self._made, self._borrowed, self.kept = [], [], []

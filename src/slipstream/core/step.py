@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
-from slipstream.config import MAX_STEP_DRAFTS, SchedulingConfig
+from slipstream.config import SchedulingConfig
+from slipstream.config.forms import MAX_STEP_DRAFTS
 from slipstream.core.request import Request, Status
 from slipstream.types import (
     NewRequest,
@@ -201,6 +202,7 @@ class StepBuilder:
         shared: tuple[SharedPrefix, ...],
         copy_ranks: tuple[int, ...] = (),
         state_marks: tuple[StateMark, ...] = (),
+        unmasked: Sequence[str] = (),
     ) -> StepPlan:
         return StepPlan(
             step_id=step_id,
@@ -211,4 +213,5 @@ class StepBuilder:
             shared=shared,
             copy_ranks=copy_ranks,
             state_marks=state_marks,
+            unmasked=tuple(unmasked),
         )

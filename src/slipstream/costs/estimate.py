@@ -10,9 +10,17 @@ from slipstream.config import (
     DeviceInfo,
     EngineArgs,
     EngineConfig,
-    ParallelConfig,
     native_products,
     resolve,
+)
+from slipstream.config.forms import (
+    HostAndGpu,
+    HostExperts,
+    ModelDrafts,
+    MTPDrafts,
+    OneDevice,
+    StreamedLayers,
+    one_or_tensor,
 )
 from slipstream.costs.graph_sizes import graph_bytes, model_chain_bytes
 from slipstream.costs.hardware import available_cores, cpu_name, gpus, host_memory
@@ -27,8 +35,10 @@ from slipstream.costs.memory import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.draft_heads import HeadDescription, LayeredSpec
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.host_experts import host_weights
+from slipstream.spec.mtp import read_mtp
 from slipstream.spec.native_formats import native_weight_bytes
 from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
@@ -61,9 +71,9 @@ def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
     """Returns the shard of the rank with the most parameters. If one rank is the host's CPU, it is
     the GPU's."""
     how = config.parallel
-    if how.on_host:
+    if isinstance(how, HostAndGpu):
         return how.shard(1)
-    shards = [how.shard(first) for first in range(0, how.num_ranks, how.ranks_of_stage)]
+    shards = [how.shard(first) for first in range(0, how.num_ranks, how.stage.size)]
     return max(
         shards,
         key=lambda shard: sum(map(math.prod, split_shapes(description.spec, shard).values())),
@@ -131,15 +141,16 @@ def estimate(
         block += num_gpus * block_bytes(
             draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype]
         )
+    elif isinstance(config.speculation, MTPDrafts):
+        own_weights, own_block = head_bytes(config, read_mtp(description))
+        weights, block = weights + num_gpus * own_weights, block + num_gpus * own_block
     activations, graphs, rows = (
         _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
     )
     if draft is not None and graphs:
         graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
     sharing = (
-        config
-        if num_gpus == 1
-        else dataclasses.replace(config, parallel=ParallelConfig(tensor=num_gpus))
+        config if num_gpus == 1 else dataclasses.replace(config, parallel=one_or_tensor(num_gpus))
     )
     adapters = num_gpus * adapter_bytes(config, description, largest_shard(sharing, description))
     copies = num_gpus * peer_copy_bytes(sharing, description.spec)
@@ -167,13 +178,35 @@ def estimate(
     )
 
 
+def head_bytes(config: EngineConfig, head: HeadDescription) -> tuple[int, int]:
+    """Returns the bytes of (the weights, a KV block) of a model's layers that draft. A block has the
+    states that they read, too."""
+    part, size = head.source, DTYPE_BYTES[config.model.dtype]
+    assert part is not None
+    assert isinstance(head.spec, LayeredSpec)
+    formats = part.native_formats(native_products(config.device.kernels, config.device.info))
+    assert isinstance(config.speculation, MTPDrafts)
+    stored, name = part.quantization, config.speculation.quantization
+    if stored is not None and stored.rounds:
+        name = stored.scheme if stored.formats is None else None
+    scheme = SCHEMES.get(name or "none")
+    weights = sum(
+        native_weight_bytes(
+            name, shape, scheme, formats, size, on_cpu=not config.device.info.is_cuda
+        )
+        for name, shape in part.shapes.items()
+    )
+    cached = sum(layer.self_attention.cached_size for layer in head.spec.layers)
+    return weights, (cached + head.spec.hidden_size) * size * config.cache.block_size
+
+
 def config_of_draft(config: EngineConfig) -> EngineConfig:
     """Returns the settings that hold the draft model: the model's dtype and blocks, and no split
     over ranks."""
-    assert config.speculation is not None
+    assert isinstance(config.speculation, ModelDrafts)
     model = dataclasses.replace(config.model, quantization=config.speculation.quantization)
     cache = dataclasses.replace(config.cache, dtype=config.model.dtype)
-    return dataclasses.replace(config, model=model, cache=cache, parallel=ParallelConfig())
+    return dataclasses.replace(config, model=model, cache=cache, parallel=OneDevice())
 
 
 def resident_weights_bytes(
@@ -183,9 +216,14 @@ def resident_weights_bytes(
 
     With several ranks they are one rank's (`bytes_by_part`).
     """
-    total, bound = all_weights_bytes(config, description, shard), config.model.weights_bytes
-    total -= host_expert_bytes(config, description, on_cpu=False) - config.model.hot_expert_bytes
-    return total if bound is None else min(total, bound)
+    total = all_weights_bytes(config, description, shard)
+    match config.model.offload:
+        case StreamedLayers(weights_bytes):
+            return min(total, weights_bytes)
+        case HostExperts(hot_bytes=hot_bytes):
+            return total - host_expert_bytes(config, description, on_cpu=False) + hot_bytes
+        case _:
+            return total
 
 
 def host_expert_bytes(
@@ -193,11 +231,13 @@ def host_expert_bytes(
 ) -> int:
     """Bytes of the experts on the host, as the host holds them; without `on_cpu`, as the GPU would
     hold them."""
-    size = DTYPE_BYTES[config.model.dtype]
+    if not isinstance(config.model.offload, HostExperts):
+        return 0
+    size, mixtures = DTYPE_BYTES[config.model.dtype], config.model.offload.mixtures
     formats = description.native_formats(native_products(config.device.kernels, config.device.info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     total = 0
-    for name in host_weights(description.spec, config.model.host_experts):
+    for name in host_weights(description.spec, mixtures):
         total += native_weight_bytes(
             name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu
         )

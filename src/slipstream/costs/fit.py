@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from slipstream.config import EngineConfig, native_products
+from slipstream.config.forms import HostAndGpu, HostExperts, StreamedLayers, with_tensor_size
 from slipstream.costs.estimate import host_expert_bytes, resident_weights_bytes
 from slipstream.costs.hardware import host_memory
 from slipstream.costs.offload import estimate_offload
@@ -34,7 +35,7 @@ def check_weights_fit(config: EngineConfig, description: ModelDescription) -> No
     info, ranks = config.device.info, config.parallel.num_ranks
     each = (
         " besides the CPU's"
-        if config.parallel.on_host
+        if isinstance(config.parallel, HostAndGpu)
         else f" of each of {ranks} ranks"
         if ranks > 1
         else ""
@@ -58,8 +59,8 @@ def check_host_fits(config: EngineConfig, description: ModelDescription) -> None
     )  # the cache's blocks are pinned, too
     if plan.read_bytes <= free:
         return
-    budget, more = config.model.weights_bytes, plan.read_bytes - free
-    assert budget is not None
+    assert isinstance(config.model.offload, StreamedLayers)
+    budget, more = config.model.offload.weights_bytes, plan.read_bytes - free
     found = [f"weights_bytes={budget + more}"] if budget + more <= free_for_weights(config) else []
     for name, smaller in _smaller(config, description):
         of_it = estimate_offload(smaller, description)
@@ -107,9 +108,7 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
             found.append(f"quantization={name!r} ({_gib(size)})")
     if info.is_cuda:
         for ranks in (2, 4, MAX_RANKS):
-            split = dataclasses.replace(
-                config, parallel=dataclasses.replace(config.parallel, tensor=ranks)
-            )
+            split = dataclasses.replace(config, parallel=with_tensor_size(config.parallel, ranks))
             if (
                 ranks > config.parallel.num_ranks
                 and resident_weights_bytes(split, description) <= free
@@ -120,13 +119,13 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
         info.is_cuda
         and config.parallel.num_ranks == 1
         and mixtures(description.spec)
-        and not config.model.host_experts
+        and not isinstance(config.model.offload, HostExperts)
     ):
         found.append("host_experts='auto' (the host computes experts)")
     if (
         config.parallel.num_ranks == 1
         and description.spec.kind == "a decoder"
-        and config.model.weights_bytes is None
+        and not isinstance(config.model.offload, StreamedLayers)
     ):
         how = "copied to the GPU" if info.is_cuda else "read"
         found.append(f"weights_bytes={free // 2} (layers are {how} in each step, which is slow)")

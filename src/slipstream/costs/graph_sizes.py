@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.config import EngineConfig
+from slipstream.config.forms import DraftSettings
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
 MIXED_PROMPTS = 64
@@ -82,7 +83,7 @@ size of large products.
 def decode_rows(config: EngineConfig) -> list[int]:
     """Row counts of decode graphs. A row is a sequence's token or one of its drafts."""
     most = config.scheduling.max_num_seqs
-    if config.speculation is None:
+    if not config.speculation.limit:
         return ladder(most)
     largest = min(VERIFIED_ROWS[-1], config.max_num_sampled)
     return sorted({*ladder(most), *(n for n in (*VERIFIED_ROWS, largest) if most < n <= largest)})
@@ -142,7 +143,7 @@ def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
     """
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         return False
-    return config.parallel.ranks_of_stage > 1 or any(
+    return config.parallel.stage.size > 1 or any(
         isinstance(layer.mlp, MoESpec) for layer in spec.layers
     )
 
@@ -150,7 +151,7 @@ def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
 def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
     """Maximum prompts, or sequences with drafts, in a mixed graph, including the padding's."""
     prompts = LONG_PROMPTS if _takes_long_steps(config, spec) else MIXED_PROMPTS
-    if config.speculation is None:
+    if not config.speculation.limit:
         return prompts
     return max(prompts, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)
 
@@ -176,9 +177,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
-    gathered = (
-        config.parallel.experts if config.parallel.deals_requests else 1
-    )  # experts see the tokens of all ranks
+    gathered = config.parallel.stage.num_caches  # experts see the tokens of all ranks
     numbers = largest * spec.hidden_size + activation_numbers(spec, gathered * largest, decodes[-1])
     found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
     found += len(end_sizes(decodes)) * END_BYTES
@@ -201,7 +200,7 @@ def chain_sizes(max_num_seqs: int) -> list[int]:
 
 def chain_depths(config: EngineConfig) -> tuple[int, ...]:
     """Returns the chain lengths to capture: the fixed number of drafts, or `CHAIN_DEPTHS`."""
-    assert config.speculation is not None
+    assert isinstance(config.speculation, DraftSettings)
     fixed = config.speculation.num_speculative_tokens
     return tuple(
         d

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.config.forms import DraftSettings, HeadDrafts, MTPDrafts, TensorParallel
 from slipstream.config.settings import STATES_TO_FIT
 from slipstream.errors import OutOfMemoryError
 from slipstream.spec.adapter_slots import ALONE, SlotLayout
@@ -201,12 +202,15 @@ STATES_PER_SEQUENCE = 16
 def size_states(config: EngineConfig, slot_bytes: int, budget_bytes: int) -> int:
     """Number of slots for states of recurrent layers, including the null slot.
 
-    Running sequences have two each, and one for each draft. Half of `budget_bytes` is for these and for states that later
-    prompts continue from. A pipeline's stage without recurrent layers has states of 0 bytes. OutOfMemoryError if not even the
-    running sequences' fit.
+    Running sequences have two each, and one for each draft, of which there is at least one if their number is chosen
+    (`drafts_with_states`). Half of `budget_bytes` is for these and for states that later prompts continue from. A pipeline's
+    stage without recurrent layers has states of 0 bytes. OutOfMemoryError if not even the running sequences' fit.
     """
-    cache, seqs = config.cache, config.scheduling.seqs_of_rank
-    least = seqs * max(2, config.state_columns) + 2
+    cache, seqs, drafts = config.cache, config.scheduling.seqs_of_rank, config.speculation
+    each = 2
+    if isinstance(drafts, DraftSettings):
+        each += drafts.num_speculative_tokens or 1
+    least = seqs * each + 2
     wanted = cache.state_slots
     if wanted == STATES_TO_FIT:
         fits = budget_bytes // 2 // max(1, slot_bytes)
@@ -252,17 +256,11 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
     other. 0: they don't."""
-    how, reads_sums = (
-        config.parallel,
-        config.speculation is not None and config.speculation.by_head,
-    )  # a draft head reads sums, each once
-    if (
-        not config.device.info.is_cuda
-        or how.tensor != 2
-        or how.ranks_of_stage != 2
-        or how.sequence
-        or reads_sums
-    ):
+    how = config.parallel.stage
+    is_pair = isinstance(how, TensorParallel) and how.size == 2 and not how.sequence
+    # A draft head reads sums, each once.
+    reads_sums = isinstance(config.speculation, HeadDrafts | MTPDrafts)
+    if not config.device.info.is_cuda or not is_pair or reads_sums:
         return 0
     tokens = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
     return tokens if tokens >= COPIED_SUMS_FROM and any(x.is_plain for x in spec.all_layers) else 0
@@ -505,5 +503,5 @@ def size_cache(
         num_states=num_states,
         host_tier_bytes=(config.cache.host_bytes or 0) // max(1, block) * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
-        num_caches=config.parallel.experts if config.parallel.deals_requests else 1,
+        num_caches=config.parallel.stage.num_caches,
     )

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from slipstream.config import EngineConfig
+from slipstream.config.forms import StreamedLayers
 from slipstream.costs.devices import find_device
 from slipstream.costs.estimate import all_weights_bytes, bytes_by_part
 from slipstream.errors import ConfigError
@@ -20,8 +21,8 @@ PROBE_BYTES = 256 * 2**20
 def estimate_offload(config: EngineConfig, description: ModelDescription) -> OffloadPlan | None:
     """Plans what an engine with `weights_bytes` would read in each step, as far as it is known
     before the layers are packed. None without that setting."""
-    budget, spec = config.model.weights_bytes, description.spec
-    if budget is None:
+    how, spec = config.model.offload, description.spec
+    if not isinstance(how, StreamedLayers):
         return None
     total = all_weights_bytes(config, description)
     numbers = [layer.num_parameters(spec.hidden_size) for layer in spec.layers]
@@ -35,7 +36,7 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
         sizes = [of_layers * number // sum(numbers) for number in numbers]
     else:
         sizes = [total * number // spec.num_parameters for number in numbers]
-    return plan_offload(sizes, total - sum(sizes), budget)
+    return plan_offload(sizes, total - sum(sizes), how.weights_bytes)
 
 
 def copy_rate(name: str) -> float | None:

@@ -73,6 +73,7 @@ from slipstream.engine.processor import (
 )
 from slipstream.engine.streams import OutputStream, PendingTexts
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tools import Formats
 from slipstream.engine.texts import PreparedTexts
 from slipstream.engine.vision.picture_files import PictureFile
 from slipstream.engine.vision.pictures import PreparedPicture
@@ -120,6 +121,7 @@ class AsyncLLM:
         self.model_name = args.model
         self.description = description
         self.tokenizer = tokenizer
+        self.formats = Formats()  # how the model writes reasoning, where its template doesn't say
         self.config: EngineConfig
         self.ledger: MemoryLedger
         self.phases: dict[str, float] = {}
@@ -211,7 +213,9 @@ class AsyncLLM:
         gets the tokens of an answer that another engine began before this returns."""
 
         def prepare() -> PreparedRequest:
-            return self._input.prepare(prompt, sampling, options, grammar_checked=True)
+            return self._input.prepare(
+                prompt, sampling, options, grammar_checked=True, formats=self.formats
+            )
 
         if sampling.structured_outputs is not None and self.tokenizer is not None:
             await check_in_thread(sampling.structured_outputs, options.client, options.cache_salt)

@@ -347,7 +347,7 @@ class DecoderCore(EngineCore):
             drafts_ahead=config.drafts_ahead,
             max_adapters=0 if config.lora is None else config.lora.max_loras,
             load_adapter=executor.load_adapter,
-            whole_images=spec.vision is not None and spec.vision.bidirectional,
+            whole_images=spec.vision is not None and spec.vision.bidirectional is not None,
             store=executor.store,
             padded=padding(config, spec) if config.device.has_graphs else None,
         )
@@ -373,9 +373,9 @@ class DecoderCore(EngineCore):
             ):  # it comes with its parent, and without the pixels
                 parent = next(r for r in requests if r.request_id == request.fork_of)
                 request = dataclasses.replace(request, images=parent.images)
-            has_grammar = request.sampling.structured_outputs is not None
-            self.scheduler.add(request, held=has_grammar)  # one that is refused leaves no grammar
-            if has_grammar and self.grammars.begin(request):
+            is_masked = request.sampling.is_masked
+            self.scheduler.add(request, held=is_masked)  # one that is refused leaves no grammar
+            if is_masked and self.grammars.begin(request):
                 self.scheduler.requests.release(request.request_id)
         # A prompt that several choices or beams share is one prompt.
         whole = (r for r in requests if r.parent is None)
@@ -435,7 +435,7 @@ class DecoderCore(EngineCore):
         return came, went
 
     def _expect(self, times: Sequence[StepTime]) -> None:
-        if self.config.speculation is not None:
+        if self.config.speculation.limit:
             padded = padding(self.config, self.description.spec)
             self.scheduler.part(Speculation).costs.expect(
                 times, lambda rows: sum(padded(0, rows, 1, by_rows=True) or (rows,))

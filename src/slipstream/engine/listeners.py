@@ -57,7 +57,10 @@ class Listener:
 
 
 class MaskingGrammars(Listener):
-    """Holds requests until their grammars are compiled, masks their steps, and ends their answers."""
+    """Holds requests until their grammars are compiled, masks their steps, and ends their answers.
+
+    A request whose budget of reasoning is over, and that has no grammar, becomes a plain one.
+    """
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
         self._grammars, self._scheduler, self._executor = grammars, scheduler, executor
@@ -121,6 +124,9 @@ class MaskingGrammars(Listener):
                     )
                 if ended or count is not None:
                     self._end(output.request_id, None)
+                elif self._grammars.is_over(output.request_id):
+                    self._grammars.forget([output.request_id])
+                    self._scheduler.requests.unmask(output.request_id)
             except GrammarError as error:
                 found += self._end(output.request_id, str(error))
         return found

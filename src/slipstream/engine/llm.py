@@ -50,7 +50,7 @@ from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import (
     Formats,
-    Reading,
+    begun_text,
     finish_reason,
     for_template,
     offer,
@@ -122,15 +122,6 @@ def _takes(
         return made
 
     return decorate
-
-
-def _read_by(how: Reading, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The parameters of an answer that is read so."""
-    return dataclasses.replace(
-        sampling,
-        structured_outputs=how.structured(sampling.structured_outputs, tokenizer),
-        skip_special_tokens=sampling.skip_special_tokens and not how.shows(tokenizer),
-    )
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -306,8 +297,15 @@ class LLM:
         texts = [tokenizer.apply_chat_template(plain, **given) for plain, _ in parted]
         to_name = "tool_call_parser"
         readings = [
-            reading(formats, offered, template, partial(str, text), to_name=to_name)
-            for text in texts
+            reading(
+                formats,
+                offered,
+                template,
+                partial(str, text),
+                to_name=to_name,
+                begun=begun_text(plain) if continue_final_message else "",
+            )
+            for text, (plain, _) in zip(texts, parted, strict=True)
         ]
         prompts: list[Prompt] = [
             {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
@@ -317,7 +315,7 @@ class LLM:
         if readings and readings[0] is not None:
             readings[0].check()  # the others have the same tools
         each = [
-            own if how is None else _read_by(how, own, tokenizer)
+            own if how is None else how.applied(own, tokenizer)
             for how, own in zip(readings, each, strict=True)
         ]
         shown = progress if use_tqdm is None else use_tqdm

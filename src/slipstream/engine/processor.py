@@ -19,10 +19,12 @@ from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
 from slipstream.engine.beams import check as check_beams
 from slipstream.engine.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.grammars.grammar import check
+from slipstream.engine.grammars.reasoning import counter
 from slipstream.engine.prompts import PromptReader
 from slipstream.engine.sampler_params import Breakers, with_functions
 from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tools import Formats, OfferedTools, no_reasoning, reading
 from slipstream.engine.texts import TextsProcessor
 from slipstream.engine.vision.pictures import PictureProcessor, placed
 from slipstream.errors import (
@@ -230,9 +232,11 @@ class InputProcessor:
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
         grammar_checked: bool = False,
+        formats: Formats = Formats(),  # noqa: B008 - it is frozen
     ) -> PreparedRequest:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit. With
-        `grammar_checked` the grammar was checked before, which can take seconds."""
+        `grammar_checked` the grammar was checked before, which can take seconds. `formats` says how the model writes its
+        reasoning, for a budget of a prompt without a chat template."""
         spec = None if self.description is None else self.description.spec
         if spec is not None and not spec.generates:
             use = (
@@ -289,6 +293,8 @@ class InputProcessor:
                 raise RequestError(message, field="structured_outputs")
             if not grammar_checked:
                 check(sampling.structured_outputs, salt)
+        if sampling.thinking_token_budget is not None:
+            sampling = self._with_reasoning(sampling, tokens, formats)
         sampling = with_functions(
             self._breakers.put(self._with_words(sampling)), in_process=self.in_process
         )
@@ -317,6 +323,43 @@ class InputProcessor:
         others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"
         return PreparedRequest(request_id, text, sampling, (first, *others), hides_logprobs)
+
+    def _with_reasoning(
+        self, sampling: SamplingParams, prompt: Sequence[int], formats: Formats
+    ) -> SamplingParams:
+        """Sampling parameters with the markers of the reasoning, which has a budget. A grammar then
+        begins after it. RequestError if the model has no reasoning, or the end can't be forced."""
+        tokenizer, markers = self.tokenizer, sampling.reasoning
+        if tokenizer is None:
+            message = "a budget of reasoning needs a tokenizer (skip_tokenizer_init is set)"
+            raise RequestError(message, field="thinking_token_budget")
+        if markers is None:
+            text = tokenizer.decode(prompt, skip_special_tokens=False)
+            how = reading(
+                *(formats, OfferedTools(), tokenizer.chat_template, lambda: text),
+                to_name="",
+                begun=text,
+            )
+            if how is None:
+                raise no_reasoning()
+            made = how.applied(sampling, tokenizer)
+            asked, markers = sampling.structured_outputs, made.reasoning
+            around = asked is not None and asked.around is not None
+            sampling = dataclasses.replace(
+                sampling,
+                reasoning=markers,
+                structured_outputs=asked if around else made.structured_outputs,
+            )
+        assert markers is not None
+        forced = counter(markers, tokenizer, sampling.thinking_token_budget).forced
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and (lacking := forced - set(allowed)):
+            raise RequestError(
+                f"allowed_token_ids must have the tokens that end the reasoning, since thinking_token_budget forces them; add "
+                f"{sorted(lacking)}",
+                field="allowed_token_ids",
+            )
+        return sampling
 
     def _check_answer(
         self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int

@@ -5,9 +5,10 @@ meaning.
    ops, where the C++ kernels are not built) and `triton/` (GPUs). The decoder gets an `OpSet` and
    does not know which.
 2. An op that few models need has a default in plain torch here.
-3. `weights.py` has the weights of products, `layouts.py` the parameters of layers, `metadata.py`
+3. `weight_ops.py` has how weights are laid out at a load, `rank_ops.py` what ranks send each other.
+4. `weights.py` has the weights of products, `layouts.py` the parameters of layers, `metadata.py`
    those of a step.
-4. A step's keys and values are written to the cache, and then attention reads the cache. So
+5. A step's keys and values are written to the cache, and then attention reads the cache. So
    prefill, chunked prefill and decode are one op.
 
 Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V
@@ -16,11 +17,9 @@ vocabulary, E hidden size, F feed-forward size.
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from pathlib import Path
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +45,8 @@ from slipstream.kernels.metadata import (
     SamplingTensors,
 )
 from slipstream.kernels.positions import PositionTables
-from slipstream.kernels.quantize import numbers, round_linear
+from slipstream.kernels.quantize import numbers
+from slipstream.kernels.rank_ops import RankOps
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -54,22 +54,16 @@ from slipstream.kernels.states import (
     Mamba2Params,
     MambaParams,
 )
+from slipstream.kernels.weight_ops import WeightOps
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform.collectives import OverlappedSum, RankGroup
-from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
+from slipstream.spec.model import Activation, AttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
-from slipstream.spec.scheme import InputFormat, Scheme
+from slipstream.spec.scheme import InputFormat
 
 
-class OpSet(ABC):
+class OpSet(WeightOps, RankOps):
     """The ops of a decoder and sampler. Implementations have no state except tuned choices."""
-
-    name: str
-    block_types: frozenset[str] = frozenset()
-    """GGUF types that `pack_weight` takes without dequantizing."""
-    rounded: frozenset[str] = frozenset()
-    """Products (of `spec.scheme.NATIVE_PRODUCTS`) whose quantized weights `pack_weight` and
-    `pack_experts` take. Other weights are expanded first."""
 
     has_host_experts = False
     """True if the host computes experts next to another device (`host_experts.HostExpertOps`)."""
@@ -77,74 +71,10 @@ class OpSet(ABC):
     shares_prefixes = False
     """True if `attention` reads shared prefixes once (`AttentionMetadata.shared`)."""
 
-    output_multiple = 1
-    """Multiple of `out` that 8-bit products of a weight [out, in] need."""
-
-    def eight_bits(self, device: torch.device) -> str | None:
-        """Returns the 8-bit scheme with the fastest products on `device`, or None if none is faster
-        than a dense product."""
-        return None
-
-    @property
-    def layout(self) -> str | None:
-        """Name of this op set's layout of packed products, if keeping them in a file makes a start
-        faster; else None."""
-        return None
-
-    def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
-        """Writes quantized products, by name, to a file, which appears complete. Only with a
-        `layout`.
-
-        Returns the file's size in bytes. It is 0, without a file, if a product is not in this op
-        set's format. OSError if there is no space.
-        """
-        raise NotImplementedError
-
-    def read_products(self, path: Path) -> dict[str, Linear]:
-        """Reads the products that `write_products` wrote, without biases. CheckpointError if the
-        file is damaged."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """Returns the op set's name for messages."""
-        return self.name
-
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         """Tells whether values of a cache of type `dtype` have the layout `by_dim`. Otherwise they
         have the keys' layout."""
         return False
-
-    @abstractmethod
-    def quantize_weight(
-        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
-    ) -> Linear:
-        """Lays out a dense weight [out, in] as this op set's `linear` reads it best, quantized if a
-        `scheme` is given.
-
-        May return the weight as it is.
-        """
-
-    def pack_weight(self, w: Linear) -> Linear:
-        """Lays out a weight that a checkpoint, or this op set's own file, holds already
-        quantized."""
-        return w
-
-    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        """Returns the table that `embed` or a compiled step reads.
-
-        `tied` is the output head that was made from it. The result may be this head.
-        """
-        return table
-
-    def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
-        """Returns the device of a model with this embedding table, and the type of its hidden
-        states.
-
-        A table in a checkpoint's own blocks is on the CPU; its `weight` is only a placeholder.
-        """
-        if isinstance(table, Linear):
-            return torch.device("cpu"), table.weight.dtype
-        return table.device, table.dtype
 
     def position_tables(self, max_model_len: int, device: torch.device) -> PositionTables:
         return PositionTables(max_model_len, device)
@@ -152,41 +82,6 @@ class OpSet(ABC):
     def new_counts(self, num_experts: int, device: torch.device) -> Tensor:
         """Makes counters of a layer's tokens by expert: int64 [X] zeros."""
         return torch.zeros(num_experts, dtype=torch.int64, device=device)
-
-    def pack_latent(self, expand: Tensor, spec: LatentAttentionSpec) -> tuple[Any, Any]:
-        """Splits the weight [H · (P + V), C] that expands latents into keys [H, P, C] and values
-        [H, C, V].
-
-        Both have the layout of `pack_heads`.
-        """
-        keys, values = expand.unflatten(0, (spec.num_heads, -1)).split(
-            (spec.nope_dim, spec.value_dim), dim=1
-        )
-        return self.pack_heads(keys), self.pack_heads(values.transpose(1, 2))
-
-    def pack_heads(self, weight: Tensor) -> Any:
-        """Lays out a weight [H, in, out] that `mla_attention` multiplies head by head."""
-        return weight.contiguous()
-
-    def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
-        """Lays out the stacked quantized weights of all experts, as `pack_weight` does."""
-        return w
-
-    def quantize_experts(
-        self,
-        weight: Tensor,
-        scheme: Scheme | None = None,
-        bias: Tensor | None = None,
-        *,
-        num_experts: int,
-    ) -> Linear:
-        """Lays out the stacked dense weights and biases of all experts for `moe`, as
-        `quantize_weight` does."""
-        return (
-            Linear(weight=weight, bias=bias)
-            if scheme is None
-            else round_linear(weight, bias, scheme)
-        )
 
     def one_token(
         self,
@@ -210,19 +105,6 @@ class OpSet(ABC):
             f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False
         )
 
-    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        """Returns the formats of a product's weight and their bytes, for messages."""
-        tensors = [
-            v
-            for f in fields(w)
-            if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"
-        ]
-        name = str(w.weight.dtype).removeprefix("torch.")
-        if w.sparse is not None:
-            tensors.append(w.sparse.packed)
-            name += f", without zeros from {w.sparse.from_tokens} tokens on"
-        return [(name, sum(t.numel() * t.element_size() for t in tensors))]
-
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as
         Gemma does)."""
@@ -240,14 +122,6 @@ class OpSet(ABC):
             ~mine[:, None], 0.0
         )
 
-    def all_reduce(self, x: Tensor, group: RankGroup) -> Tensor:
-        """Sums x [T, E] over the ranks of `group` → [T, E]. x may be overwritten."""
-        return group.all_reduce(x)
-
-    def sum_of_parts(self, x: Tensor, group: RankGroup) -> Tensor:
-        """Runs `all_reduce` without overwriting x."""
-        return self.all_reduce(x.clone(), group)
-
     def all_reduce_norm(
         self,
         x: Tensor,
@@ -264,24 +138,6 @@ class OpSet(ABC):
         """
         return self.norm(self.all_reduce(x, group), norm, residual=residual, inputs=inputs)
 
-    def pieces(self, x: Tensor, group: RankGroup) -> Sequence[slice]:
-        """Returns the pieces of the tokens of x [T, E] whose sums over `group` overlap with
-        products; empty if sums are made at once."""
-        return () if group.beside is None else group.beside.pieces(len(x))
-
-    def begin_sum(
-        self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice
-    ) -> OverlappedSum:
-        """Begins the sum over `group` of x, this rank's part for a piece of the step's tokens
-        (`OverlappedSums.begin`)."""
-        assert group.beside is not None
-        return group.beside.begin(x, place=place, index=index, rows=rows)
-
-    def sum_arriving(self, sums: Sequence[OverlappedSum]) -> Tensor:
-        """Returns the sums of neighbouring pieces: [T, E]."""
-        whole = [functools.reduce(torch.add, s.parts()) for s in sums]
-        return whole[0] if len(whole) == 1 else torch.cat(whole)
-
     def norm_arriving(
         self,
         sums: Sequence[OverlappedSum],
@@ -296,39 +152,6 @@ class OpSet(ABC):
         if total.data_ptr() != residual.data_ptr():
             residual.copy_(total)
         return rows, residual
-
-    def scatter_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
-        """Returns this rank's tokens of the sum of x over the ranks of `group`: [T, E] →
-        [⌈T / n⌉, E].
-
-        The last ranks' tokens are padded with zeros.
-        """
-        return group.reduce_scatter(self.filled_up(x, len(x) + -len(x) % group.size))
-
-    def gather_tokens(self, x: Tensor, group: RankGroup, num_tokens: int) -> Tensor:
-        """Gathers all ranks' tokens: [⌈T / n⌉, E] → [T, E]."""
-        return group.all_gather(x).flatten(0, 1)[:num_tokens]
-
-    def filled_up(self, x: Tensor, num_tokens: int) -> Tensor:
-        """Pads x [T, …] with zeros to [num_tokens, …]."""
-        missing = num_tokens - len(x)
-        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
-
-    def own_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
-        """Returns this rank's part of x [T, …], which all ranks have: [⌈T / n⌉, …]."""
-        each = -(-len(x) // group.size)
-        return self.filled_up(x[group.rank * each : (group.rank + 1) * each], each)
-
-    def all_gather(self, x: Tensor, group: RankGroup, width: int) -> Tensor:
-        """Gathers the ranks' columns side by side, without those beyond `width`: [N, W] →
-        [N, width]."""
-        parts = group.all_gather(x)
-        if parts.shape[1] == 1:  # they are already side by side
-            return parts.view(1, -1)[:, :width]
-        out = x.new_empty(len(x), width)
-        for start, part in zip(range(0, width, x.shape[1]), parts, strict=False):
-            out[:, start : start + x.shape[1]] = part[:, : width - start]
-        return out
 
     def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
         """Returns the index of the first maximum in the ranks' columns side by side: [N, W] → int64

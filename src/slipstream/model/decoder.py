@@ -202,7 +202,7 @@ class Decoder:
         """
         h = self.embedded(token_ids, meta)
         meta = self.with_inputs(token_ids, h, meta)
-        if self.stream is not None or self._sharing(h) is not None:
+        if self.stream is not None or self.sharing(h) is not None:
             return self.run(h, kv, meta)[0]
         return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
 
@@ -243,7 +243,7 @@ class Decoder:
                 taken = self.tap.add(self.ops, taken, layer, pending, residual)
 
         if (
-            ranks := self._sharing(h)
+            ranks := self.sharing(h)
         ) is not None:  # each rank has some of the tokens between the products
             num_tokens = len(h)
             if meta.layer_inputs is not None:
@@ -260,7 +260,7 @@ class Decoder:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
 
-    def _sharing(self, h: Tensor) -> RankGroup | None:
+    def sharing(self, h: Tensor) -> RankGroup | None:
         """Returns the ranks that split a step's residual by tokens. None if each has all of it."""
         part = self.partition
         return (

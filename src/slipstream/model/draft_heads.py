@@ -462,10 +462,12 @@ def build_head(
     *,
     max_model_len: int,
     scheme: Scheme | None = None,
+    products: MutableMapping[str, Linear] | None = None,
 ) -> LayeredHead | MedusaHead:
     """Builds a head from parameters by the names of `spec.shapes`, and removes them from
-    `values`."""
-    ops, products = decoder.ops, dict[str, Linear]()
+    `values`. `products` are weights that are quantized already."""
+    ops, products = decoder.ops, {} if products is None else products
+    of_first = None if products else scheme  # `fc` and `join` are in no checkpoint's `products`
     own, of_model = Vocabulary(spec.draft_vocab_size), decoder.vocabulary
 
     def linear(name: str) -> Linear:
@@ -493,17 +495,18 @@ def build_head(
         fc, taps = values.pop("fc.weight"), spec.aux_layers
         aux_norms = [build_norm(norm, name, values) for name, norm in spec.aux_norms.items()]
         if spec.fc_norm == "joint":
-            tap = JoinedTap(taps, aux_norms[0], ops.quantize_weight(fc, None, scheme))
+            tap = JoinedTap(taps, aux_norms[0], ops.quantize_weight(fc, None, of_first))
         else:
-            parts = [ops.quantize_weight(w, None, scheme) for w in _columns(fc, len(taps))]
+            parts = [ops.quantize_weight(w, None, of_first) for w in _columns(fc, len(taps))]
             tap = Tap(dict(zip(taps, parts, strict=True)), dict(zip(taps, aux_norms, strict=False)))
         if spec.has_mask_state:
             mask_state = _state_of(values.pop("mask.weight")[0], fc, aux_norms)
     halves: list[Linear] = []
     if spec.join == "product":
         both, bias = _columns(values.pop("join.weight"), 2), values.pop("join.bias", None)
+        both = both[::-1] if spec.state_first else both
         halves = [
-            ops.quantize_weight(w, b, scheme) for w, b in zip(both, (None, bias), strict=True)
+            ops.quantize_weight(w, b, of_first) for w, b in zip(both, (None, bias), strict=True)
         ]
     elif spec.join == "attention":
         qkv = "layers.0.attention.qkv.weight"
@@ -535,8 +538,7 @@ def head_tensors(
     """Yields the tensors (name, shape, read) of a head's file that have a place, and puts those of
     `MAPS` into `maps`."""
     for name, shape, read in stored:
-        if description.method != "mtp":  # MTP heads have the model's names
-            name = name.removeprefix("medusa_heads.").removeprefix(WRAPPED)
+        name = name.removeprefix("medusa_heads.").removeprefix(WRAPPED)
         if name in MAPS and description.has_map:
             maps[name] = read()
         elif name == "mask_hidden":  # [1, 1, E] or [1, E]

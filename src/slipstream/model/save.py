@@ -25,6 +25,7 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
+    AxisHalves,
     Deinterleave,
     Flatten,
     OneRow,
@@ -121,6 +122,9 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return torch.cat(
                 (q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1
             ).flatten(0, 2)
+        case AxisHalves(num_heads=n):
+            halves: Tensor = part.unflatten(0, (n, 2, 2, -1)).transpose(1, 2)
+            return halves.flatten(0, 3)
         case Regroup(num_groups=n, sizes=sizes, order=order):
             parts = part.split([n * sizes[i] for i in order])
             by_group = [rows.unflatten(0, (n, -1)) for rows in parts]

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,20 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
-from slipstream.model.layers import MLP, normed
-from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
+from slipstream.model.layers import normed
+from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, OwnActivation
 from slipstream.spec.vision import (
+    CLIPPED,
     AxialRopeSpec,
-    GridPositionSpec,
+    AxisPositionSpec,
+    ConcatConnector,
+    Connector,
     ImageProcessing,
     MLPConnector,
     PatchGrid,
+    PatchMergeConnector,
+    PoolConnector,
+    ScaledPoolConnector,
     VisionSpec,
 )
 
@@ -61,24 +67,62 @@ class Layout:
 
     whole: PackedParts  # one part per picture
     windows: PackedParts  # one part per window; `whole` without windows
-    positions: Tensor | None  # int64 [N]: rows of the position table
+    positions: Tensor | None  # int64 [N, n]: rows of the position table, which are summed
+    weights: Tensor | None  # float32 [N, n]: their weights; None: 1
     cos_sin: Tensor | None  # float32 [N, D]: cosines, then sines
     meta: AttentionMetadata  # patch i has row i of `cos_sin`, and slot i of keys and values
     order: Tensor | None  # int64 [N / merge²]: groups in window order; None: unchanged
 
 
 @dataclass(frozen=True, slots=True)
+class Clamped:
+    """A product that clamps its input and its results, as one op set's linear.
+
+    It has several products side by side, of `rows` each. Those with the same bounds of inputs are
+    computed together.
+    """
+
+    linear: Linear
+    inputs: Sequence[tuple[float, float, slice]]  # bounds, and the columns of the result
+    low: Tensor  # [R], of the results
+    high: Tensor
+
+    @classmethod
+    def of(cls, linear: Linear, bounds: Tensor, rows: Sequence[int]) -> Clamped:
+        """`bounds` [n, 4] are those of n products of `rows` each (`spec.vision.BOUNDS`)."""
+        counts = torch.tensor(rows, device=bounds.device)
+        low, high = (bounds[:, i].repeat_interleave(counts) for i in (2, 3))
+        inputs = list[tuple[float, float, slice]]()
+        for (lo, hi), end in zip(bounds[:, :2].tolist(), itertools.accumulate(rows), strict=True):
+            start = inputs[-1][2].stop if inputs else 0
+            if inputs and inputs[-1][:2] == (lo, hi):
+                start = inputs.pop()[2].start
+            inputs.append((lo, hi, slice(start, end)))
+        return cls(linear, inputs, low, high)
+
+    def __call__(self, ops: OpSet, x: Tensor) -> Tensor:
+        found = [ops.linear(x.clamp(lo, hi), self.linear)[:, own] for lo, hi, own in self.inputs]
+        rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        return rows.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
 class VisionLayer:
     spec: LayerSpec
-    qkv: Linear
-    out: Linear
-    mlp: MLP
+    qkv: Linear | Clamped
+    out: Linear | Clamped
+    up: Linear | Clamped
+    down: Linear | Clamped
     norms: Mapping[str, NormParams]
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
         """[N, E] → [N, E]."""
-        a = self.spec.self_attention
-        rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
+        a, mlp = self.spec.attention, self.spec.mlp
+        assert isinstance(a, AttentionSpec)
+        assert isinstance(mlp, DenseSpec)
+        rows = _product(ops, normed(ops, self.norms["pre_attention"], h), self.qkv)
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
         if layout.cos_sin is not None:  # written to a cache with one token per block
             k_cache, v_cache = (
@@ -90,14 +134,66 @@ class VisionLayer:
                 num_kv_heads=a.num_heads,
                 head_dim=a.head_dim,
                 cos_sin=layout.cos_sin,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+                norm_eps=0.0 if a.qk_norm is None else a.qk_norm.eps,
+                value_eps=a.value_eps,
             )
             q, k, v = (
                 ops.rope_and_cache(rows, kv, layout.meta, heads),
                 kv.k.squeeze(2),
                 kv.v.squeeze(2),
             )
-        h = h + ops.linear(ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1), self.out)
-        return h + self.mlp(ops, normed(ops, self.norms["pre_mlp"], h))
+        mixed = ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1)
+        h = h + self._after("post_attention", ops, _product(ops, mixed, self.out))
+        rows = _product(ops, normed(ops, self.norms["pre_mlp"], h), self.up)
+        if isinstance(act := mlp.activation, OwnActivation):  # which needs no kernel here
+            rows = act.function(rows.float()).to(rows.dtype)
+        else:
+            rows = cast("Tensor", ops.activation(rows, act, gated=mlp.gated))
+        return h + self._after("post_mlp", ops, _product(ops, rows, self.down))
+
+    def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
+        return normed(ops, self.norms[name], h) if name in self.norms else h
+
+
+def _product(ops: OpSet, x: Tensor, by: Linear | Clamped) -> Tensor:
+    return by(ops, x) if isinstance(by, Clamped) else ops.linear(x, by)
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """A connector's norm and products. What it has not is None. `standard`: (shift, gain)."""
+
+    spec: Connector
+    norm: NormParams | None
+    up: Linear | None
+    out: Linear
+    standard: tuple[Tensor, Tensor] | None = None
+    merge: Linear | None = None
+
+    def __call__(self, ops: OpSet, h: Tensor, merge: int) -> Tensor:
+        """States [N, E] → tokens [N / merge², text size]."""
+        rows: Any = h
+        if isinstance(self.spec, PoolConnector):
+            rows = rows.unflatten(0, (-1, merge**2)).mean(1)
+        if isinstance(self.spec, ScaledPoolConnector):
+            rows = rows.unflatten(0, (-1, merge**2)).mean(1, dtype=torch.float32).to(h.dtype)
+            rows = rows.float() * h.shape[1] ** 0.5
+            if self.standard is not None:
+                shift, gain = self.standard
+                rows = (rows - shift.float()) * gain.float()
+            rows = rows.to(h.dtype)
+        if self.norm is not None:
+            rows = normed(ops, self.norm, rows.reshape(-1, self.norm.weight.shape[-1]))
+        if self.merge is not None:  # each channel of the group's patches, one after the other
+            rows = rows.unflatten(0, (-1, merge**2)).transpose(1, 2).flatten(1)
+            rows = ops.linear(rows, self.merge)
+        elif not isinstance(self.spec, PoolConnector | ScaledPoolConnector):
+            rows = rows.reshape(-1, merge**2 * h.shape[1])
+        if self.up is not None and isinstance(self.spec, MLPConnector | PatchMergeConnector):
+            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation)
+        return ops.linear(rows, self.out)
 
 
 class ImageTower:
@@ -127,7 +223,11 @@ class ImageTower:
         self.device, self.dtype = weight.device, weight.dtype
         self.most_patches = MAX_PATCHES[self.device.type]
         self.patch = linear("patch")
+        first = spec.first_norm
+        self.first_norm = None if first is None else build_norm(first, "vision.first_norm", own)
         self.positions = own.pop("vision.positions.weight", None)
+        if isinstance(spec.position, AxisPositionSpec) and self.positions is not None:
+            self.positions = self.positions.flatten(0, 1)
         self.layers = [
             self._layer(layer, f"layers.{i}.", own, linear) for i, layer in enumerate(spec.layers)
         ]
@@ -136,12 +236,27 @@ class ImageTower:
             if spec.final_norm is None
             else build_norm(spec.final_norm, "vision.final_norm", own)
         )
-        norm = getattr(spec.connector, "norm", None)
-        self.connector_norm = (
-            None if norm is None else build_norm(norm, "vision.connector.norm", own)
-        )
-        self.up = linear("connector.up") if isinstance(spec.connector, MLPConnector) else None
-        self.out = linear("connector.out")
+
+        def projector(s: Connector, name: str) -> Projector:
+            norm, standard = None, None
+            if isinstance(s, ScaledPoolConnector):
+                norm = NormParams(kind="rms", weight=weight.new_ones(spec.hidden_size), eps=s.eps)
+                if s.standardized:
+                    parts = (own.pop(f"vision.{name}.{x}.weight") for x in ("shift", "gain"))
+                    standard = (next(parts), next(parts))
+            elif not isinstance(s, ConcatConnector):
+                norm = build_norm(s.norm, f"vision.{name}.norm", own)
+            merges = isinstance(s, PatchMergeConnector)
+            up = linear(f"{name}.up") if merges or isinstance(s, MLPConnector) else None
+            merge = linear(f"{name}.merge") if merges else None
+            return Projector(s, norm, up, linear(f"{name}.out"), standard, merge)
+
+        self.connector = projector(spec.connector, "connector")
+        self.deepstack: dict[int, Projector] = {}
+        if (s := spec.deepstack) is not None:
+            self.deepstack = {
+                x: projector(s.connector, f"deepstack.{i}") for i, x in enumerate(s.layers)
+            }
         assert not own, f"unused: {list(own)}"
         self._scale = processing.scale
         self._mean, self._std = (
@@ -153,20 +268,36 @@ class ImageTower:
     def _layer(self, s: LayerSpec, name: str, own: dict[str, Tensor], linear: Any) -> VisionLayer:
         assert isinstance(s.attention, AttentionSpec)
         assert isinstance(s.mlp, DenseSpec)
-        qkv, out = linear(f"{name}attention.qkv"), linear(f"{name}attention.out")
-        mlp = MLP(s.mlp, linear(f"{name}mlp.up"), linear(f"{name}mlp.down"))
+        products: list[Linear | Clamped] = [
+            linear(f"{name}{x}") for x in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+        ]
+        if (bounds := own.pop(f"vision.{name}bounds.weight", None)) is not None:
+            bounds, size = bounds.view(len(CLIPPED), -1), padded(s.mlp.intermediate_size)
+            rows = (
+                s.attention.qkv_rows,
+                (self.spec.hidden_size,),
+                (size, size),
+                (self.spec.hidden_size,),
+            )
+            of_each = bounds.split([len(x) for x in rows])
+            made = zip(products, of_each, rows, strict=True)
+            products = [Clamped.of(cast("Linear", p), b, r) for p, b, r in made]
+        qkv, out, up, down = products
         return VisionLayer(
             s,
             qkv,
             out,
-            mlp,
+            up,
+            down,
             {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()},
+            own.pop(f"vision.{name}attention.q_norm.weight", None),
+            own.pop(f"vision.{name}attention.k_norm.weight", None),
         )
 
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
-        each picture."""
+        each picture, with those for DeepStack beside them: [num_tokens, (1 + layers) · text size]."""
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
         return [
@@ -184,15 +315,22 @@ class ImageTower:
         else:
             rows = torch.cat([self._patches(picture[None]) for picture in pictures])
         h = ops.linear(rows, self.patch)
+        if self.first_norm is not None:
+            h = normed(ops, self.first_norm, h)
         if layout.positions is not None and self.positions is not None:
-            h = h + self.positions[layout.positions]
+            h = h + self._positions(layout.positions, layout.weights)
         if layout.order is not None:
             h = h.unflatten(0, (-1, spec.merge**2))[layout.order].flatten(0, 1)
+        stacked = list[Tensor]()
         for i, layer in enumerate(self.layers):
             h = layer(ops, h, layout.whole if i in spec.full_layers else layout.windows, layout)
+            if i in self.deepstack:
+                stacked.append(self.deepstack[i](ops, h, spec.merge))
         if self.final_norm is not None:
             h = normed(ops, self.final_norm, h)
-        tokens = self._connect(h)
+        tokens = self.connector(ops, h, spec.merge)
+        if stacked:
+            tokens = torch.cat((tokens, *stacked), dim=1)
         if layout.order is not None:
             ordered = tokens
             tokens = torch.empty_like(ordered)
@@ -215,26 +353,23 @@ class ImageTower:
             s.patch_size,
             -1,
         )
-        rows = cut.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(0, 4)  # [N, C, P, P]
+        order = (3, 6, 7) if s.channels_last else (7, 3, 6)
+        rows = cut.permute(0, 1, 4, 2, 5, *order).flatten(0, 4)  # [N, C, P, P], or [N, P, P, C]
         if s.num_frames is not None:
             rows = rows[:, :, None].expand(-1, -1, s.num_frames, -1, -1)
         return rows.flatten(1).to(self.dtype)
 
-    def _connect(self, h: Tensor) -> Tensor:
-        """States [N, E] → tokens [N / merge², text size]."""
-        spec, ops = self.spec, self.ops
-        if (
-            self.up is not None
-            and self.connector_norm is not None
-            and isinstance(spec.connector, MLPConnector)
-        ):
-            wide = normed(ops, self.connector_norm, h).view(-1, spec.merge**2 * spec.hidden_size)
-            rows: Any = ops.activation(ops.linear(wide, self.up), spec.connector.activation)
-        elif self.connector_norm is not None:
-            rows = normed(ops, self.connector_norm, h.unflatten(0, (-1, spec.merge**2)).mean(1))
-        else:
-            rows = h.reshape(-1, spec.merge**2 * spec.hidden_size)
-        return ops.linear(rows, self.out)
+    def _positions(self, index: Tensor, weights: Tensor | None) -> Tensor:
+        """The sums [N, E] of rows of the position table."""
+        assert self.positions is not None
+        table, found = self.positions, None
+        for i in range(index.shape[1]):
+            part = table[index[:, i]]
+            if weights is not None:
+                part = part.float() * weights[:, i : i + 1]
+            found = part if found is None else found + part
+        assert found is not None
+        return found.to(self.dtype)
 
     def _make_layout(self, grids: tuple[PatchGrid, ...]) -> Layout:
         spec = self.spec
@@ -244,18 +379,25 @@ class ImageTower:
             np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids])
             for axis in range(2)
         )
-        positions = cos_sin = order = None
+        positions = weights = cos_sin = order = None
         windows = whole
-        if isinstance(spec.position, GridPositionSpec):
-            side = spec.position.side
-            if spec.position.by_fraction:
-                positions = self._placed(
-                    np.concatenate([grid_positions(grid, side, spec.merge) for grid in grids])
+        if isinstance(grid_spec := spec.position, AxisPositionSpec):
+            both_axes = np.stack((columns, grid_spec.size + rows), axis=1)
+            positions = self._placed(both_axes)
+        elif grid_spec is not None:
+            side = grid_spec.side
+            if grid_spec.read == "fractions":
+                found = [grid_positions(grid, side, spec.merge)[:, None] for grid in grids]
+                positions = self._placed(np.concatenate(found))
+            elif grid_spec.read == "bilinear":
+                both = [between_cells(grid, side, spec.merge) for grid in grids]
+                positions, weights = (
+                    self._placed(np.concatenate(x)) for x in zip(*both, strict=True)
                 )
             else:
-                positions = self._placed(rows * side + columns)
-        else:
-            cos_sin = axial_rotations(spec.position, rows, columns)
+                positions = self._placed((rows * side + columns)[:, None])
+        if spec.rope is not None:
+            cos_sin = axial_rotations(spec.rope, rows, columns)
         if spec.window is not None:
             starts = np.cumsum([0, *(sizes // spec.merge**2)])
             groups, lengths = list[LongArray](), list[int]()
@@ -272,7 +414,7 @@ class ImageTower:
                     len(cos_sin), -1
                 )
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
-        return Layout(whole, windows, positions, turned, self._meta(len(rows)), order)
+        return Layout(whole, windows, positions, weights, turned, self._meta(len(rows)), order)
 
     def _meta(self, count: int) -> AttentionMetadata:
         """Makes metadata for `rope_and_cache`, which reads only positions and slots."""
@@ -289,7 +431,7 @@ class ImageTower:
             max_seq_len=0,
         )
 
-    def _placed(self, index: LongArray) -> Tensor:
+    def _placed(self, index: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(index)).to(self.device)
 
 
@@ -309,10 +451,14 @@ def pass_ends(counts: Sequence[int], most: int) -> list[int]:
     return [*ends, len(counts)] if counts else []
 
 
+def padded(size: int) -> int:
+    return size + -size % ROW
+
+
 def pad_units(parameters: MutableMapping[str, Tensor], name: str, spec: DenseSpec) -> None:
     """Pads the hidden units of an MLP to a multiple of ROW with zeros, which add nothing."""
     size, parts = spec.intermediate_size, 2 if spec.gated else 1
-    if more := -size % ROW:
+    if more := padded(size) - size:
         for part in ("up.weight", "up.bias"):
             if (value := parameters.get(name + part)) is not None:
                 rows = value.unflatten(0, (parts, size))
@@ -355,6 +501,25 @@ def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
     return buckets(grid.height)[rows] * side + buckets(grid.width)[columns]
 
 
+def between_cells(
+    grid: PatchGrid, side: int, merge: int
+) -> tuple[LongArray, npt.NDArray[np.float32]]:
+    """Returns the four cells of a table of side × side positions around each patch, and their
+    weights, both [N, 4]. The corners of grid and table are the same."""
+
+    def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
+        where = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
+        low = np.floor(where)
+        part = (where - low)[:, None]
+        cells = np.minimum(low.astype(np.int64)[:, None] + np.arange(2), side - 1)
+        return cells, np.concatenate((1 - part, part), axis=1)
+
+    rows, columns = patch_places(grid, merge)
+    (above, by_row), (left, by_column) = near(rows, grid.height), near(columns, grid.width)
+    cells = above[:, :, None] * side + left[:, None]
+    return cells.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
+
+
 def axial_rotations(
     spec: AxialRopeSpec, rows: LongArray, columns: LongArray
 ) -> npt.NDArray[np.float32]:
@@ -363,8 +528,15 @@ def axial_rotations(
     half = spec.head_dim // 2
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
+    axes = (columns, rows) if spec.columns_first else (rows, columns)
+    if spec.alternate:
+        powers = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+        each = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
+        of_axes = each[::2], each[1::2]
+    else:
+        of_axes = frequencies, frequencies
     angles = np.concatenate(
-        [np.outer(x.astype(np.float32), frequencies) for x in (rows, columns)], axis=1
+        [np.outer(x.astype(np.float32), f) for x, f in zip(axes, of_axes, strict=True)], axis=1
     )
     return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 

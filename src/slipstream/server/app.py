@@ -125,6 +125,7 @@ def create_app(
     """The app around a running engine; `shortener` shortens prompts. Its ServerState is
     `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
+    engine.formats = settings.formats
     state = make_state(engine, settings, names[0], shortener)
     if settings.max_stored_responses:
         kept = settings.state_dir or settings.shared_dir

@@ -87,6 +87,8 @@ class Watcher(Protocol):
 
 
 class EngineProtocol(Protocol):
+    formats: Formats
+
     @property
     def config(self) -> EngineConfig: ...
     @property

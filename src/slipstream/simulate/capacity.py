@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.rates import RateSearch
 from slipstream.costs.metrics import RequestTiming
 from slipstream.simulate.simulator import SimulatedEngine, Simulation, simulate
-from slipstream.simulate.traffic import Workload
+from slipstream.simulate.traffic import SessionWorkload, Traffic, Workload
 
 NUM_REQUESTS = 400
 """Minimum number of requests of a simulation."""
@@ -23,6 +24,9 @@ ANSWERS = 8
 to show."""
 
 MAX_RUNS = 14
+GROWS = 1.1
+"""Minimum gain in turns per second for which twice as many sessions are worth it."""
+
 KEEPS_UP = 0.85
 """Minimum ratio of the completion rate to the arrival rate at which a load counts as carried."""
 
@@ -50,12 +54,12 @@ class LatencyObjectives:
 
 
 def settled(run: Simulation) -> tuple[RequestTiming, ...]:
-    """Returns the records without the first quarter and the last tenth.
+    """Returns the records without the first quarter and the last tenth, in order of sending.
 
     The first requests find an empty engine, and the last ones run while no more arrive.
     """
     count = len(run.records)
-    return run.records[count // 4 : count - count // 10]
+    return tuple(sorted(run.records, key=attrgetter("sent"))[count // 4 : count - count // 10])
 
 
 def quantile(records: tuple[RequestTiming, ...], name: str, share: float) -> float:
@@ -112,7 +116,9 @@ def find_capacity(
     on_run: Callable[[], None] = lambda: None,
 ) -> Capacity:
     """Finds, to 5 %, the highest arrival rate at which the objectives hold and the queue stays
-    bounded."""
+    bounded. Of sessions it finds how many at once (`most_sessions`)."""
+    if isinstance(workload, SessionWorkload):
+        return most_sessions(engine, workload, objectives, seed=seed, on_run=on_run)
     alone = run_alone(engine, workload, seed=seed)
     on_run()
     if not objectives.met_by(alone):
@@ -133,6 +139,50 @@ def find_capacity(
         if search.rate is not None and search.rate < most / 1000:
             break
     return Capacity(rate=search.best, run=best, alone=alone)
+
+
+def most_sessions(
+    engine: SimulatedEngine,
+    workload: SessionWorkload,
+    objectives: LatencyObjectives,
+    *,
+    seed: int = 0,
+    on_run: Callable[[], None] = lambda: None,
+) -> Capacity:
+    """Doubles the number of sessions at once while the objectives hold and turns per second grow by
+    `GROWS`. A session has no arrival rate of its own: it waits for its answers."""
+
+    def run_of(users: int) -> tuple[float, Simulation]:
+        traffic = workload.of_sessions(ClosedLoop(concurrency=users), users, seed=seed)
+        on_run()
+        run = simulate(engine, traffic, objectives=objectives.limits)
+        return turns_per_s(traffic, run), run
+
+    rate, alone = run_of(1)
+    best = alone
+    if not objectives.met_by(alone):
+        return Capacity(rate=None, run=None, alone=alone)
+    users = 2
+    while users <= min(engine.scheduling.max_num_seqs, workload.most_sessions):
+        found, run = run_of(users)
+        if not objectives.met_by(run) or found < GROWS * rate:
+            break
+        rate, best, users = found, run, 2 * users
+    return Capacity(rate=rate, run=best, alone=alone)
+
+
+def turns_per_s(traffic: Traffic, run: Simulation) -> float:
+    """Turns per second of all sessions together while all of them run. (Over the whole run, the
+    longest session would decide.)"""
+    assert traffic.turns is not None
+    spans: dict[int, list[RequestTiming]] = {}
+    for turn, record in zip(traffic.turns, run.records, strict=True):
+        if record.ok:
+            spans.setdefault(turn.session, []).append(record)
+    return sum(
+        len(done) / (max(r.last_token or 0.0 for r in done) - min(r.sent for r in done))
+        for done in spans.values()
+    )
 
 
 def carried(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from slipstream.config import SpeculationConfig
+from slipstream.config.forms import DraftSettings
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
@@ -73,7 +73,7 @@ class Drafts:
     """Drafts of a simulated engine. `cost` is that of the draft model's steps, or None without a
     draft model."""
 
-    config: SpeculationConfig
+    config: DraftSettings
     acceptance: AcceptanceRates
     cost: StepCost | None = None
 

@@ -7,14 +7,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config import (
-    DTYPE_BYTES,
-    DeviceInfo,
-    EngineArgs,
-    EngineConfig,
-    ParallelConfig,
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, resolve
+from slipstream.config.forms import (
+    DraftSettings,
+    HeadDrafts,
+    ModelDrafts,
+    MTPDrafts,
+    NoDrafts,
     SpeculationConfig,
-    resolve,
+    one_or_tensor,
 )
 from slipstream.costs.analytic import AnalyticCost, launch_s
 from slipstream.costs.devices import FALLBACKS, Hardware, find_device, known_devices
@@ -97,7 +98,7 @@ class PlannedEngine:
             )
         is_gpu, threads = self.hardware.is_gpu, self.config.device.num_threads
         has_graphs, spec = is_gpu and not self.config.device.enforce_eager, self.description.spec
-        of_ranks = dataclasses.replace(self.config, parallel=ParallelConfig(tensor=self.num_gpus))
+        of_ranks = dataclasses.replace(self.config, parallel=one_or_tensor(self.num_gpus))
         return SimulatedEngine(
             scheduling=self.config.scheduling,
             cache=self.config.cache,
@@ -232,7 +233,7 @@ def plan_engine(
         args, description, all_gpus, with_steps=True, draft=draft, num_gpus=num_gpus
     )
     drafts = None
-    if config.speculation is not None:
+    if isinstance(config.speculation, DraftSettings):
         assert acceptance is not None
         cost: StepCost | None = None
         if draft is not None:
@@ -329,18 +330,18 @@ def _table(
 
 
 def _draft_model(
-    args: EngineArgs, speculation: SpeculationConfig | None, acceptance: AcceptanceRates | None
+    args: EngineArgs, speculation: SpeculationConfig, acceptance: AcceptanceRates | None
 ) -> ModelDescription | None:
     """Returns the description of the draft model, or None without one. ConfigError if the cost of
     drafts can't be planned."""
-    if speculation is None:
+    if isinstance(speculation, NoDrafts):
         return None
     if acceptance is None:
         what = "drafts need --draft-acceptance: how often a draft is right, by position, such as 0.8,0.6,0.5"
         raise ConfigError(what, field="draft_acceptance")
-    if speculation.method not in ("ngram", "suffix", "draft"):
+    if isinstance(speculation, HeadDrafts | MTPDrafts):
         what = f"the cost of a {speculation.method!r} head is not known; plan with ngram, suffix or draft"
         raise ConfigError(what, field="speculative_config")
-    if speculation.model is None:
+    if not isinstance(speculation, ModelDrafts):
         return None
     return read_spec(resolve_model(speculation.model, download_dir=args.download_dir))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from slipstream.bench.sessions import AgentLoad
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import Hardware, find_device
 from slipstream.costs.environment import versions
@@ -28,7 +29,7 @@ from slipstream.simulate.recommend import (
     plan_device,
 )
 from slipstream.simulate.routing import RouterName
-from slipstream.simulate.traffic import parse_workload
+from slipstream.simulate.traffic import SessionWorkload, Workload, parse_workload
 from slipstream.spec.description import ModelDescription, read_spec
 
 
@@ -47,6 +48,7 @@ class PlanOptions:
     max_gpus: int = 8
     price: str | None = None
     no_search: bool = False
+    agents: AgentLoad | None = None  # the sessions of `workload` "agents"
 
     def check(self, settings: EngineArgs) -> None:
         """ConfigError names an option that can't be so."""
@@ -71,9 +73,12 @@ class PlanOptions:
                 field="draft_acceptance",
             )
 
-    def load(self, seed: int) -> OfferedLoad:
+    def load(self, seed: int, max_model_len: int | None) -> OfferedLoad:
         """The requests that are offered. ConfigError if there can't be such a load."""
-        workload = parse_workload(self.workload, seed=seed)
+        if self.agents is not None:
+            workload: Workload = SessionWorkload.agents(self.agents.fitted(max_model_len), seed)
+        else:
+            workload = parse_workload(self.workload, seed=seed)
         as_recorded = self.rate is None and self.concurrency is None and workload.recorded
         limits = parse_objectives(self.slo)
         load = OfferedLoad(
@@ -168,6 +173,10 @@ class PlanStudy:
                 "name": load.workload.name,
                 "mean_input_tokens": n_in,
                 "mean_output_tokens": n_out,
+                "num_sessions": len(load.workload.sessions)
+                if isinstance(load.workload, SessionWorkload)
+                else None,
+                **({"settings": self.options.agents.describe()} if self.options.agents else {}),
             },
             "rate": load.rate,
             "concurrency": load.users,
@@ -187,15 +196,14 @@ def prepare(settings: EngineArgs, options: PlanOptions) -> PlanStudy:
     options.check(settings)
     given = options.draft_acceptance
     acceptance = None if given is None else parse_acceptance(given)
-    load = options.load(settings.seed)
     others = [find_device(name) for name in options.gpu.split(",")] if options.gpu else []
     prices = parse_prices(options.price, len(others) or 1)
-    path = resolve_model(settings.model, download_dir=settings.download_dir)
+    description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
     return PlanStudy(
         settings=settings,
         options=options,
-        description=read_spec(path),
-        load=load,
+        description=description,
+        load=options.load(settings.seed, settings.max_model_len or description.spec.max_position),
         acceptance=acceptance,
         others=others,
         prices=prices,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.bench.load import ClosedLoop
+from slipstream.bench.session_metrics import AgentSummary
 from slipstream.config import EngineArgs
 from slipstream.costs.analytic import binds
 from slipstream.costs.devices import Hardware
@@ -36,7 +37,7 @@ from slipstream.simulate.drafts import AcceptanceRates
 from slipstream.simulate.engines import PlannedEngine, plan_engine
 from slipstream.simulate.routing import RouterName
 from slipstream.simulate.simulator import Simulation, simulate
-from slipstream.simulate.traffic import Workload
+from slipstream.simulate.traffic import SessionWorkload, Workload
 from slipstream.spec.description import ModelDescription
 
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -45,6 +46,9 @@ STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
 MORE = 1.1
 """Minimum gain in rate for which a setting is changed. A smaller one is within a simulation's
 error."""
+
+KEEPS_PREFIXES = 0.95
+"""Share of the prefixes of sessions that could be cached, below which memory is what binds."""
 
 SPARE = 1.25
 """Headroom factor over the peak number of sequences and the peak cache use."""
@@ -136,8 +140,12 @@ class OfferedLoad:
             )
         else:
             assert self.users is not None
+            if isinstance(self.workload, SessionWorkload):
+                count = 0  # each user's one session
             traffic = self.workload.traffic(
-                ClosedLoop(concurrency=self.users), max(count, 3 * self.users), seed=self.seed
+                ClosedLoop(concurrency=self.users),
+                max(count, 3 * self.users) if count else 0,
+                seed=self.seed,
             )
         return simulate(
             engine.simulated, traffic, num_replicas=replicas, router=self.router, objectives=limits
@@ -178,10 +186,14 @@ def plan_device(
                 f"one GPU alone does not meet the objectives; {num_gpus} that share the model do"
             )
     limits: dict[str, int] | None = None
-    if search and capacity.rate is not None:
+    of_sessions = isinstance(load.workload, SessionWorkload)
+    if search and capacity.rate is not None and not of_sessions:
         engine, capacity, limits = best_limits(engine, capacity, load, on_run)
-    full = saturated(engine.simulated, load.workload, seed=load.seed)
-    on_run()
+    if of_sessions:  # the search ended where more sessions bring nothing
+        full = capacity.run or capacity.alone
+    else:
+        full = saturated(engine.simulated, load.workload, seed=load.seed)
+        on_run()
     replicas, run, nearest = None, None, None
     if capacity.rate is None:
         nearest = load.objectives.reached(capacity.alone)
@@ -301,6 +313,9 @@ def enough_replicas(
 
 def what_binds(engine: PlannedEngine, run: Simulation) -> str:
     """Names what limits the load: memory, host, or the largest part of a step."""
+    agents = run.agents
+    if agents is not None and (agents.hits_of_cacheable or 0.0) < KEEPS_PREFIXES:
+        return "memory"
     if run.num_preemptions or (run.max_waiting > 0 and run.peak_cache_usage > 0.97):
         return "memory"
     shape = mean_shape(run)
@@ -401,6 +416,11 @@ def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | No
     more = plan.engine.with_blocks(
         plan.engine.ledger.num_blocks + gib * 2**30 // plan.engine.ledger.block_bytes
     )
+    if plan.load.agents is not None and isinstance(load.workload, SessionWorkload):
+        users = max(1, round(plan.load.agents.num_sessions / plan.load.num_replicas))
+        traffic = load.workload.of_sessions(ClosedLoop(concurrency=users), users, seed=load.seed)
+        rates = [simulate(e.simulated, traffic).summary.requests_per_s for e in (plan.engine, more)]
+        return max(0.0, rates[1] - rates[0])
     found = find_capacity(more.simulated, load.workload, load.objectives, seed=load.seed)
     return max(0.0, (found.rate or 0.0) - plan.capacity.rate)
 
@@ -473,6 +493,7 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
         "busy": plan.load.busy,
         "peak_cache_usage": plan.load.peak_cache_usage,
         "prefix_hit_rate": plan.load.prefix_hit_rate,
+        "agents": None if plan.load.agents is None else agents_of(plan, plan.load.agents),
         "tokens_per_verification": plan.load.tokens_per_verification,
         "num_preemptions": plan.load.num_preemptions,
         "one_more_gib": {
@@ -490,6 +511,19 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
         "notes": list(plan.notes),
         "simulation_seconds": plan.load.seconds,
     }
+
+
+def agents_of(plan: DevicePlan, agents: AgentSummary) -> dict[str, Any]:
+    """Figures of sessions, for each GPU, and how many sessions one replica carries at once."""
+    count, best = plan.num_gpus, plan.capacity.run
+    each = dataclasses.replace(
+        agents,
+        num_gpus=count,
+        output_throughput_per_gpu=agents.turns.output_throughput / count,
+        total_throughput_per_gpu=agents.turns.total_throughput / count,
+    )
+    carried_at_once = None if best is None or best.agents is None else best.agents.num_sessions
+    return {**each.as_dict(), "sessions_of_a_replica": carried_at_once}
 
 
 def concurrency_of(engine: PlannedEngine, workload: Workload) -> int:

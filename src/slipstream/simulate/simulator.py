@@ -27,6 +27,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from slipstream.bench.session_metrics import AgentSummary
+from slipstream.bench.sessions import Part
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import Padding
@@ -42,6 +44,7 @@ from slipstream.costs.step_cost import LABELS, Label, StepCost, StepCounts, atte
 from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
 from slipstream.simulate.drafts import Drafts, DraftSteps, SimulatedSpeculation, drawn
 from slipstream.simulate.routing import Router, RouterName, make_router
+from slipstream.simulate.sessions import summarize_sessions
 from slipstream.simulate.sleeping import ANY_TOKEN, SleepingScheduler
 from slipstream.simulate.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
 from slipstream.spec.cache import blocks_of_sequence
@@ -94,7 +97,7 @@ class Simulation:
     `busy` is the share of time in which a device computes. `seconds` is the CPU time that the
     simulation took. `mean_decodes` and `mean_prompt_tokens` are per step. `max_waiting` is the
     longest queue. `tokens_per_verification` is the mean per sequence with verified drafts, or None
-    if there were none.
+    if there were none. `agents` has the figures of sessions, if the traffic has such.
     """
 
     summary: Summary
@@ -111,6 +114,7 @@ class Simulation:
     tokens_per_verification: float | None
     seconds: float
     records: tuple[RequestTiming, ...] = field(repr=False)
+    agents: AgentSummary | None = None
 
     @property
     def speed(self) -> float:
@@ -407,8 +411,23 @@ _ANY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _NEVER = (1 << 62, 0.0)
 
 
+def _token(part: Part) -> int:
+    """The token that stands for all of a part's. Negative ones are those of plain requests."""
+    return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1
+
+
 def _tokens(index: int, request: TrafficRequest) -> tuple[int, ...]:
-    """Returns prompt tokens that no other request begins with, after the shared prefix."""
+    """Returns prompt tokens that no other request begins with, after the shared prefix. A session's
+    turn has its parts: answers as the simulated engine gives them, others by their keys."""
+    if request.parts:
+        return tuple(
+            itertools.islice(
+                itertools.chain.from_iterable(
+                    itertools.repeat(_token(part), part.num_tokens) for part in request.parts
+                ),
+                request.input_tokens,
+            )
+        )
     shared = list(
         itertools.chain.from_iterable(
             (number & 0x3FFFFFFF,) * PREFIX_TOKENS for number in request.prefix
@@ -435,15 +454,28 @@ def simulate(
     begin = time.process_time()
     requests = traffic.requests
     users = traffic.users
-    waiting = deque(range(len(requests)))
     arrivals: list[tuple[float, int]] = []
-    for i in range(len(requests) if users is None else min(users, len(requests))):
+    followers: dict[int, list[tuple[int, float]]] = {}
+    num_before: dict[int, int] = {}  # turns that must end before each
+    ready: dict[int, float] = {}
+    for index, request in enumerate(requests):
+        if request.after:
+            num_before[index], ready[index] = len(request.after), 0.0
+            for before, pause_s in request.after:
+                followers.setdefault(before, []).append((index, pause_s))
+    waiting = deque(i for i in range(len(requests)) if i not in ready)
+    for i in range(len(waiting) if users is None else min(users, len(waiting))):
         index = waiting.popleft()
         arrivals.append((requests[index].arrival if users is None else i * APART_S, index))
     heapq.heapify(arrivals)
 
     def on_end(index: int, at: float) -> None:
-        if users is not None and waiting:
+        for after, pause_s in followers.get(index, ()):
+            ready[after] = max(ready[after], at + pause_s)
+            num_before[after] -= 1
+            if not num_before[after]:
+                heapq.heappush(arrivals, (ready[after], after))
+        if users is not None and waiting and requests[index].ends_session:
             heapq.heappush(arrivals, (at, waiting.popleft()))
 
     if (
@@ -459,8 +491,12 @@ def simulate(
     with _no_garbage_collection():
         _run(replicas, arrivals, make_router(router, num_replicas, cached))
     result = _result(replicas, len(requests), objectives, time.process_time() - begin)
+    agents = None
+    if traffic.turns is not None:
+        agents = summarize_sessions(traffic, result.records, objectives=objectives)
     return replace(
         result,
+        agents=agents,
         peak_cache_usage=result.peak_cache_usage
         * (engine.num_blocks - 1)
         / max(1, whole.num_blocks - 1),

@@ -6,7 +6,7 @@
   lengths:PATH       a file {"lengths": [[input, output], …]}
   trace:PATH         recorded arrivals: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens; Patel
                      et al. 2024) or Mooncake's JSON lines (timestamp, input_length, output_length,
-                     hash_ids; Qin et al. 2025)
+                     hash_ids; Qin et al. 2025; with session_id: turns of sessions)
 
 Two prompts that begin with the same `prefix` numbers begin with the same tokens, `PREFIX_TOKENS`
 for each number.
@@ -14,31 +14,46 @@ for each number.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, send_times
+from slipstream.bench.sessions import (
+    AgentLoad,
+    Part,
+    PlannedTurn,
+    Session,
+    of_rows,
+    planned_turns,
+)
+from slipstream.bench.traces import BLOCK_TOKENS, read_rows
 from slipstream.bench.workload import read_lengths
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json
 
-PREFIX_TOKENS = 512
-"""Tokens of a hashed block in Mooncake's traces."""
+PREFIX_TOKENS = BLOCK_TOKENS
+
+MAX_SESSIONS = 4096
 
 SHAREGPT = Path(__file__).parent / "data" / "sharegpt-lengths.json"
 
 
 class TrafficRequest(NamedTuple):
+    """A request. `parts`: the prompt of a session's turn, which a `prefix` then only routes.
+
+    `after`: (request, seconds): it arrives so long after the ends of these, and not at `arrival`.
+    `ends_session`: a closed loop's user is free when it ends; a turn with others after it does not."""
+
     arrival: float  # seconds from the start; a closed loop sends a request when its user is free
     input_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    after: tuple[tuple[int, float], ...] = ()
+    ends_session: bool = True
 
 
 def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
@@ -54,12 +69,14 @@ class Traffic:
     """Requests under a load.
 
     `users` is the number of users of a closed loop, each of whom sends the next request when the
-    last is answered. None: requests come at their arrival times.
+    last is answered; a user of sessions begins the next one. None: requests come at their arrival
+    times. `turns` tells which turns of sessions the requests are.
     """
 
     name: str
     requests: tuple[TrafficRequest, ...]
     users: int | None = None
+    turns: tuple[PlannedTurn, ...] | None = None
 
     @property
     def rate(self) -> float | None:
@@ -69,7 +86,7 @@ class Traffic:
 
     @property
     def shares_prefixes(self) -> bool:
-        return any(r.prefix for r in self.requests)
+        return any(r.prefix or r.parts for r in self.requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +147,81 @@ class Workload:
         )
 
 
+def requests_of(turns: Sequence[PlannedTurn]) -> tuple[TrafficRequest, ...]:
+    """The turns as requests. A router sees a session as one prefix, so it may keep it together."""
+    return tuple(
+        TrafficRequest(
+            arrival=t.start_s,
+            input_tokens=t.input_tokens,
+            output_tokens=t.output_tokens,
+            prefix=(t.session + 1,),
+            parts=t.parts,
+            after=t.after,
+            ends_session=t.ends_session,
+        )
+        for t in turns
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionWorkload(Workload):
+    """Sessions without a load. Those of an agents' `load` go on for as many as are asked for;
+    a trace has what it has."""
+
+    sessions: tuple[Session, ...]
+    load: AgentLoad | None = None  # None: a trace's
+    seed: int = 0
+
+    @classmethod
+    def of(cls, name: str, sessions: Sequence[Session], **settings: Any) -> Self:
+        requests = requests_of(planned_turns(sessions))
+        return cls(name=name, requests=requests, sessions=tuple(sessions), **settings)
+
+    @classmethod
+    def agents(cls, load: AgentLoad, seed: int) -> Self:
+        return cls.of("agents", load.generate(seed), load=load, seed=seed)
+
+    @property
+    def turns_each(self) -> float:
+        """Mean turns of a session, subagents' included."""
+        return len(self.requests) / len(self.sessions)
+
+    @property
+    def most_sessions(self) -> int:
+        """The most sessions that there can be."""
+        return MAX_SESSIONS if self.load is not None else len(self.sessions)
+
+    def traffic(self, arrivals: Arrivals | None, count: int, *, seed: int = 0) -> Traffic:
+        """Returns some `count` turns under a load of sessions: a session for each user of a closed
+        loop at least."""
+        users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 1
+        return self.of_sessions(arrivals, max(round(count / self.turns_each), users), seed=seed)
+
+    def of_sessions(
+        self, arrivals: Arrivals | None, num_sessions: int, *, seed: int = 0
+    ) -> Traffic:
+        """Returns so many sessions under a load; with None they come as recorded, or at once."""
+        sessions: Sequence[Session] = self.sessions
+        if self.load is not None and num_sessions > len(sessions):
+            sessions = replace(self.load, sessions=num_sessions).generate(self.seed)
+        turns = planned_turns(sessions[:num_sessions])
+        requests, users = requests_of(turns), None
+        if isinstance(arrivals, ClosedLoop):
+            users = arrivals.concurrency
+        elif arrivals is not None:
+            times = send_times(arrivals, min(num_sessions, len(sessions)), seed)
+            moved = (
+                r._replace(arrival=times[t.session]) for r, t in zip(requests, turns, strict=True)
+            )
+            requests = tuple(moved)
+        return Traffic(name=self.name, requests=requests, users=users, turns=tuple(turns))
+
+    def at_rate(self, rate: float, count: int, *, seed: int = 0) -> Traffic:
+        """Returns some `count` turns at `rate` turns per second on average: sessions arrive at
+        random, so many fewer as they have turns."""
+        return self.traffic(Poisson(rate=rate / self.turns_each), count, seed=seed)
+
+
 def parse_workload(text: str, *, seed: int = 0) -> Workload:
     """Parses `sharegpt`, `fixed:IN/OUT`, `uniform:A-B/C-D`, `lengths:PATH` or `trace:PATH`."""
     kind, _, value = text.partition(":")
@@ -168,53 +260,10 @@ def of_lengths(name: str, lengths: Sequence[tuple[int, int]]) -> Workload:
 
 def read_trace(path: Path) -> Workload:
     """Reads a trace file. ConfigError names the line that is wrong."""
-    found: list[TrafficRequest] = []
-    is_csv = path.suffix == ".csv"
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            if is_csv:
-                found.extend(map(_of_azure, csv.DictReader(file)))
-            else:
-                found.extend(map(_of_mooncake, map(parse_json, filter(str.strip, file))))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the trace {path}: {error.strerror}", field="workload"
-        ) from None
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ConfigError(
-            f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, "
-            "ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids)",
-            field="workload",
-        ) from None
-    if not found:
-        raise ConfigError(f"{path} holds no requests", field="workload")
-    found.sort(key=lambda r: r.arrival)
-    first = found[0].arrival
-    return Workload(
-        name=path.name,
-        requests=tuple(r._replace(arrival=r.arrival - first) for r in found),
-        recorded=True,
+    rows = read_rows(path)
+    if any(row.session is not None for row in rows):
+        return SessionWorkload.of(path.name, of_rows(rows), recorded=True)
+    requests = (
+        TrafficRequest(r.start_s, r.input_tokens, r.output_tokens, r.hash_ids) for r in rows
     )
-
-
-def _of_azure(row: dict[str, str]) -> TrafficRequest:
-    stamp = row["TIMESTAMP"].strip()
-    whole, _, fraction = stamp.partition(".")  # its seven digits are one more than datetime reads
-    time = datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
-    return _checked(TrafficRequest(time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-
-
-def _of_mooncake(row: dict[str, object]) -> TrafficRequest:
-    ids = row.get("hash_ids") or []
-    if not isinstance(ids, list):
-        raise ValueError("hash_ids is no list")
-    n_in, n_out = int(str(row["input_length"])), int(str(row["output_length"]))
-    return _checked(
-        TrafficRequest(float(str(row["timestamp"])) / 1000, n_in, n_out, tuple(int(i) for i in ids))
-    )
-
-
-def _checked(request: TrafficRequest) -> TrafficRequest:
-    if request.input_tokens < 1 or request.output_tokens < 0:
-        raise ValueError("a length below 1")
-    return request._replace(output_tokens=max(1, request.output_tokens))
+    return Workload(name=path.name, requests=tuple(requests), recorded=True)

@@ -193,6 +193,18 @@ class ModelDescription:
         return total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartDescription(ModelDescription):
+    """A part of a checkpoint beside its model: the shapes of its parameters, by our names, and a
+    family with the names of its tensors alone. A loader reads it as it reads the model."""
+
+    part: Mapping[str, Shape]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return dict(self.part)
+
+
 def read_spec(path: Path) -> ModelDescription:
     """The description of a folder with a config.json, or of a .gguf file.
 
@@ -412,22 +424,26 @@ def _with_images(
         return family.read(ConfigReader(own)), None
     outer = ConfigReader(config)
     if family.flat_config and not config.get(family.nested_config or ""):
-        images = {
+        beside = {
             "vision_config",
             "text_config",
             *(k for k in config if k.endswith("_token_id") and k not in NO_EFFECT),
         }
-        own = {k: v for k, v in own.items() if k not in images}
+        own = {k: v for k, v in own.items() if k not in beside}
     text = family.read(ConfigReader(own))
-    spec = dataclasses.replace(text, vision=family.vision(outer, text))
-    assert spec.vision is not None
+    vision = family.vision(outer, text)
+    if vision is None:
+        return text, None
     name, said = "preprocessor_config.json", dict[str, Any]()
     if (path / name).is_file():
         said = read_json(path / name)
     elif (path / "processor_config.json").is_file():
         name = "processor_config.json"
         said = read_json(path / name).get("image_processor") or {}
-    return spec, family.processing(ConfigReader(said, name), spec.vision)
+    images = family.processing(ConfigReader(said, name), vision)
+    if vision.bidirectional:
+        vision = dataclasses.replace(vision, whole_tokens=images.most_tokens(vision))
+    return dataclasses.replace(text, vision=vision), images
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:

@@ -11,13 +11,13 @@ trained for.
                  (arXiv:2602.01469)
     DFlash       layers over a block of masks, which attend to each other and to the states before
                  it (arXiv:2602.06036)
-    MTP          the layer that a checkpoint has after its last one
+    MTP          a layer that a model's checkpoint has beside its own
                  (DeepSeek-V3, arXiv:2412.19437, section 2.2)
     Medusa       heads that read the last state, one for each place after the next token
                  (Cai et al. 2024)
 
 All but the last are a `LayeredSpec`. EAGLE and MTP continue from their own states, token by token.
-P-EAGLE, DFlash and Medusa guess a block in one pass. `head_readers` makes these specs of files. No
+P-EAGLE, DFlash and Medusa guess a block in one pass. `head_readers` and `mtp` make these specs of files. No
 torch.
 """
 
@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from slipstream.spec.description import PartDescription
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -64,6 +65,7 @@ class LayeredSpec:
     - `fc_norm`: before `fc`, each of these states has its own norm, or all together have one.
     - `norms`: the norms that the head has, of `embed_norm`, `hidden_norm` (the state's) and
       `final_norm`.
+    - `state_first`: the product `join` reads [state; embedding].
     - `norm_output`: the next pair reads the output head's input, after `final_norm`.
     - `mask_token`: the head guesses a block in one pass; this token replaces each unknown one.
     - `draft_vocab_size`: the head predicts this many of the model's tokens.
@@ -85,6 +87,7 @@ class LayeredSpec:
     own_embedding: bool = False
     own_head: bool = True
     scales_embedding: bool = False  # like the model
+    state_first: bool = False
     mask_token: int | None = None
     most_drafts: int | None = None
 
@@ -232,7 +235,8 @@ HeadSpec: TypeAlias = LayeredSpec | MedusaSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDescription:
     """A draft head on disk. `names`: the place of each tensor in its file. `ignored` tensors have
-    no effect. `has_map`: there is a `d2t` or a `t2d`."""
+    no effect. `has_map`: there is a `d2t` or a `t2d`. `source`: the part of the model's checkpoint
+    that is an MTP head, which the model's loader reads."""
 
     method: HeadMethod
     path: Path
@@ -240,6 +244,7 @@ class HeadDescription:
     names: Mapping[str, Placement]
     ignored: frozenset[str] = frozenset()
     has_map: bool = False
+    source: PartDescription | None = None
 
 
 WRAPPED = "model."

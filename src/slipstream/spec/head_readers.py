@@ -23,7 +23,7 @@ from slipstream.spec.draft_heads import (
 from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.families.builders import attention, before, gated, heads, rms, rope
 from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, QKNormSpec, SequentialBlock
-from slipstream.spec.parameters import Placement
+from slipstream.spec.mtp import read_mtp
 from slipstream.spec.safetensors import tensor_names
 
 KINDS: dict[HeadMethod, str] = {
@@ -50,7 +50,7 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
             field="method",
         )
     if method == "mtp":
-        return _read_mtp(target)
+        return read_mtp(target)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json of a draft head", field="model")
     config = read_json(path / "config.json")
@@ -394,59 +394,6 @@ def _read_dflash(
         mask_token=mask,
         most_drafts=block_size - 1,
     )
-
-
-# --- MTP -----------------------------------------------------------------------------
-
-
-def _read_mtp(target: ModelDescription) -> HeadDescription:
-    spec, family = target.spec, target.family
-    if not family.mtp or target.format != "safetensors":
-        raise UnsupportedModelError(
-            f"method 'mtp' is for safetensors checkpoints with layers that draft (DeepSeek-V3, GLM-4.5), not for {target.name}",
-            field="method",
-        )
-    if target.quantization is not None and target.quantization.rounds:
-        raise UnsupportedModelError(
-            "method 'mtp' reads layers in the model's type, and this checkpoint's weights are rounded; use another method",
-            field="quantization_config",
-        )
-    config = read_json(target.path / "config.json")
-    count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0))
-    if count != 1:
-        raise UnsupportedModelError(
-            f"config.json: num_nextn_predict_layers = {count!r}: method 'mtp' runs a model with one",
-            field="num_nextn_predict_layers",
-        )
-    n = spec.num_layers
-    below, ours = f"model.layers.{n}.", f"layers.{n}."
-    stored = tensor_names(target.path)
-    assert spec.final_norm is not None
-    head = LayeredSpec(
-        hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
-        draft_vocab_size=spec.vocab_size,
-        layers=spec.layers[-1:],
-        norm=spec.final_norm,
-        join="product",
-        own_head=f"{below}shared_head.head.weight" in stored,
-        scales_embedding=True,
-    )
-    own = {
-        "enorm": "embed_norm",
-        "hnorm": "hidden_norm",
-        "eh_proj": "join",
-        "shared_head.norm": "final_norm",
-    }
-    own |= {"shared_head.head": "head"} if head.own_head else {}
-    names = {f"{below}{theirs}.weight": Placement(f"{name}.weight") for theirs, name in own.items()}
-    for name, place in family.names(replace(spec, layers=(*spec.layers, spec.layers[-1]))).items():
-        if place.target.startswith(ours):
-            names[name] = replace(place, target=f"layers.0.{place.target.removeprefix(ours)}")
-    ignored = frozenset(name for name in stored if not name.startswith(below)) | {
-        f"{below}embed_tokens.weight"
-    }
-    return HeadDescription(method="mtp", path=target.path, spec=head, names=names, ignored=ignored)
 
 
 # --- Medusa --------------------------------------------------------------------------

@@ -199,6 +199,12 @@ class ModelSpec:
             )
         if self.vision is not None:
             self.vision.check(self.vocab_size)
+            windows = [a.window for a in self.attentions if isinstance(a, AttentionSpec)]
+            if self.vision.whole_tokens > min((w for w in windows if w), default=2**31):
+                raise UnsupportedModelError(
+                    f"tokens of a picture see each other: {self.vision.whole_tokens} must fit in the decoder's window",
+                    field="max_soft_tokens",
+                )
         for i, layer in enumerate(self.layers):
             source = None if layer.attention is None else layer.attention.kv_from
             if source is not None and not 0 <= source < i:

@@ -57,9 +57,9 @@ def native_weight_bytes(
 
 
 def is_expandable(target: str) -> bool:
-    """Whether a checkpoint may store `target` quantised: a product, or `expand`, which is expanded
-    at load."""
-    return is_product(target) or target.endswith(".expand.weight")
+    """Whether a checkpoint may store `target` quantised: a product, or one of those that are
+    expanded at load: `expand`, and `join` of a draft head."""
+    return is_product(target) or target.endswith((".expand.weight", "join.weight"))
 
 
 def native_formats(
@@ -90,8 +90,12 @@ def native_formats(
 def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat]:
     """The format of `scheme` for all products' weights, and for the head if the scheme quantises
     it."""
-    heads = ("head.weight",) if SCHEMES[scheme].head else ()
-    return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
+    by = SCHEMES[scheme]
+    return {
+        name: FORMATS[scheme]
+        for name in shapes
+        if (by.head if name == "head.weight" else is_product(name))
+    }
 
 
 def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:

@@ -88,6 +88,14 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisHalves:
+    """Rows of a head are ordered by axis, and in each by its two halves (Gemma 4's image encoder). Ours are ordered by half,
+    so that a head is rotated as one."""
+
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Rows are multiplied by numbers of the config. Each pair has a count of rows and their number (Falcon-H1)."""
 
@@ -114,6 +122,7 @@ Transform: TypeAlias = (
     | OneRow
     | Vector
     | Regroup
+    | AxisHalves
     | Scale
     | Reshape
 )

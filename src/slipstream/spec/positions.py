@@ -132,7 +132,8 @@ class RopeSpec:
     `style` `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`:
     2i with 2i + 1 (GPT-J). `sections`: a token has three positions (a picture's time, row and
     column; all the same for text), and sections[j] frequencies use position j (M-RoPE; Qwen 2 VL,
-    arXiv:2409.12191).
+    arXiv:2409.12191). `alternate`: rows have the second of every three frequencies up to their
+    number, columns the third, and time has the others (Qwen 3 VL, arXiv:2511.21631).
     """
 
     theta: float
@@ -140,6 +141,7 @@ class RopeSpec:
     style: Literal["half", "interleaved"] = "half"
     scaling: RopeScaling = None
     sections: tuple[int, ...] | None = None
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         require_positive("rope", rope_theta=self.theta)
@@ -155,6 +157,15 @@ class RopeSpec:
                 f"rope: mrope_section {list(self.sections)} must be numbers above 0 that sum up to {self.rotary_dim // 2}",
                 field="mrope_section",
             )
+
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """The position, of three, that each frequency uses; None if tokens have one."""
+        if self.sections is None:
+            return None
+        if not self.alternate:
+            return tuple(axis for axis, size in enumerate(self.sections) for _ in range(size))
+        return tuple(i % 3 * (i < 3 * self.sections[i % 3]) for i in range(self.rotary_dim // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,10 +178,14 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 
 def _never_rounded(name: str) -> bool:
-    """Whether schemes never quantise a module: norms, embeddings, routers, the head."""
-    return name == "lm_head" or name.endswith(
-        ("norm", "embed_tokens", "mlp.gate", "shared_expert_gate")
-    )
+    """Whether schemes never quantise a module: norms, embeddings, routers, the head, encoders of
+    pictures and sounds."""
+    ends = ("norm", "embed_tokens", "mlp.gate", "shared_expert_gate")
+    return name == "lm_head" or name.endswith(ends) or _OF_TOWERS.search(name) is not None
+
+
+_OF_TOWERS = re.compile(r"visual|vision|audio|multi_modal_projector|connector")
+"""Parts of names of encoders of pictures and sounds, and of what connects them."""
 
 
 def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) -> StoredQuantization:
@@ -339,9 +343,13 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
-    """The scheme of all products, if they share one. Ignored routers don't count: they are never
-    quantised."""
-    ignored = {layer for layer in formats.ignore if not layer.rstrip("$").endswith("gate")}
+    """The scheme of all products, if they share one. Ignored routers and encoders of pictures don't
+    count: they are never quantised."""
+    ignored = {
+        layer
+        for layer in formats.ignore
+        if not layer.rstrip("$").endswith("gate") and not _OF_TOWERS.search(layer)
+    }
     if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
         return None
     # A scale for the whole weight or input is repeated for each row or token.

@@ -4,6 +4,7 @@ tokens. No torch.
     patches = rows of pixels · patch (+ positions)
     states  = layers(patches)                    a transformer that is not causal
     tokens  = connector(groups of merge × merge neighbouring patches)
+    added   = connectors of earlier states       what the decoder's first layers add (DeepStack)
 
 Patches are numbered group by group, and row by row within a group. So all connectors read the
 patches of a token consecutively. `size` of a picture is in pixels; `grid` is in patches.
@@ -37,21 +38,44 @@ class PatchGrid(NamedTuple):
 class GridPositionSpec:
     """A table of `side` × `side` learned positions that is added to the patches' embeddings.
 
-    `by_fraction`: it is read at the same fractions of a picture's height and width (Idefics 3;
-    Patch n' Pack, arXiv:2307.06304). Otherwise every picture has exactly this grid.
+    `read` says how a picture's grid reads it:
+
+    1. `cells`: every picture has exactly this grid.
+    2. `fractions`: at the same fractions of its height and width (Idefics 3; Patch n' Pack,
+       arXiv:2307.06304).
+    3. `bilinear`: between the four nearest cells, where the corners of grid and table are the same
+       (Qwen 3 VL).
     """
 
     side: int
-    by_fraction: bool
+    read: Literal["cells", "fractions", "bilinear"]
+
+    def shape(self, hidden: int) -> Shape:
+        return (self.side**2, hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPositionSpec:
+    """Two tables of `size` learned positions that are added to the patches' embeddings: one is read
+    by a patch's column, the other by its row (Gemma 4)."""
+
+    size: int
+
+    def shape(self, hidden: int) -> Shape:
+        return (2, self.size, hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxialRopeSpec:
     """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's
-    frequencies is for the patch's row, the second for its column."""
+    frequencies is for the patch's row, the second for its column; with `columns_first` the other
+    way round. Both are the same numbers, or with `alternate` every other one of a head's (Pixtral).
+    """
 
     theta: float
     head_dim: int
+    columns_first: bool = False
+    alternate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +101,83 @@ class PoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
-    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 and 2.5
-    VL)."""
+    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL).
+
+    The norm is over each state, or over the whole group if that is its size.
+    """
 
     norm: NormSpec
     activation: Activation
 
-    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+    def shapes(
+        self, hidden: int, merge: int, text: int, name: str = "vision.connector"
+    ) -> dict[str, Shape]:
         width = merge * merge * hidden
         return {
-            **self.norm.shapes("vision.connector.norm"),
-            "vision.connector.up.weight": (width, width),
-            "vision.connector.up.bias": (width,),
-            "vision.connector.out.weight": (text, width),
-            "vision.connector.out.bias": (text,),
+            **self.norm.shapes(f"{name}.norm"),
+            f"{name}.up.weight": (width, width),
+            f"{name}.up.bias": (width,),
+            f"{name}.out.weight": (text, width),
+            f"{name}.out.bias": (text,),
         }
 
 
-Connector: TypeAlias = ConcatConnector | PoolConnector | MLPConnector
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledPoolConnector:
+    """One product without a bias on rms((√E · mean of a group's states − shift) · gain), a norm
+    without weights (Gemma 4). `standardized`: with the learned `shift` and `gain`."""
+
+    eps: float
+    standardized: bool
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        learned = ("shift", "gain") if self.standardized else ()
+        found: dict[str, Shape] = {f"vision.connector.{x}.weight": (hidden,) for x in learned}
+        return found | {"vision.connector.out.weight": (text, hidden)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchMergeConnector:
+    """A product that makes one state of a group's normed ones, channel by channel, then an MLP as
+    wide as the decoder (Mistral 3)."""
+
+    norm: NormSpec
+    activation: Activation
+    bias: bool
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        found = {
+            **self.norm.shapes("vision.connector.norm"),
+            "vision.connector.merge.weight": (hidden, merge * merge * hidden),
+            "vision.connector.up.weight": (text, hidden),
+            "vision.connector.out.weight": (text, text),
+        }
+        if self.bias:
+            found |= dict.fromkeys(
+                ("vision.connector.up.bias", "vision.connector.out.bias"), (text,)
+            )
+        return found
+
+
+Connector: TypeAlias = (
+    ConcatConnector | PoolConnector | ScaledPoolConnector | MLPConnector | PatchMergeConnector
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepStackSpec:
+    """DeepStack (arXiv:2406.04334): the states behind `layers` of the encoder have a connector each.
+    What the i-th gives is added to the states of a picture's tokens behind layer i of the decoder
+    (Qwen 3 VL)."""
+
+    layers: tuple[int, ...]
+    connector: MLPConnector
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        found: dict[str, Shape] = {}
+        for i in range(len(self.layers)):
+            found |= self.connector.shapes(hidden, merge, text, f"vision.deepstack.{i}")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,23 +188,35 @@ class PromptFormat:
     replaced. `style` says how the placeholder becomes a run of tokens:
 
     1. `plain`: one token for each embedding (Qwen).
-    2. `surrounded`: `begin`, the tokens, `end`, with empty lines around (Gemma 3).
-    3. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
+    2. `framed`: `begin`, the tokens, `end` (Gemma 4). `surrounded`: with empty lines around (Gemma 3).
+    3. `rows`: a run for each row of tokens, each with `row_end` behind it, the last with `end` (Pixtral).
+    4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
     """
 
     placeholder: str
     token: str
-    style: Literal["plain", "surrounded", "tiles"]
+    style: Literal["plain", "framed", "surrounded", "rows", "tiles"]
     begin: str = ""
     end: str = ""
+    row_end: str = ""
+
+    @property
+    def gap(self) -> int:
+        """Tokens of text behind each row of a picture's tokens."""
+        return int(self.style == "rows")
 
     def text(self, num_tokens: int, rows: int = 0, columns: int = 0) -> str:
         """The text for a picture. Each of its `rows` × `columns` tiles, and the whole, have
-        `num_tokens` embeddings."""
+        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens."""
+        if self.style == "rows":
+            line = self.token * columns
+            return f"{line}{self.row_end}" * (rows - 1) + line + self.end
         run = self.token * num_tokens
         if self.style == "plain":
             return run
+        if self.style == "framed":
+            return f"{self.begin}{run}{self.end}"
         if self.style == "surrounded":
             return f"\n\n{self.begin}{run}{self.end}\n\n"
         whole = f"{self.begin}<global-img>{run}{self.begin}"
@@ -137,6 +232,12 @@ class PromptFormat:
         return "".join(lines) + "\n" + whole
 
 
+CLIPPED = ("q", "k", "v", "out", "gate", "up", "down")
+"""The products of a layer that has bounds, in the order of their rows."""
+
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
     """An image encoder.
@@ -145,11 +246,17 @@ class VisionSpec:
     - `num_frames`: times that a patch's pixels are repeated (Qwen's encoder is made for films);
       None: the weights have no such dimension.
     - `merge`: patches on the side of a group, which becomes one token.
+    - `first_norm`: of the patches' embeddings.
+    - `position`: what is added to the patches; `rope`: how the layers rotate them.
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
     - `token_id`: the placeholder that an embedding replaces.
-    - `bidirectional`: the decoder's tokens of a picture attend to all of it (Gemma 3), so they must
-      be computed together.
+    - `channels_last`: a patch's numbers are ordered by pixel, then by channel.
+    - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
+    - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
+    - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
+      or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
+      most, which the preprocessing tells.
     """
 
     hidden_size: int
@@ -158,27 +265,29 @@ class VisionSpec:
     patch_bias: bool
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
-    position: GridPositionSpec | AxialRopeSpec
     merge: int
     connector: Connector
     token_id: int
     prompt: PromptFormat
+    first_norm: NormSpec | None = None
+    position: GridPositionSpec | AxisPositionSpec | None = None
+    rope: AxialRopeSpec | None = None
+    deepstack: DeepStackSpec | None = None
     num_frames: int | None = None
     window: int | None = None
     full_layers: frozenset[int] = frozenset()
-    bidirectional: bool = False
-
-    @property
-    def whole_tokens(self) -> int:
-        """Tokens of a picture that a step must hold together; 0: none."""
-        if not self.bidirectional or not isinstance(self.position, GridPositionSpec):
-            return 0
-        return (self.position.side // self.merge) ** 2
+    channels_last: bool = False
+    clipped: bool = False
+    own_input_id: int | None = None
+    bidirectional: Literal["all", "windowed"] | None = None
+    whole_tokens: int = 0
 
     @property
     def kernel(self) -> tuple[int, ...]:
         """The shape of a patch's numbers: [channels, frames if there are any, patch height, patch
-        width]."""
+        width], or with the channels last."""
+        if self.channels_last:
+            return (self.patch_size, self.patch_size, self.num_channels)
         frames = () if self.num_frames is None else (self.num_frames,)
         return (self.num_channels, *frames, self.patch_size, self.patch_size)
 
@@ -199,15 +308,21 @@ class VisionSpec:
         found: dict[str, Shape] = {"vision.patch.weight": (self.hidden_size, self.patch_numbers)}
         if self.patch_bias:
             found["vision.patch.bias"] = (self.hidden_size,)
-        if isinstance(self.position, GridPositionSpec):
-            found["vision.positions.weight"] = (self.position.side**2, self.hidden_size)
+        if self.first_norm is not None:
+            found |= self.first_norm.shapes("vision.first_norm")
+        if self.position is not None:
+            found["vision.positions.weight"] = self.position.shape(self.hidden_size)
         for i, layer in enumerate(self.layers):
             found |= {
                 f"vision.layers.{i}.{name}": shape
                 for name, shape in layer.shapes(self.hidden_size).items()
             }
+            if self.clipped:
+                found[f"vision.layers.{i}.bounds.weight"] = (len(CLIPPED) * len(BOUNDS),)
         if self.final_norm is not None:
             found |= self.final_norm.shapes("vision.final_norm")
+        if self.deepstack is not None:
+            found |= self.deepstack.shapes(self.hidden_size, self.merge, text_size)
         return found | self.connector.shapes(self.hidden_size, self.merge, text_size)
 
     def check(self, vocab_size: int) -> None:
@@ -224,8 +339,13 @@ class VisionSpec:
         if self.hidden_size % self.layers[0].self_attention.num_heads:
             message = f"hidden_size ({self.hidden_size}) is not a multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")
-        if isinstance(self.position, GridPositionSpec) and self.position.side % self.merge:
-            message = f"{self.position.side} patches on a side can't be merged {self.merge} by {self.merge}"
+        grid = self.position
+        if (
+            isinstance(grid, GridPositionSpec)
+            and grid.read != "bilinear"
+            and grid.side % self.merge
+        ):
+            message = f"{grid.side} patches on a side can't be merged {self.merge} by {self.merge}"
             raise UnsupportedModelError(message, field="image_size")
 
 
@@ -264,15 +384,74 @@ class PixelRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """The most tokens of a picture, which is scaled to nearly as many in its proportions; its sides
+    become multiples of `factor` (Gemma 4)."""
+
+    factor: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestSide:
+    """The most pixels of a side. Larger pictures are scaled in their proportions; then sides are
+    rounded up to multiples of `factor` (Pixtral)."""
+
+    factor: int
+    longest: int
+
+
+Sizes: TypeAlias = TileSizes | FixedSize | PixelRange | TokenBudget | LongestSide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessing:
     """The preprocessing of a picture for the encoder: RGB, scaled, (value · `scale` − mean) /
     std."""
 
-    sizes: TileSizes | FixedSize | PixelRange
+    sizes: Sizes
     resample: Literal["bilinear", "bicubic", "lanczos"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     scale: float = 1 / 255
+
+    def most_tokens(self, vision: VisionSpec) -> int:
+        """The most tokens of a picture or of one of its tiles."""
+        side = vision.patch_size * vision.merge
+        match self.sizes:
+            case TileSizes(tile=tile):
+                return (tile // side) ** 2
+            case FixedSize(height=height, width=width):
+                return height * width // side**2
+            case PixelRange(max_pixels=pixels):
+                return pixels // side**2
+            case TokenBudget(max_tokens=most):
+                return most
+            case LongestSide(longest=longest):
+                return math.ceil(longest / side) ** 2
+
+
+def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int]:
+    """(height, width): the largest multiples of the factor within the budget, in about the same
+    proportions."""
+    factor, most = sizes.factor, sizes.max_tokens
+    scale = math.sqrt(most * factor**2 / (height * width))
+    rows, columns = (math.floor(scale * side / factor) for side in (height, width))
+    if rows == 0:
+        rows, columns = 1, min(width // height, most)
+    elif columns == 0:
+        rows, columns = min(height // width, most), 1
+    return rows * factor, columns * factor
+
+
+def within_side(height: int, width: int, sizes: LongestSide) -> tuple[int, int]:
+    """(height, width) as multiples of the factor, which may exceed the longest side by less than
+    it."""
+    ratio = max(height / sizes.longest, width / sizes.longest)
+    if ratio > 1:
+        height, width = (max(1, math.floor(side / ratio)) for side in (height, width))
+    factor = sizes.factor
+    return math.ceil(height / factor) * factor, math.ceil(width / factor) * factor
 
 
 MAX_SIDE = 4096

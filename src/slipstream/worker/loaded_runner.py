@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import EngineConfig
-from slipstream.config.settings import SpeculationConfig
+from slipstream.config.forms import LearnedDrafts
 from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
@@ -94,7 +94,7 @@ class LoadedRunner(ABC):
 
     # --- Drafters -----------------------------------------------------------------------------------------------------
 
-    def load_head(self, description: HeadDescription, speculation: SpeculationConfig) -> None:
+    def load_head(self, description: HeadDescription, speculation: LearnedDrafts) -> None:
         """Load the head that proposes tokens."""
         with self.phase("draft head"):
             memory, model = self._draft_memory(), self.config.model
@@ -114,7 +114,7 @@ class LoadedRunner(ABC):
             self.config = self.config.with_most_drafts(most)
 
     def load_draft(
-        self, description: ModelDescription, speculation: SpeculationConfig, weights_folder: Path
+        self, description: ModelDescription, speculation: LearnedDrafts, weights_folder: Path
     ) -> None:
         """Load the model that proposes tokens."""
         with self.phase("draft model"):

@@ -25,6 +25,7 @@ from slipstream.config import (
     split_setting,
 )
 from slipstream.config.engine_folder import packed_folder
+from slipstream.config.forms import LearnedDrafts, ModelDrafts, MTPDrafts, TensorParallel
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import (
     MemoryLedger,
@@ -276,18 +277,18 @@ def load_runner(
     kept = packed_folder(path) or weights_folder(args.download_dir)
 
     def load_draft(loaded: LoadedRunner) -> None:
-        if (speculation := config.speculation) is None or not speculation.by_model:
+        how = config.speculation
+        if not isinstance(how, LearnedDrafts):
             return
         progress("draft model")
-        folder = (
-            path
-            if speculation.model is None
-            else resolve_model(speculation.model, download_dir=args.download_dir)
-        )
-        if speculation.method == "draft":
-            loaded.load_draft(read_spec(folder), speculation, weights_folder(args.download_dir))
-        elif speculation.method != "ngram" and speculation.method != "suffix":
-            loaded.load_head(_read_head(speculation.method, folder, description), speculation)
+        if isinstance(how, MTPDrafts):
+            loaded.load_head(_read_head(how.method, path, description), how)
+            return
+        folder = resolve_model(how.model, download_dir=args.download_dir)
+        if isinstance(how, ModelDrafts):
+            loaded.load_draft(read_spec(folder), how, weights_folder(args.download_dir))
+        else:
+            loaded.load_head(_read_head(how.method, folder, description), how)
 
     if not by_torch and (host := _host_loaded(config, description, kept, load_draft)) is not None:
         host.phases["resolve"] = found
@@ -348,7 +349,8 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
     platform.activate(config.device.num_threads)
     every = ranks.join(platform.collectives, device)
     group, pipe = every.stages(config.parallel.num_stages)
-    if device.type == "cuda" and group.size > 1 and not config.parallel.deals_requests:
+    how = config.parallel.stage
+    if device.type == "cuda" and isinstance(how, TensorParallel):
         from slipstream.kernels.triton.rank_sums import try_rank_sums
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
@@ -359,7 +361,11 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
             )
             try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
     return Partition(
-        config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence
+        config.parallel.shard(ranks.rank),
+        group,
+        pipe,
+        every,
+        isinstance(how, TensorParallel) and how.sequence,
     )
 
 

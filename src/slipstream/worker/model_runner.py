@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.forward.forwards import Forwards
     from slipstream.worker.forward.texts import TextGraphs
-    from slipstream.worker.graphs.step_graphs import AdapterGraphs, StepGraphs
+    from slipstream.worker.graphs.step_graphs import StepGraphs
     from slipstream.worker.loaded_runner import LoadedRunner
     from slipstream.worker.ranks.stage_tokens import FirstStage, LastStage
 
@@ -172,7 +172,7 @@ class ModelRunner(Runner):
         super().__init__(loaded, kv)
         self.rows = self._make_rows()
         self.graphs: StepGraphs | None = None
-        self.adapter_graphs: AdapterGraphs | None = None
+        self.adapter_graphs: StepGraphs | None = None
         self._begun: BegunStep | None = None  # a step that a CPU still computes
         self._first: FirstStage | None = None  # of a pipeline, like `_last`
         self._last: LastStage | None = None
@@ -186,7 +186,9 @@ class ModelRunner(Runner):
         )
 
     def _make_rows(self) -> RowTable:
-        sectioned = any(getattr(a.position, "sections", None) for a in self.model.spec.attentions)
+        sectioned = self.config.images is not None and any(
+            getattr(a.position, "sections", None) for a in self.model.spec.attentions
+        )
         shard = None if self.partition is None else self.partition.shard
         rank = shard.rank if shard is not None and shard.deals_requests else 0
         return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)
@@ -205,20 +207,18 @@ class ModelRunner(Runner):
     # --- Graphs -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        from slipstream.worker.graphs.step_graphs import (
-            AdapterGraphs,
-            SharedPrefixGraphs,
-            StepGraphs,
-        )
+        from slipstream.worker.graphs.graph_inputs import AdapterInput, SharedPrefixInput
+        from slipstream.worker.graphs.step_graphs import StepGraphs
 
         config, forwards = self.config, cast("Forwards", self.forwards)
-        self.graphs = StepGraphs(forwards, self.kv, self.rows, config)
+        make = partial(StepGraphs, forwards, self.kv, self.rows, config)
+        self.graphs = make()
         self.graphs.capture()
         forwards.add(self.graphs)
         if self.ops.shares_prefixes and not self.loaded.has_latents:
-            forwards.add(SharedPrefixGraphs(self.graphs, config))
+            forwards.add(make(SharedPrefixInput(self.device), self.graphs))
         if self.adapters is not None:
-            self.adapter_graphs = AdapterGraphs(forwards, self.kv, self.rows, config, self.adapters)
+            self.adapter_graphs = make(AdapterInput(self.adapters, self.rows, self.device))
             self.adapter_graphs.capture()
             forwards.add(self.adapter_graphs)
         if self.draft is not None and self.platform.is_asynchronous:

@@ -124,7 +124,7 @@ class Row:
     def wants(self) -> Iterator[Want]:
         s = self.sampling
         asked: dict[Want, object] = {
-            "grammar": s.structured_outputs,
+            "grammar": s.is_masked,
             "logprobs": s.logprobs is not None,
             "draw": s.temperature > 0.0,
             "penalties": s.has_penalties,
@@ -268,6 +268,8 @@ class RowTable:
                 self.num_dropped += 1
         if plan.new:
             self._add(plan.new, adapters)
+        if plan.unmasked:
+            self.wanting["grammar"].difference_update(plan.unmasked)
         self._update(plan.scheduled)
         if drafted := [s for s in plan.scheduled if s.drafts and FROM_MODEL not in s.drafts]:
             self._put_drafts(drafted)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.config.forms import HostExperts, StreamedLayers
 from slipstream.costs.graph_sizes import GRAPH_BYTES, graph_bytes
 from slipstream.errors import AdapterError, ConfigError
 from slipstream.kernels.build import remedy
@@ -78,6 +79,12 @@ class TorchLoaded(LoadedRunner):
                 remedy(),
             )
         self.ops = with_host_experts(config, self.ops, self.platform)
+        offload: dict[str, Any] = {}
+        match config.model.offload:
+            case StreamedLayers(weights_bytes):
+                offload = {"weights_bytes": weights_bytes}
+            case HostExperts(mixtures):
+                offload = {"host_experts": mixtures}
         with self.phase("weights"):
             self.model = load_model(
                 description,
@@ -85,8 +92,7 @@ class TorchLoaded(LoadedRunner):
                 device=self.device,
                 dtype=self.dtype,
                 partition=partition,
-                weights_bytes=config.model.weights_bytes,
-                host_experts=config.model.host_experts,
+                **offload,
                 **self._load_settings(weights_folder, config.model.quantization),
             )
             if self.model.decoder.stream is not None:

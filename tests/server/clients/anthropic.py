@@ -19,7 +19,9 @@ with client.messages.stream(**ask) as stream:
 counted = client.messages.count_tokens(
     model=model, messages=ask["messages"], system=ask["system"]
 ).input_tokens
-assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+used = whole.usage
+read, written = used.cache_read_input_tokens, used.cache_creation_input_tokens
+assert counted == used.input_tokens + read + written
 assert [found.id for found in client.models.list()] == [model]
 assert client.beta.messages.create(**ask).content[0].text == whole.content[0].text
 

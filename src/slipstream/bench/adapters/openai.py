@@ -1,4 +1,5 @@
-"""Any endpoint with OpenAI's `/v1/completions`, over HTTP/1.1 with server-sent events.
+"""Any endpoint with OpenAI's `/v1/completions` or `/v1/chat/completions`, over HTTP/1.1 with
+server-sent events.
 
 Data that a connection receives costs one callback: no task is woken until the answer has ended, so
 that one process can read tens of thousands of tokens a second. Connections stay open for later
@@ -29,13 +30,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     `ignore_eos` is an extension of vLLM and Slipstream; without it answers may be shorter.
     `send_text` sends a prompt's text if it has one; otherwise token ids are sent, which OpenAI's
-    API allows as well."""
+    API allows as well. `token_ids` asks for the answer's token ids, an extension of the same two."""
 
     url: str
     model: str = ""
     api_key: str | None = None
     ignore_eos: bool = True
     send_text: bool = False
+    token_ids: bool = False
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -56,13 +58,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServedModel(msgspec.Struct, frozen=True):
     """A model in the endpoint's list. `vocab_size` is given by Slipstream and llama.cpp (`meta`)
-    only."""
+    only, `max_model_len` by Slipstream and vLLM."""
 
     class Meta(msgspec.Struct, frozen=True):
         n_vocab: int | None = None
 
     id: str
     vocab_size: int | None = None
+    max_model_len: int | None = None
     meta: Meta | None = None
 
     @property
@@ -110,11 +113,15 @@ class OpenAIEndpoint:
 
     async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
         endpoint = self.endpoint
+        path, what = "/completions", "prompt"
+        given: Any = request.prompt_token_ids
+        if request.messages is not None:
+            path, what, given = "/chat/completions", "messages", request.messages
+        elif endpoint.send_text and request.prompt:
+            given = request.prompt
         body: dict[str, Any] = {
             "model": endpoint.model,
-            "prompt": request.prompt
-            if endpoint.send_text and request.prompt
-            else request.prompt_token_ids,
+            what: given,
             "max_tokens": request.output_tokens,
             "temperature": 0,
             "stream": True,
@@ -122,9 +129,11 @@ class OpenAIEndpoint:
         }
         if endpoint.ignore_eos:
             body["ignore_eos"] = True
+        if endpoint.token_ids and request.messages is None:
+            body["return_token_ids"] = True
         events = Events(answer)
         status, refusal = await self._exchange(
-            "POST", "/completions", msgspec.json.encode(body), events, endpoint.timeout_s
+            "POST", path, msgspec.json.encode(body), events, endpoint.timeout_s
         )
         if status != 200:
             raise _refusal(status, refusal)
@@ -256,8 +265,16 @@ class _Connection(asyncio.Protocol):
         self._end(None)
 
 
+class _Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
 class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
+    delta: _Delta | None = None  # a chat's
+    token_ids: list[int] | None = None
 
 
 class _Details(msgspec.Struct):
@@ -304,6 +321,13 @@ class Events:
                     str(error.get("message", error) if isinstance(error, dict) else error)
                 )
             for choice in event.choices or ():
+                if choice.delta is not None:
+                    self._read_delta(choice.delta, now)
+                    break
+                if answer.keeps and choice.token_ids:  # tokens need not have a text
+                    answer.token_ids += choice.token_ids
+                    answer.add(now, len(choice.token_ids))
+                    break
                 if choice.text:
                     answer.add(now, 1)
                     break
@@ -311,6 +335,16 @@ class Events:
                 answer.usage = usage.prompt_tokens, usage.completion_tokens
                 if usage.prompt_tokens_details is not None:
                     answer.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+                    answer.counts_cached = True
+
+    def _read_delta(self, delta: _Delta, now: float) -> None:
+        answer = self.answer
+        reasoning = delta.reasoning_content or delta.reasoning
+        if delta.content or reasoning:
+            answer.add(now, 1)
+            if answer.keeps:
+                answer.text.append(delta.content or "")
+                answer.reasoning.append(reasoning or "")
 
 
 class Splitter:

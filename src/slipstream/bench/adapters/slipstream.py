@@ -100,6 +100,9 @@ class AsyncSlipstream:
             tokens = sum(len(choice.token_ids) for choice in output.outputs)
             if tokens:
                 answer.add(time.monotonic(), tokens)
+                if answer.keeps:
+                    answer.token_ids += output.outputs[0].token_ids
+            answer.counts_cached = True
             answer.cached_tokens = max(answer.cached_tokens, output.num_cached_tokens)
 
     async def describe(self) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.agent_options import AGENTS_TITLE, add_agent_options, given_agent_options
 from slipstream.cli.console import phases, print_json
 from slipstream.cli.options import add_engine_options, add_output_options, engine_args
+from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.costs.metrics import Summary
 
 WORKLOADS = ("fixed", "random", "sharegpt", "lengths", "shared-prefix")
+OF_SESSIONS = ("agents", "trace")
 LENGTHS = ("fixed", "random", "shared-prefix")
 
 PEERS = {
@@ -33,6 +36,15 @@ PEERS = {
 """Other engines and the settings that they support."""
 
 CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
+    "num_requests": ("workloads other than agents", None, lambda args: args.workload != "agents"),
+    "trace_file": ("--workload trace", None, lambda args: args.workload == "trace"),
+    "time_scale": ("--workload trace", 1.0, lambda args: args.workload == "trace"),
+    "num_gpus": ("the workloads agents and trace", None, lambda args: args.workload in OF_SESSIONS),
+    "api": (
+        "the workloads agents and trace with --url",
+        "auto",
+        lambda args: args.workload in OF_SESSIONS and args.url is not None,
+    ),
     "input_len": (
         f"the workloads {', '.join(LENGTHS)}",
         128,
@@ -55,7 +67,11 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "served_model_name": ("--url", None, lambda args: args.url is not None),
     "api_key": ("--url", None, lambda args: args.url is not None),
     "ignore_eos": ("--url", True, lambda args: args.url is not None),
-    "clients": ("--url", "auto", lambda args: args.url is not None),
+    "clients": (
+        "--url with workloads other than agents and trace",
+        "auto",
+        lambda args: args.url is not None and args.workload not in OF_SESSIONS,
+    ),
     "compare": ("--url", None, lambda args: args.url is not None),
     "compare_model": ("--compare", None, lambda args: args.compare is not None),
     "compare_api_key": ("--compare", None, lambda args: args.compare is not None),
@@ -66,11 +82,16 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
 made). An option that is not given leaves no attribute; `settle` adds the default."""
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
+NUM_REQUESTS = 32
+
+
+def add_workload(parser: argparse.ArgumentParser, *, sessions: bool = False) -> None:
+    """Add the options of workloads; with `sessions` of those, too."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--workload", choices=WORKLOADS, default="fixed", help="(default: fixed)")
-    group.add_argument("--num-requests", type=int, default=32, metavar="X", help="(default: 32)")
+    choices = (*WORKLOADS, *OF_SESSIONS) if sessions else WORKLOADS
+    group.add_argument("--workload", choices=choices, default="fixed", help="(default: fixed)")
     for name, kind, text in (
+        ("--num-requests", int, f"(default: {NUM_REQUESTS}; of a trace all)"),
         ("--input-len", int, "prompt tokens (default: 128)"),
         ("--output-len", int, "answer tokens (default: 128)"),
         ("--range-ratio", float, "random: from ratio·len to len (0.5)"),
@@ -90,6 +111,34 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="short requests before, not counted (default: 4)",
     )
+    if sessions:
+        own = parser.add_argument_group("sessions of --workload agents and trace")
+        of_type: Callable[[str], Any]
+        for name, of_type, metavar, text in (
+            ("--trace-file", str, "FILE", "trace: Mooncake's JSON lines or Azure's CSV"),
+            (
+                "--time-scale",
+                float,
+                "X",
+                Rare("trace: its times and pauses times this (default: 1)"),
+            ),
+            (
+                "--num-gpus",
+                int,
+                "N",
+                Rare("devices of the server, for figures of each (default: 1)"),
+            ),
+        ):
+            own.add_argument(
+                name, type=of_type, default=argparse.SUPPRESS, metavar=metavar, help=text
+            )
+        own.add_argument(
+            "--api",
+            choices=("auto", "completions", "chat"),
+            default=argparse.SUPPRESS,
+            help="token ids of exact lengths, or messages (default: auto, token ids if the server returns such)",
+        )
+        add_agent_options(parser.add_argument_group(AGENTS_TITLE))
     parser.add_argument(
         "--energy", action="store_true", help="the run's joules, too, where NVML or RAPL tells them"
     )
@@ -166,6 +215,11 @@ def settle(args: argparse.Namespace) -> None:
         if hasattr(args, name) and not is_used(args):
             raise _unused(name, owner)
         vars(args).setdefault(name, default)
+    for name in given_agent_options(args):
+        if args.workload != "agents" and (args.workload, name) != ("trace", "max_context"):
+            raise _unused(name, "--workload agents")
+    if args.num_requests is None and args.workload != "trace":
+        args.num_requests = NUM_REQUESTS
     text = args.workload == "sharegpt"
     if getattr(args, "url", None) is not None:
         if args.model is not None and args.vocab_size is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.power import Energy, EnergyMeter
 from slipstream.cli.bench.measurements import (
+    OF_SESSIONS,
     add_workload,
     bench_args,
     deliver,
@@ -22,11 +23,11 @@ from slipstream.cli.bench.measurements import (
     settle,
     verdict,
 )
+from slipstream.cli.bench.servers import described_arrivals, endpoint_of, vocab_size_of
 from slipstream.cli.console import phases, progress_bar, say
 from slipstream.cli.options import MODEL_HELP
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
-from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--vocab-size", "X", "random token ids below this (default: as the server says)"),
     ):
         group.add_argument(flag, type=int, default=argparse.SUPPRESS, metavar=metavar, help=text)
-    add_workload(parser)
+    add_workload(parser, sessions=True)
     finish(parser, run)
 
 
@@ -91,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.rates import parse_rate_objectives
     from slipstream.costs.metrics import parse_objectives
 
-    args.arrivals = args.arrivals or "burst"
-    arrivals, objectives = parse_arrivals(args.arrivals), parse_objectives(args.slo)
-    rate_objectives = parse_rate_objectives(args.find_rate) if args.find_rate is not None else ()
+    objectives = parse_objectives(args.slo)
     if args.energy and args.url is not None:
         raise ConfigError(
             "--energy counts this machine's joules, and --url is a server that may be elsewhere",
@@ -101,6 +100,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.url is None and args.model is None:
         raise ConfigError("give a model to start here, or the --url of a server", field="model")
+    if args.workload in OF_SESSIONS:
+        from slipstream.cli.bench.agents import run_sessions
+
+        return run_sessions(args, objectives)
+    args.arrivals = args.arrivals or "burst"
+    arrivals = parse_arrivals(args.arrivals)
+    rate_objectives = parse_rate_objectives(args.find_rate) if args.find_rate is not None else ()
     if rate_objectives and not isinstance(arrivals, Poisson):
         raise ConfigError(
             "--find-rate needs --request-rate, the first rate to try", field="find_rate"
@@ -171,7 +177,7 @@ class _Bench:
             targets = await self._targets(stack)
             if needs_vocab_size(self.args, self.settings):
                 self.args.vocab_size = min(
-                    [await self._vocab_size(target.engine) for target in targets]
+                    [await vocab_size_of(_server(target.engine)) for target in targets]
                 )
                 self.workload = make_workload(self.args, self.settings)
             if rate_objectives:
@@ -201,7 +207,7 @@ class _Bench:
         if args.compare is not None:
             servers.append((args.compare, args.compare_model, args.compare_api_key))
         targets = [
-            _Target(url, await self._endpoint(url, model, key)) for url, model, key in servers
+            _Target(url, await endpoint_of(args, url, model, key)) for url, model, key in servers
         ]
         count = (
             num_clients(self.arrivals, args.num_requests)
@@ -210,43 +216,6 @@ class _Bench:
         )
         self.clients = await stack.enter_async_context(await Clients.start(count))
         return targets
-
-    async def _endpoint(self, url: str, model: str | None, api_key: str | None) -> Endpoint:
-        import msgspec
-
-        from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
-
-        endpoint = Endpoint(
-            url=url,
-            model=model or "",
-            api_key=api_key,
-            ignore_eos=self.args.ignore_eos,
-            send_text=True,
-        )
-        if model is None:
-            async with OpenAIEndpoint(endpoint) as server:
-                models = await server.served_models()
-            if not models:
-                raise ConfigError(f"{url} serves no model", field="url")
-            endpoint = msgspec.structs.replace(endpoint, model=models[0].id)
-        return endpoint
-
-    async def _vocab_size(self, endpoint: Endpoint | AsyncSlipstream) -> int:
-        """Size of the vocabulary that the endpoint reports for its model."""
-        from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
-
-        assert isinstance(endpoint, Endpoint), "an engine that is started here has a model"
-        async with OpenAIEndpoint(endpoint) as server:
-            found = {model.id: model.num_token_ids for model in await server.served_models()}.get(
-                endpoint.model
-            )
-        if found is None:
-            raise ConfigError(
-                f"{endpoint.url} does not say how many token ids {endpoint.model} has; give --vocab-size, or a model with the "
-                "same vocabulary: slipstream bench serve MODEL --url …",
-                field="vocab_size",
-            )
-        return found
 
     async def _measure(
         self, target: _Target, arrivals: Arrivals, number: int
@@ -327,7 +296,7 @@ class _Bench:
         result = document(
             "serve",
             workload=workload.describe(),
-            arrivals=_arrivals(self.arrivals),
+            arrivals=described_arrivals(self.arrivals),
             **parts[0],
             **({"compared": parts[1]} if len(parts) > 1 else {}),
         )
@@ -434,8 +403,11 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _arrivals(arrivals: Arrivals) -> dict[str, Any]:
-    return {"kind": type(arrivals).__name__.lower(), **plain(arrivals)}
+def _server(engine: Endpoint | AsyncSlipstream) -> Endpoint:
+    from slipstream.bench.adapters.openai import Endpoint
+
+    assert isinstance(engine, Endpoint), "an engine that is started here has a model"
+    return engine
 
 
 def _ms(seconds: float | None) -> str:

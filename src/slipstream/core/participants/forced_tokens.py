@@ -9,7 +9,7 @@ from slipstream.core.request import Request
 
 
 class ForcedTokens(Participant):
-    """Guides requests with a grammar. `find` is the engine's part: it knows the grammars."""
+    """Guides requests with a grammar or a budget of reasoning. `find` is the engine's part: it knows the grammars."""
 
     guides = adds = True
 
@@ -18,7 +18,7 @@ class ForcedTokens(Participant):
         """Maps (request id, number of pending tokens) to the tokens that its grammar forces."""
 
     def concerns(self, request: Request) -> bool:
-        return request.spec.sampling.structured_outputs is not None
+        return request.spec.sampling.is_masked
 
     def certain(self, request: Request) -> tuple[int, ...]:
         """Tokens that the grammar forces now.

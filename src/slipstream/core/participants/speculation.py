@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.config import MAX_DRAFTS, MAX_STEP_DRAFTS, SpeculationConfig
+from slipstream.config.forms import (
+    MAX_DRAFTS,
+    MAX_STEP_DRAFTS,
+    DraftSettings,
+    LearnedDrafts,
+    NgramDrafts,
+    SuffixDrafts,
+)
 from slipstream.core.chains import Chains
 from slipstream.core.participants.base import Participant
 from slipstream.core.proposer import LookUp, Proposal, Proposer, RecentAnswers
@@ -93,12 +100,12 @@ class Drafting:
 
 
 class Speculation(Participant):
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(self, config: DraftSettings) -> None:
         self.config = config
         self.costs = StepCosts()
         self.num_drafts = self.num_tokens = 0  # runs of drafts, and drafts in them
         self.accepted_by_position: list[int] = []  # how often the i-th draft of a run was accepted
-        self._chains = Chains() if config.by_model else None
+        self._chains = Chains() if isinstance(config, LearnedDrafts) else None
         self._acceptance = Acceptance(memory=1024)  # over all requests
         self._traffic: dict[str, RecentAnswers] = {}
         # when the last step ended; None if the engine has been idle since
@@ -206,7 +213,7 @@ class Speculation(Participant):
 
     def _proposer(self, request: Request) -> Proposer:
         config, text = self.config, request.spec.encoder_token_ids
-        if config.method == "ngram":
+        if isinstance(config, NgramDrafts):
             return LookUp(
                 least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text
             )
@@ -340,7 +347,7 @@ class Speculation(Participant):
     def ended(self, request: Request) -> None:
         if self._chains is not None:
             self._chains.ended(request.request_id)
-        if self.drafting.pop(request, None) is not None and self.config.method == "suffix":
+        if self.drafting.pop(request, None) is not None and isinstance(self.config, SuffixDrafts):
             self._remember(request)
 
     def _remember(self, request: Request) -> None:

@@ -6,6 +6,8 @@
 3. Each step asks for the masks of the tokens that it samples, while the device runs the forward.
 4. The tokens that the step gave advance the states.
 
+A budget of reasoning (`reasoning.py`) is a part of a request's state, with a grammar or alone.
+
 A grammar's compilation is bounded in characters, in depth (`grammar_depth`), in symbols, in the work of its lexer, and in
 seconds. Clients compile in turns (`bounded_threads`). An end token is allowed
 exactly where the grammar may end. Where nothing more can follow, the answer ends without one.
@@ -38,6 +40,12 @@ from slipstream.engine.grammars.depth import (
     check_schema,
     is_lark,
 )
+from slipstream.engine.grammars.reasoning import (
+    ReasoningBudget,
+    ReasoningCounter,
+    ReasoningVocabulary,
+    counter,
+)
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
@@ -50,6 +58,7 @@ from slipstream.engine.text.tokenizer_parts import is_panic
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineRequest,
+    ReasoningMarkers,
     SamplingParams,
     StepPlan,
     StructuredOutputsParams,
@@ -224,11 +233,14 @@ class GrammarThreads(Generic[T]):
         self._small, self._large = threads(most_small), threads(max(1, available_cores() - 1))
 
     def submit(
-        self, call: Callable[[], T], params: StructuredOutputsParams, client: str
+        self, call: Callable[[], T], params: StructuredOutputsParams | None, client: str
     ) -> Future[T]:
         """Run `call` in the threads for the grammar's size, as `BoundedThreads.submit` does. An
         empty `client` stands for nobody in particular."""
-        given = (params.json, params.regex, params.grammar, params.around, *(params.choice or ()))
+        given: tuple[object, ...] = ()
+        if params is not None:
+            choice = params.choice or ()
+            given = (params.json, params.regex, params.grammar, params.around, *choice)
         size = sum(len(text) for text in given if isinstance(text, str))
         threads = self._small if size <= SMALL_CHARACTERS else self._large
         return threads.submit(call, client or None)
@@ -438,51 +450,75 @@ class GrammarError(Exception):
 
 
 class GrammarState:
-    """Position of one answer in its grammar. `ends` are the tokens that end the answer. Tokens of
-    `never` are not allowed anywhere. `sampling` says what else the request rules out, so that an
-    answer for which nothing is left is noticed here. `lengths` follows the same answer by the
-    lengths of its strings, where these are enough."""
+    """Position of one answer in its grammar and in its budget of reasoning. Without a `matcher` the
+    budget is all. `ends` are the tokens that end the answer. Tokens of `never` are not allowed
+    anywhere. `sampling` says what else the request rules out, so that an answer for which nothing is
+    left is noticed here. `lengths` follows the same answer by the lengths of its strings, where
+    these are enough."""
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        matcher: LLMatcher | None,
         ends: Collection[int] = (),
         never: Collection[int] = (),
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
         lengths: StringLengths | None = None,
+        budget: ReasoningBudget | None = None,
     ) -> None:
-        self._matcher, self._sampling, self.lengths = matcher, sampling, lengths
+        self.matcher, self._sampling, self.lengths = matcher, sampling, lengths
+        self.budget = budget
         self._ends, self._never = tuple(ends), tuple(set(never) - set(ends))
         self._limited = sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
         self._answer: list[int] = []
         self._allowed: Bits | None = None  # as a mask
 
     def copy(self) -> GrammarState:
-        other = GrammarState(self._matcher.deep_copy(), self._ends, self._never, self._sampling)
+        matcher = None if self.matcher is None else self.matcher.deep_copy()
+        budget = None if self.budget is None else self.budget.copy()
+        other = GrammarState(matcher, self._ends, self._never, self._sampling, budget=budget)
         other._answer[:] = self._answer
         return other
 
     def mask(self, into: Bits) -> bool:
         """Write which tokens may come next into int32 [words]. Returns False if none may, because
         the answer is complete. GrammarError if it can't go on."""
-        self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+        if not self.write_free(into):
+            assert self.matcher is not None
+            self.matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
         return self.finish_mask(into)
+
+    def write_free(self, into: Bits) -> bool:
+        """Write the mask of a place where the grammar has no say: within reasoning, or without one.
+        False, and nothing is written, elsewhere."""
+        if self.matcher is None:
+            into.fill(-1)
+        elif self.budget is not None and self.budget.is_reasoning:
+            self.budget.write_mask(into)
+        else:
+            return False
+        return True
 
     def finish_mask(self, into: Bits) -> bool:
         """Complete a mask that the matcher has written. Returns and raises what `mask` does.
 
         1. End tokens are allowed where the answer may end. The grammar has no rule for them.
-        2. Tokens that the model or the request rules out are taken away.
+        2. Tokens that the model or the request rules out are taken away. A marker that a budget
+           forces is not.
         """
+        if self.matcher is None:
+            if self.budget is not None:
+                self.budget.narrow(into)
+            return True
         self._check()
-        accepts = self._matcher.is_accepting()
+        accepts = self.matcher.is_accepting()
         for token in self._never:
             into[token >> 5] &= ~_bit(token)
         for token in self._ends:
             into[token >> 5] = (
                 into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
             )
-        limited = self._limited
+        is_forced = self.budget is not None and self.budget.narrow(into)
+        limited = self._limited and not is_forced
         fits = not limited or not _is_empty(into)
         if limited:
             self._rule_out(into)
@@ -516,38 +552,47 @@ class GrammarState:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by tokens that its masks allowed. GrammarError if it can't."""
-        if not self._matcher.consume_tokens(list(tokens)):
+        given = tokens
+        if self.budget is not None:
+            given = []
+            for token in tokens:
+                if (own := self.budget.accept(token)) is None:
+                    raise GrammarError("a token was drawn that the budget of reasoning rules out")
+                given += own
+        if self.matcher is not None and not self.matcher.consume_tokens(list(given)):
             self._check()
             raise GrammarError("a token was drawn that the grammar does not allow")
         if self.lengths is not None:
-            self.lengths.accept(tokens)
+            self.lengths.accept(given)
         if self._sampling.bad_words_token_ids:
             self._answer += tokens
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
         """Tokens that must follow `num_pending` forced ones. They stop before a token that
         completes the answer. () if not even the pending ones are known."""
-        if self._limited:
+        if self._limited or self.matcher is None or self.budget is not None:
             return ()  # what is forced may be ruled out
-        tokens: list[int] = self._matcher.compute_ff_tokens()
+        tokens: list[int] = self.matcher.compute_ff_tokens()
         taken = next(
             (i for i, token in enumerate(tokens) if token in self._ends or token in self._never),
             len(tokens),
         )
         if taken <= num_pending:
             return ()
-        if not self._matcher.consume_tokens(tokens[:taken]):
+        if not self.matcher.consume_tokens(tokens[:taken]):
             self._check()
             raise GrammarError("a forced token can't follow")
         complete = self.is_finished
-        self._matcher.rollback(taken)
+        self.matcher.rollback(taken)
         return tuple(tokens[num_pending : taken - complete])
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
-        self._matcher.rollback(num_tokens)
+        num_given = num_tokens if self.budget is None else self.budget.rollback(num_tokens)
+        if self.matcher is not None:
+            self.matcher.rollback(num_given)
         if self.lengths is not None:
-            self.lengths.rollback(num_tokens)
+            self.lengths.rollback(num_given)
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
@@ -572,15 +617,23 @@ class GrammarState:
     @property
     def is_finished(self) -> bool:
         """The answer is complete, and nothing can follow."""
-        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
+        matcher = self.matcher
+        return matcher is not None and bool(matcher.is_stopped() and matcher.is_accepting())
 
-    @property
-    def matcher(self) -> LLMatcher:
-        return self._matcher
+    def is_free(self, num_tokens: int) -> bool:
+        """Whether all tokens are allowed after so many others, and after each of them."""
+        return self.matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
+
+    def settle(self) -> None:
+        """Take note that no token before this is taken back. A budget that is over is dropped."""
+        if self.budget is not None:
+            self.budget.settle()
+            if self.budget.is_over:
+                self.budget = None
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error().splitlines()[0])
+        if self.matcher is not None and self.matcher.is_error():
+            raise GrammarError(self.matcher.get_error().splitlines()[0])
 
 
 @lru_cache(maxsize=4096)
@@ -606,8 +659,9 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
 
 
-Compiled: TypeAlias = "tuple[LLMatcher, tuple[LLMatcher, CountedStrings] | None]"
-"""A grammar's matcher, and the one by the lengths of strings, where that helps."""
+Compiled: TypeAlias = "tuple[LLMatcher | None, tuple[LLMatcher, CountedStrings] | None]"
+"""A grammar's matcher, and the one by the lengths of strings, where that helps. Without a grammar
+there is none."""
 
 
 def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
@@ -628,6 +682,7 @@ class Grammars:
     ) -> None:
         self.load, self.num_rows, self._ends_of = load, num_rows, ends
         self._ends: tuple[int, ...] = ()
+        self._tokenizer: Tokenizer | None = None
         self._vocabulary: LLTokenizer | None = None
         self._read: _Vocabulary | None = None  # what both are made of
         self._lengths: LengthVocabulary | None = None
@@ -639,17 +694,21 @@ class Grammars:
         )  # by the request's salt, too, as in `check`
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
+        self._reasoning: dict[object, ReasoningVocabulary] = {}
+        self._counters: dict[tuple[ReasoningMarkers, int], ReasoningCounter] = {}
         self.overloaded: set[str] = set()
 
     def begin(self, request: EngineRequest) -> bool:
         """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
-        EngineOverloadedError if too many compilations are stuck."""
+        EngineOverloadedError if too many compilations are stuck. A budget alone needs no more than the tokenizer."""
         params = request.sampling.structured_outputs
-        assert params is not None
         key = (request.cache_salt, params)
-        ready = self._compiled.get(key)
+        ready = None
+        if params is not None and (ready := self._compiled.get((request.cache_salt, params))):
+            self._compiled.move_to_end((request.cache_salt, params))
+        if params is None and self._tokenizer is not None:
+            ready = (None, None)
         if ready is not None:
-            self._compiled.move_to_end(key)
             self._start(request, ready)
             return True
         same = (
@@ -658,7 +717,7 @@ class Grammars:
             if (other.cache_salt, other.sampling.structured_outputs) == key
         )
         future = next(same, None) or self._threads.submit(
-            partial(self._compile, params), params, request.client
+            partial(self._compile, params, request.sampling), params, request.client
         )
         self._pending[request.request_id] = request, future
         return False
@@ -685,8 +744,8 @@ class Grammars:
                     self.overloaded.add(request_id)
             else:
                 compiled, params = future.result(), request.sampling.structured_outputs
-                assert params is not None
-                self._compiled[request.cache_salt, params] = compiled
+                if params is not None:
+                    self._compiled[request.cache_salt, params] = compiled
                 while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
                 self._start(request, compiled)
@@ -729,7 +788,13 @@ class Grammars:
             state.accept([token])
             if state.is_finished:
                 return i
+        state.settle()
         return None
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether nothing is ruled out for the request any more."""
+        state = self._states.get(request_id)
+        return state is not None and state.matcher is None and state.budget is None
 
     def masks(
         self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
@@ -745,7 +810,9 @@ class Grammars:
         found = [
             (s, i)
             for s, i in zip(plan.scheduled, first, strict=False)
-            if s.num_sampled and s.request_id in self._states
+            if s.num_sampled
+            and (state := self._states.get(s.request_id)) is not None
+            and not state.is_free(len(s.drafts))
         ]
         positions = [i + k for s, i in found for k in range(s.num_sampled)]
         states = [self._states[s.request_id] for s, _ in found]
@@ -764,14 +831,12 @@ class Grammars:
             bits.fill(-1)  # behind a wrong guess anything is allowed
         rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))[:-1]
         inside = self._inside_strings(states, rows, bits)
-        self._compute(
-            [
-                (state.matcher, row)
-                for state, row in zip(states, rows, strict=True)
-                if row not in inside
-            ],
-            bits,
-        )
+        matchers = list[tuple["LLMatcher", int]]()
+        for state, row in zip(states, rows, strict=True):
+            if not state.write_free(bits[row]) and row not in inside:
+                assert state.matcher is not None
+                matchers.append((state.matcher, row))
+        self._compute(matchers, bits)
         ended: dict[str, str | None] = {}
         for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=True):
             try:
@@ -828,16 +893,50 @@ class Grammars:
             assert self._lengths is not None
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
-        state = GrammarState(matcher.deep_copy(), ends, self._ends, request.sampling, lengths)
+        budget, sampling = None, request.sampling
+        if sampling.thinking_token_budget is not None and sampling.reasoning is not None:
+            counts = self._counter(sampling.reasoning, sampling.thinking_token_budget)
+            vocabulary = None if matcher is None else self._texts_of(counts)
+            budget = ReasoningBudget(counts, vocabulary)
+        own = None if matcher is None else matcher.deep_copy()
+        state = GrammarState(own, ends, self._ends, sampling, lengths, budget)
         self._states[request.request_id] = state
         with contextlib.suppress(GrammarError):  # the next mask says so
             state.accept(request.answer_token_ids)
+            state.settle()
 
-    def _compile(self, params: StructuredOutputsParams) -> Compiled:
+    def _counter(self, markers: ReasoningMarkers, budget: int) -> ReasoningCounter:
+        found = self._counters.get((markers, budget))
+        if found is None:
+            assert self._tokenizer is not None
+            if len(self._counters) >= CACHED_GRAMMARS:
+                self._counters.clear()
+            found = self._counters[markers, budget] = counter(markers, self._tokenizer, budget)
+        return found
+
+    def _texts_of(self, counts: ReasoningCounter) -> ReasoningVocabulary:
+        key = counts.marker, counts.ends.texts
+        if (found := self._reasoning.get(key)) is None:
+            assert self._read is not None
+            found = ReasoningVocabulary(counts, self._read.tokens, self._read.special_token_ids)
+            self._reasoning[key] = found
+        return found
+
+    def _compile(
+        self, params: StructuredOutputsParams | None, sampling: SamplingParams | None = None
+    ) -> Compiled:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self.load()
+            if self._tokenizer is None:
+                what = "structured outputs and budgets of reasoning need a tokenizer"
+                raise GrammarError(f"{what} (skip_tokenizer_init is set)")
+            if params is None:
+                return None, None
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary(self._tokenizer)
         counts = _counts(params)
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary()
             if counts is not None and self._lengths is None:
                 assert self._read is not None
                 self._lengths = LengthVocabulary(
@@ -848,6 +947,10 @@ class Grammars:
             matcher = _library(
                 _llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits()
             )
+            if sampling is not None and sampling.reasoning is not None:
+                self._texts_of(
+                    self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
+                )
             if counts is not None and self._lengths is not None:
                 second = _library(
                     _llguidance().LLMatcher,
@@ -867,10 +970,7 @@ class Grammars:
             counts,
         )
 
-    def _make_vocabulary(self) -> LLTokenizer:
-        tokenizer = self.load()
-        if tokenizer is None:
-            raise GrammarError("structured outputs need a tokenizer (skip_tokenizer_init is set)")
+    def _make_vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
         # llguidance wants an end token also of a model that has none.
         self._ends = tuple(self._ends_of(tokenizer)) or (
             min([*tokenizer.special_ids, self.num_rows - 1]),

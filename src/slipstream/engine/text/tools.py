@@ -34,7 +34,12 @@ from slipstream.engine.text.tool_formats.base import (
 )
 from slipstream.errors import RequestError
 from slipstream.outputs import ChatMessage, ToolCall
-from slipstream.types import FinishReason, StructuredOutputsParams
+from slipstream.types import (
+    FinishReason,
+    ReasoningMarkers,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 Choice = Literal["auto", "none", "required"]
 
@@ -162,6 +167,41 @@ class Reading:
         markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
         return any(_special(tokenizer, marker) is not None for marker in markers)
 
+    def reasoning(
+        self, tokenizer: GrammarTokenizer, *, is_structured: bool = False
+    ) -> ReasoningMarkers | None:
+        """How the tokens of reasoning are found. None: the model has none. With `is_structured` the
+        answer has a grammar, for which a call within reasoning is a part of it."""
+        form = self.form
+        if form is not None and (own := form.reasoning(self.offered)) is not None:
+            return dataclasses.replace(own, shows_special=self.shows(tokenizer))
+        if self.think is None:
+            return None
+        calls = form is not None and self.offered and not is_structured
+        return ReasoningMarkers(
+            begin=self.think[0],
+            end=self.think[1],
+            opened=self.opened,
+            interrupts=tuple(form.interrupts(self.offered)) if form is not None and calls else (),
+            shows_special=self.shows(tokenizer),
+        )
+
+    def applied(self, sampling: SamplingParams, tokenizer: GrammarTokenizer) -> SamplingParams:
+        """Sampling parameters of an answer that is read so. RequestError for a budget of reasoning of
+        a model that has none."""
+        structured = self.structured(sampling.structured_outputs, tokenizer)
+        reasoning = None
+        if sampling.thinking_token_budget is not None:
+            reasoning = self.reasoning(tokenizer, is_structured=structured is not None)
+            if reasoning is None:
+                raise no_reasoning()
+        return dataclasses.replace(
+            sampling,
+            structured_outputs=structured,
+            skip_special_tokens=sampling.skip_special_tokens and not self.shows(tokenizer),
+            reasoning=reasoning,
+        )
+
     @property
     def enforced_schemas(self) -> Iterable[tuple[str, StructuredOutputsParams]]:
         """The field of each tool's schema that the answers keep to, and the schema, which is to be checked."""
@@ -222,6 +262,13 @@ class Reading:
         return f"({writer.text(begin)} {writer.up_to(end)} {writer.spaces()})?"
 
 
+def no_reasoning() -> RequestError:
+    return RequestError(
+        "this model's chat template has no reasoning that could be limited; leave thinking_token_budget out",
+        field="thinking_token_budget",
+    )
+
+
 def _special(tokenizer: GrammarTokenizer, text: str) -> int | None:
     """The id of a special token by its text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -256,13 +303,16 @@ def reading(
     end: Callable[[], str],
     *,
     to_name: str,
+    begun: str = "",
 ) -> Reading | None:
-    """Settings for reading the answers to a prompt that ends with the text `end()`. None if the
-    answer is its text and nothing else. RequestError if the model can't call tools. It tells the
-    user to name a format with `to_name`."""
+    """Settings for reading the answers to a prompt that ends with the text `end()`. `begun` is the
+    part of it that the answer goes on with. None if the answer is its text and nothing else.
+    RequestError if the model can't call tools. It tells the user to name a format with `to_name`."""
     form, think = formats.of(template)
     tail = end().rstrip() if think is not None else ""
     opened, closed = (tail.endswith(marker.rstrip()) for marker in think or ("\0", "\0"))
+    if think is not None and begun.rfind(think[0].rstrip()) > begun.rfind(think[1].rstrip()):
+        opened = True
     if not offered.is_made:
         form = form if form is not None and (form.reasons or form.wraps) else None
         return (
@@ -336,6 +386,12 @@ def arguments_object(text: str, field: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestError("arguments of a call are a JSON object, as text", field=field)
     return found
+
+
+def begun_text(messages: Sequence[dict[str, Any]]) -> str:
+    """The text of the last message, with which an answer goes on."""
+    content = messages[-1].get("content") if messages else None
+    return content if isinstance(content, str) else ""
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

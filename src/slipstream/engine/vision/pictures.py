@@ -45,12 +45,16 @@ from slipstream.spec.vision import (
     MAX_RATIO,
     FixedSize,
     ImageProcessing,
+    LongestSide,
     PixelRange,
     TileSizes,
+    TokenBudget,
     VisionSpec,
     scaled_for_tiles,
     whole_tiles,
+    within_budget,
     within_pixels,
+    within_side,
 )
 from slipstream.types import ImageSpan
 
@@ -70,7 +74,7 @@ there is room for another client. A pixel takes some 6 bytes."""
 
 _STRIP_PIXELS = 2**20
 KEY_BYTES = 16
-LOW_DETAIL_PIXELS = 512 * 512
+LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS, LOW_DETAIL_SIDE = 512 * 512, 70, 512
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Detail: TypeAlias = Literal["auto", "low", "high"]
 
@@ -85,6 +89,7 @@ class Piece:
     height: int
     width: int
     pixels: bytes = field(repr=False)
+    gap: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +104,7 @@ class Piece:
             height=self.height,
             width=self.width,
             pixels=self.pixels,
+            gap=self.gap,
         )
 
 
@@ -207,7 +213,22 @@ class PictureProcessor:
                     sizes = PixelRange(factor=sizes.factor, min_pixels=least, max_pixels=most)
                 size = within_pixels(image.height, image.width, sizes)
                 tiles = [image.scaled(*size, self._how)]
+            case TokenBudget() as budget:
+                if detail == "low":
+                    budget = TokenBudget(
+                        factor=budget.factor, max_tokens=min(budget.max_tokens, LOW_DETAIL_TOKENS)
+                    )
+                size = within_budget(image.height, image.width, budget)
+                tiles = [image.scaled(*size, self._how)]
+            case LongestSide() as sizes:
+                if detail == "low":
+                    longest = min(sizes.longest, LOW_DETAIL_SIDE)
+                    sizes = LongestSide(factor=sizes.factor, longest=longest)
+                size = within_side(image.height, image.width, sizes)
+                tiles = [image.scaled(*size, self._how)]
         pieces = tuple(self._piece(tile) for tile in tiles)
+        if vision.prompt.gap:
+            rows, columns = pieces[0].rows, pieces[0].columns
         return PreparedPicture(vision.prompt.text(pieces[0].num_tokens, rows, columns), pieces)
 
     def _tiles(
@@ -250,7 +271,8 @@ class PictureProcessor:
         raw = pixels.tobytes()
         head = height.to_bytes(4, "little") + width.to_bytes(4, "little")
         key = blake2b(head + raw, digest_size=KEY_BYTES).digest()
-        return Piece(grid.height // merge, grid.width // merge, key, height, width, raw)
+        size = grid.height // merge, grid.width // merge
+        return Piece(*size, key, height, width, raw, self.vision.prompt.gap)
 
 
 class OpenPicture:
@@ -535,6 +557,18 @@ def _salted(key: bytes, cache_salt: str) -> bytes:
     return blake2b(key + cache_salt.encode(), digest_size=len(key), person=b"cache_salt").digest()
 
 
+def _is_whole(own: Sequence[int], piece: Piece, num_tokens: int) -> bool:
+    """Whether placeholders of a piece stand together, with text behind each row if the model has some, in a prompt of
+    `num_tokens`."""
+    width, first = piece.columns + piece.gap, own[0]
+    if first + piece.rows * width > num_tokens:
+        return False
+    if not piece.gap:
+        return own[-1] - first == piece.num_tokens - 1
+    at = (divmod(i, piece.columns) for i in range(piece.num_tokens))
+    return all(x == first + row * width + column for x, (row, column) in zip(own, at, strict=True))
+
+
 def placed(
     tokens: Sequence[int],
     pictures: Sequence[PreparedPicture],
@@ -548,7 +582,7 @@ def placed(
     spans, start = list[ImageSpan](), 0
     for piece in (piece for picture in pictures for piece in picture.pieces):
         own = places[start : start + piece.num_tokens]
-        if len(own) < piece.num_tokens or own[-1] - own[0] != piece.num_tokens - 1:
+        if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
             raise RequestError(
                 "the prompt's placeholders are not those of its pictures", field="image"
             )

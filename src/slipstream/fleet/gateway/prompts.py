@@ -207,7 +207,11 @@ class Prompts:
         """The tokens that `AsyncLLM.submit` and `beam_search` reserve."""
         prompt = output = 0
         plain = dataclasses.replace(
-            answer.sampling, structured_outputs=None, bad_words=(), logits_processors=()
+            answer.sampling,
+            structured_outputs=None,
+            thinking_token_budget=None,
+            bad_words=(),
+            logits_processors=(),
         )
         for part in answer.parts:
             made = await in_thread_if_long(

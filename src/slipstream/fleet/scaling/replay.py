@@ -55,19 +55,6 @@ class Replayed:
     records: tuple[RequestTiming, ...]
     seconds: float  # processor time of the replay
 
-    @property
-    def reversals(self) -> int:
-        """Number of times that more replicas were wanted within five minutes of fewer, or the
-        reverse."""
-        found, last, since, before = 0, 0, -math.inf, None
-        for at, _, _, wanted in self.timeline:
-            if before is not None and wanted != before:
-                direction = 1 if wanted > before else -1
-                found += direction == -last and at - since <= 300
-                last, since = direction, at
-            before = wanted
-        return found
-
 
 class _Place:
     """A replica of the fleet, from when it was wanted."""

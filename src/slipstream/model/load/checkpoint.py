@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,9 +32,11 @@ from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
+from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical, without_prefix
 from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
+    AxisHalves,
     Deinterleave,
     Flatten,
     MinusOne,
@@ -52,9 +55,8 @@ from slipstream.spec.parameters import (
     Unpermute,
     Vector,
     keeps_float32,
-    parameters,
 )
-from slipstream.spec.safetensors import safetensors_files
+from slipstream.spec.safetensors import safetensors_files, tensor_names
 from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -91,7 +93,30 @@ def names_of(description: ModelDescription) -> Mapping[str, Placement]:
     if description.format == "gguf":
         assert description.family.gguf is not None
         return description.family.gguf.names(description.spec)
-    return description.family.names(description.spec)
+    return with_stacks(description.family.names(description.spec), tensor_names(description.path))
+
+
+STACKED = {"experts.0.gate_proj.weight": "gate_up_proj", "experts.0.down_proj.weight": "down_proj"}
+"""The first expert's tensor, and the one that has all experts' (Qwen 3.5)."""
+
+
+def with_stacks(names: Mapping[str, Placement], stored: frozenset[str]) -> Mapping[str, Placement]:
+    """Returns the table `names` for a checkpoint that stores all experts of a layer in one tensor,
+    gate above up, where transformers writes a tensor for each expert."""
+    if not any(name.endswith(".experts.gate_up_proj") for name in stored):
+        return names
+    stacks = dict[str, Placement]()
+    for name, place in names.items():
+        for first, stack in STACKED.items():
+            if name.endswith(first):
+                stacks[name.removesuffix(first) + f"experts.{stack}"] = place
+    targets = {place.target for place in stacks.values()}
+    found = {name: place for name, place in names.items() if place.target not in targets}
+    counts = Counter(place.target for place in names.values())
+    for name, place in stacks.items():
+        copies = counts[place.target] // (2 if name.endswith("gate_up_proj") else 1)
+        found[name] = Placement(place.target, copies=copies)
+    return found
 
 
 def finder(
@@ -179,13 +204,29 @@ def _ignored(description: ModelDescription) -> tuple[str, ...]:
     """Returns patterns of tensors that a checkpoint may have and the model has no place for."""
     if description.format == "gguf":
         assert description.family.gguf is not None
-        return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
-    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored)
+        own = (
+            *description.family.gguf.ignored,
+            *_drafting(description, description.family.gguf.mtp),
+        )
+        return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *own)
+    drafting = _drafting(description, description.family.mtp)
+    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored, *drafting)
     if description.spec.tied_embeddings:  # some write the head although it is the embeddings
         ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
-    if description.family.mtp:
-        ignored = (*ignored, rf"model\.layers\.{description.spec.num_layers}\..*")
     return ignored
+
+
+MAX_MODULES = 8
+"""Layers after the last one that may be for drafts."""
+
+
+def _drafting(description: ModelDescription, mtp: MTPFormat | None) -> tuple[str, ...]:
+    """Returns patterns of the layers that draft, which are read apart (`spec.mtp`)."""
+    if mtp is None:
+        return ()
+    first = description.spec.num_layers
+    below = {mtp.renamed[1].format(n=n) for n in range(first, first + MAX_MODULES)}
+    return tuple(f"{re.escape(name)}.*" for name in sorted(below))
 
 
 def expands(
@@ -212,9 +253,7 @@ def array_weights(
     `held` holds those that stay quantized. Other weights that are stored quantized, or without
     their zeros, are expanded. CheckpointError names the tensor at fault.
     """
-    shapes = {
-        n: s for n, s in parameters(description.spec).items() if held is None or n not in held
-    }
+    shapes = {n: s for n, s in description.shapes.items() if held is None or n not in held}
     stored = (
         gguf_arrays(description, dtype)
         if description.format == "gguf"
@@ -451,6 +490,9 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             rows = [xp.full((count,), x, dtype=xp.float32) for count, x in factors]
             numbers = xp.concatenate(rows).reshape(-1, *(1,) * (value.ndim - 1))
             return xp.asarray(value, dtype=xp.float32) * numbers
+        case AxisHalves(num_heads=n):
+            parts = value.reshape(n, 2, 2, value.shape[0] // n // 4, *value.shape[1:])
+            return parts.swapaxes(1, 2).reshape(value.shape)
         case Regroup(num_groups=n, sizes=sizes, order=order):
             groups, ends = value.reshape(n, sum(sizes), *value.shape[1:]), [0]
             for size in sizes:

@@ -9,6 +9,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
 from slipstream.model.load.checkpoint import head_fills
+from slipstream.model.load.loader import part_weights
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.load.random_weights import TensorDraws, random_weights, seed_of
 from slipstream.model.load.weights import filled_tensors, stored_tensors_of
@@ -29,23 +30,41 @@ def load_head(
     """Loads a draft head for the model of `decoder`, whose embeddings it shares unless it has its
     own.
 
-    Products are quantized by `scheme`. With load_format="dummy" the weights are random.
-    OutOfMemoryError if the head does not fit.
+    Products are quantized by `scheme`, unless they are stored quantized. With load_format="dummy"
+    the weights are random. OutOfMemoryError if the head does not fit.
     """
     spec, device = description.spec, decoder.device
+    products, ids = None, None
     with torch.inference_mode():
         try:
-            values, ids = (
-                _dummy(spec, dtype, device, seed)
-                if load_format == "dummy"
-                else _load(description, dtype=dtype, device=device)
-            )
+            if description.source is not None:
+                found, scheme = part_weights(
+                    description.source,
+                    ops=decoder.ops,
+                    device=device,
+                    dtype=dtype,
+                    load_format=load_format,
+                    seed=seed,
+                    scheme=scheme,
+                )
+                values, products = found.values, found.products
+            elif load_format == "dummy":
+                values, ids = _dummy(spec, dtype, device, seed)
+            else:
+                values, ids = _load(description, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"the draft head does not fit on {device}: {error}", field="model"
             ) from error
         return LoadedHead.of(
-            build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme),
+            build_head(
+                spec,
+                values,
+                decoder,
+                max_model_len=max_model_len,
+                scheme=scheme,
+                products=products,
+            ),
             ids,
             decoder,
         )

@@ -15,6 +15,7 @@ from slipstream.model.load.checkpoint import (
     random_arrays,
     safetensors_arrays,
 )
+from slipstream.model.load.host_model import part_arrays
 from slipstream.model.load.pulled import Pulled
 from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
@@ -34,13 +35,31 @@ def load_host_head(
 ) -> LoadedHead:
     """Loads a head as `draft_loader.load_head` does. Random weights come from NumPy, so torch's
     with the same seed differ."""
-    made: Any = (
-        _dummy(description.spec, dtype, seed)
-        if load_format == "dummy"
-        else _load(description, dtype)
+    values: Any
+    products, ids = None, None
+    ops: Any = decoder.ops
+    if description.source is not None:
+        found, scheme = part_arrays(
+            description.source,
+            ops=ops,
+            dtype=dtype,
+            load_format=load_format,
+            seed=seed,
+            scheme=scheme,
+        )
+        values, products = found.values, found.products
+    elif load_format == "dummy":
+        values, ids = _dummy(description.spec, dtype, seed)
+    else:
+        values, ids = _load(description, dtype)
+    head = build_head(
+        description.spec,
+        values,
+        decoder,
+        max_model_len=max_model_len,
+        scheme=scheme,
+        products=products,
     )
-    values, ids = made
-    head = build_head(description.spec, values, decoder, max_model_len=max_model_len, scheme=scheme)
     return LoadedHead.of(head, ids, decoder)
 
 

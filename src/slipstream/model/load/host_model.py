@@ -9,9 +9,15 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.native import stand_in
+from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.cache_scales import CacheScales
-from slipstream.model.load.checkpoint import StoredWeights, array_weights, random_arrays
+from slipstream.model.load.checkpoint import (
+    StoredWeights,
+    array_weights,
+    names_of,
+    random_arrays,
+)
 from slipstream.model.load.loaded import (
     LoadedModel,
     check_scheme,
@@ -20,11 +26,11 @@ from slipstream.model.load.loaded import (
     dummy_scheme,
 )
 from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
+from slipstream.model.load.pulled import Weights
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.model.stored.host_compressed import HostRoundedWeights
-from slipstream.spec.description import ModelDescription
+from slipstream.spec.description import ModelDescription, PartDescription
 from slipstream.spec.native_formats import rounds, scheme_formats
-from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
 
 
@@ -43,66 +49,22 @@ def load_host_model(
 
     It reads a checkpoint in any format but MXFP4, or makes random weights from `seed`.
     """
-    if load_format not in ("auto", "dummy", description.format):
-        raise CheckpointError(
-            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
-            field="load_format",
-        )
-    spec, dummy, file, kept, cache_scales = (
-        description.spec,
-        load_format == "dummy",
-        None,
-        None,
-        None,
-    )
-    stored = description.quantization
-    if (
-        dummy and stored is not None and stored.rounds
-    ):  # random weights are quantized as a checkpoint's would be
-        scheme = (
-            dummy_scheme(stored, ops)
-            if stored.formats is not None
-            else SCHEMES[stored.scheme or ""]
-        )
-    stored = None if dummy else stored
-    formats = dict[str, WeightFormat]()
-    if stored is not None and stored.rounds:
-        if stored.formats is not None:
-            formats = description.native_formats(ops.rounded)
-        elif stored.scheme is not None:
-            formats = scheme_formats(description.shapes, stored.scheme)
-            check_scheme(spec, SCHEMES[stored.scheme], ops)
-        scheme = None  # a checkpoint's own quantization counts; its other weights stay dense
-    elif scheme is not None:
-        check_scheme(spec, scheme, ops)
-    if (scheme is not None or formats) and weights_folder is not None and not dummy:
-        file = PackedCacheFile(weights_folder, description, scheme, dtype, ops)
+    by, formats = _planned(description, ops, load_format, scheme)
+    file, kept = None, None
+    if (by is not None or formats) and weights_folder is not None and load_format != "dummy":
+        file = PackedCacheFile(weights_folder, description, by, dtype, ops)
         kept = file.read()
-    held: StoredWeights | None = None
-    if not dummy and description.family.gguf is not None and description.gguf is not None:
-        names, empty = description.family.gguf.names(spec), partial(stand_in, dtype=dtype)
-        blocks = BlockWeights(
-            description.gguf, names, parameters(spec), ops.block_types, empty, scheme
-        )
-        held = blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
-    elif kept is not None:
-        held = CachedWeights(kept, None, rounded=bool(formats))
-    elif stored is not None and stored.rounds:
-        held = HostRoundedWeights(parameters(spec), formats, stored.method, dtype)
-    if stored is not None and stored.kv_cache is not None:
+    spec, stored, cache_scales = description.spec, description.quantization, None
+    if stored is not None and stored.kv_cache is not None and load_format != "dummy":
         cache_scales = CacheScales(spec, description.family.names(spec))
-    weights = (
-        random_arrays(parameters(spec), dtype, seed, scheme)
-        if dummy
-        else array_weights(description, dtype, held, cache_scales)
-    )
+    weights = _weights(description, ops, dtype, load_format, seed, by, formats, kept, cache_scales)
     own: Any = ops
     decoder = Decoder(
         spec,
         weights.values,
         own,
         max_model_len=max_model_len,
-        scheme=scheme,
+        scheme=by,
         products=weights.products,
     )
     if description.gguf is not None:
@@ -112,9 +74,83 @@ def load_host_model(
         ours = {
             n: w
             for n, w in weights.products.items()
-            if (n in formats if scheme is None else rounds(scheme, n))
+            if (n in formats if by is None else rounds(by, n))
         }
         writer = file.write(ours, num_bytes)
     return LoadedModel(
         description, spec, decoder, num_bytes, decoder_forms(decoder), cache_scales, writer
     )
+
+
+def part_arrays(
+    part: PartDescription,
+    *,
+    ops: HostOps,
+    dtype: str,
+    load_format: str,
+    seed: int,
+    scheme: Scheme | None,
+) -> tuple[Weights, Scheme | None]:
+    """Reads a part of a checkpoint as `load_host_model` would. Returns its weights, and the scheme by
+    which the dense ones among them are to be quantized."""
+    by, formats = _planned(part, ops, load_format, scheme)
+    return _weights(part, ops, dtype, load_format, seed, by, formats), by
+
+
+def _planned(
+    description: ModelDescription, ops: HostOps, load_format: str, asked: Scheme | None
+) -> tuple[Scheme | None, dict[str, WeightFormat]]:
+    """Returns the scheme that quantizes dense weights, and the formats of weights that stay as
+    stored. CheckpointError or ConfigError names a setting at fault."""
+    if load_format not in ("auto", "dummy", description.format):
+        raise CheckpointError(
+            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
+            field="load_format",
+        )
+    stored = description.quantization
+    if stored is None or not stored.rounds:
+        if asked is not None:
+            check_scheme(description.spec, asked, ops)
+        return asked, {}
+    named = None if stored.scheme is None else SCHEMES[stored.scheme]
+    if load_format == "dummy":  # random weights are quantized as a checkpoint's would be
+        by = named if stored.formats is None else dummy_scheme(stored, ops)
+        if by is not None:
+            check_scheme(description.spec, by, ops)
+        return by, {}
+    # A checkpoint's own quantization counts; its other weights stay dense.
+    if stored.formats is not None:
+        return None, description.native_formats(ops.rounded)
+    assert named is not None
+    assert stored.scheme is not None
+    check_scheme(description.spec, named, ops)
+    return None, scheme_formats(description.shapes, stored.scheme)
+
+
+def _weights(
+    description: ModelDescription,
+    ops: HostOps,
+    dtype: str,
+    load_format: str,
+    seed: int,
+    scheme: Scheme | None,
+    formats: dict[str, WeightFormat],
+    kept: dict[str, Linear] | None = None,
+    cache_scales: CacheScales | None = None,
+) -> Weights:
+    """Returns random weights, those `kept` from an earlier start, or the checkpoint's."""
+    if load_format == "dummy":
+        return random_arrays(description.shapes, dtype, seed, scheme)
+    stored = description.quantization
+    held: StoredWeights | None = None
+    if description.family.gguf is not None and description.gguf is not None:
+        names, empty = names_of(description), partial(stand_in, dtype=dtype)
+        blocks = BlockWeights(
+            description.gguf, names, description.shapes, ops.block_types, empty, scheme
+        )
+        held = blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
+    elif kept is not None:
+        held = CachedWeights(kept, None, rounded=bool(formats))
+    elif stored is not None and stored.rounds:
+        held = HostRoundedWeights(description.shapes, formats, stored.method, dtype)
+    return array_weights(description, dtype, held, cache_scales)

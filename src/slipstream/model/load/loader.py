@@ -19,7 +19,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition
 from slipstream.model.load.cache_scales import CacheScales
-from slipstream.model.load.checkpoint import StoredWeights
+from slipstream.model.load.checkpoint import StoredWeights, names_of
 from slipstream.model.load.device_loader import DeviceLoader
 from slipstream.model.load.loaded import (
     LoadedModel,
@@ -38,11 +38,10 @@ from slipstream.model.stored.compressed import RoundedWeights
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.model.stored.mxfp4 import Mxfp4Weights
 from slipstream.model.vision import ImageTower
-from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.description import ModelDescription, PartDescription, read_spec
 from slipstream.spec.host_experts import host_weights
 from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.parallel import Shard
-from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
 
 
@@ -99,6 +98,33 @@ def load_model(
         if isinstance(ops, NativeOps):
             return load.streamed(weights_bytes, weights_folder)
         return load.on_device(weights_bytes)
+
+
+def part_weights(
+    part: PartDescription,
+    *,
+    ops: OpSet,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: str,
+    seed: int,
+    scheme: Scheme | None,
+) -> tuple[Weights, Scheme | None]:
+    """Reads a part of a checkpoint as `load_model` would. Returns its weights, and the scheme by
+    which the dense ones among them are to be quantized."""
+    load = _Load(
+        part,
+        ops=ops,
+        device=device,
+        dtype=dtype,
+        max_model_len=part.spec.max_position,
+        load_format=load_format,
+        seed=seed,
+        scheme=scheme,
+        partition=None,
+        host_experts=0,
+    )
+    return load.weights(), load.scheme
 
 
 class _Load:
@@ -281,7 +307,7 @@ class _Load:
             return blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
         if kept is not None:
             return CachedWeights(kept, None, rounded=is_rounded(stored))
-        shapes = parameters(description.spec) if self.part is None else self.part.shapes
+        shapes = description.shapes if self.part is None else self.part.shapes
         where: dict[str, Any] = dict(dtype=self.dtype, device=self.device, on_host=self.on_host)
         if stored is not None and stored.method == "mxfp4":
             return Mxfp4Weights(shapes, SCHEMES["mxfp4"], **where)
@@ -297,7 +323,7 @@ class _Load:
         assert description.family.gguf is not None
         assert description.gguf is not None
         names = description.family.gguf.names(description.spec)
-        shapes, types = parameters(description.spec), ops.block_types
+        shapes, types = description.shapes, ops.block_types
         if isinstance(ops, HostExpertOps):
             shapes = {name: shape for name, shape in shapes.items() if name in self.on_host}
             types = ops.host.block_types
@@ -311,7 +337,7 @@ class _Load:
         if self.part is not None:
             return dict(self.part.formats)
         if stored.formats is None:
-            return scheme_formats(parameters(description.spec), stored.scheme or "")
+            return scheme_formats(description.shapes, stored.scheme or "")
         formats = description.native_formats(self.ops.rounded)
         if isinstance(self.ops, HostExpertOps):
             there = description.native_formats(self.ops.host.rounded)
@@ -351,12 +377,11 @@ class _Load:
 def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
     """Makes a rank's part of a checkpoint. ConfigError if its weights can't be split that way."""
     stored, formats = description.quantization, dict[str, WeightFormat]()
-    gguf = description.family.gguf if description.format == "gguf" else None
     if stored is not None and stored.formats is not None:
         formats = description.native_formats(ops.rounded)
     elif stored is not None and is_rounded(stored):
         formats = scheme_formats(description.shapes, stored.scheme or "")
-    names = (gguf or description.family).names(description.spec)
+    names = names_of(description)
     method = None if stored is None else stored.method
     part = Sharded(description.spec, shard, names, description.family.prefixes, formats, method)
     check_formats(part)

@@ -28,8 +28,8 @@ from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
 from slipstream.model.load.checkpoint import is_shaped, placed_shape, stored_shape, turned
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.load.weights import transform
-from slipstream.model.stored.compressed import PARTS
 from slipstream.model.stored.parts import Stored
+from slipstream.model.stored.rounded import PARTS
 from slipstream.spec.families.names import canonical
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters

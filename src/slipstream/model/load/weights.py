@@ -41,7 +41,6 @@ from slipstream.spec.parameters import (
     Shape,
     Transform,
     keeps_float32,
-    parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
 from slipstream.spec.scheme import Scheme
@@ -82,7 +81,7 @@ def tensor_weights(
     `held` holds those that stay quantized. The scales of the KV cache go to `cache_scales`.
     CheckpointError names the tensor at fault.
     """
-    every = parameters(description.spec) if part is None else part.shapes
+    every = description.shapes if part is None else part.shapes
     shapes = {n: s for n, s in every.items() if (held is None or n not in held) and wanted(n)}
     names = names_of(description)
     if description.format == "gguf":
@@ -198,8 +197,8 @@ def random_tensors(
         return TensorDraws(dtype, seed_of(name, seed), where)
 
     if part is None:
-        return random_weights(parameters(description.spec), draws, scheme)
-    whole = random_weights(parameters(description.spec), draws, None).values
+        return random_weights(description.shapes, draws, scheme)
+    whole = random_weights(description.shapes, draws, None).values
 
     def own(name: str) -> Tensor:
         assert part is not None

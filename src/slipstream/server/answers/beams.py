@@ -41,6 +41,8 @@ TAKEN = frozenset(
             "store",
             "safety_identifier",
             "prompt_cache_key",
+            "prompt_cache_retention",
+            "end_of_branch",
             "service_tier",
             "temperature",
         ),

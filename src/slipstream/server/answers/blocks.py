@@ -16,7 +16,7 @@ from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Conte
 from slipstream.engine.text.tools import Reading, is_cut
 from slipstream.outputs import CompletionOutput, PositionLogprobs
 from slipstream.server.answers.generation import Answer, encode
-from slipstream.server.openai.chat import read_events
+from slipstream.server.openai.chat import ReasoningTokens, read_events
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class BlockAnswer(Answer):
         self.parser = None if reading is None else reading.parser()
         self.blocks: list[ContentBlock] = []
         self.stop_reason: str | int | None = None  # the stop string or token that ended the answer
-        self.num_reasoning_tokens = 0  # all tokens from the first reasoning to the block after it
+        self._reasoning = ReasoningTokens.of(self, reading)
         self._events: list[bytes] = []
         self._untold_logprobs: list[PositionLogprobs] = []
         self.ended = False  # everything was read: the next close is the last block's
@@ -89,9 +89,9 @@ class BlockAnswer(Answer):
         self._untold_logprobs += delta.logprobs or ()
         for i, event in enumerate(events):
             self._read(event, is_last=i == len(events) - 1)
+        if self._reasoning is not None:
+            self._reasoning.note(delta)
         last = self.blocks[-1] if self.blocks else None
-        if last is not None and last.kind == "reasoning":
-            self.num_reasoning_tokens += len(delta.token_ids)
         if (
             last is not None
             and last.kind == "text"

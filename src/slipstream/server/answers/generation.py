@@ -33,6 +33,7 @@ from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.server.answers.beams import named_as_in_body
+from slipstream.server.answers.cache_hints import cache_hints
 from slipstream.server.answers.hints import given_hints
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -155,6 +156,7 @@ class Answer:
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
+        self.num_reasoning_tokens: int | None = None  # None: the answer is not read for reasoning
         self.stream = bool(body.stream)
         options = body.stream_options
         self.continuous_usage = options is not None and options.continuous_usage_stats
@@ -262,12 +264,14 @@ class Answer:
             },
             **self.more_usage,
         }
+        details: dict[str, int] = {}
+        if self.num_reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.num_reasoning_tokens
         if drafted := sum(choice.num_drafted for choice in self.choices):
             accepted = sum(choice.num_accepted for choice in self.choices)
-            details = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            }
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafted - accepted
+        if details:
             usage["completion_tokens_details"] = details
         return usage
 
@@ -281,8 +285,10 @@ class Answer:
         # 404 if it was an adapter that has been unloaded since the body was read.
         served_model(self.state, self.body.model)
         key, grant = self.record.key, self.record.grant
+        priority = effective_priority(self.record, self.body.priority)
         options = RequestOptions(
-            priority=effective_priority(self.record, self.body.priority),
+            priority=priority,
+            cache_hints=cache_hints(self.body, priority),
             cache_salt=prefix_salt(key, self.body.cache_salt),
             lora_request=self.state.engine.adapters.get(self.body.model or ""),
             share=None if key is None else Share(key.id, key.weight),

@@ -112,13 +112,20 @@ def chat_template(state: ServerState) -> str:
     return (tokenizer.chat_template if tokenizer is not None else None) or ""
 
 
-def thinking_variables(state: ServerState, field: str, *, asked: bool) -> dict[str, Any] | None:
-    """The chat template's variables for thinking or not; None if it has no such switch. A 400 names
-    `field` if thinking is asked of a model that can't."""
+EFFORT_BUDGETS = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768}
+"""Tokens of reasoning for an effort, where the chat template knows none."""
+
+
+def thinking_fields(state: ServerState, field: str, *, asked: bool) -> dict[str, Any]:
+    """A chat's fields for thinking or not: the template's switch. Without one, not to think is a
+    budget of 0. A 400 names `field` if thinking is asked of a model that can't."""
     template = chat_template(state)
-    if asked and not reasons(state, template):
+    can = reasons(state, template)
+    if asked and not can:
         raise bad_request(f"this model does not think; leave {field} out", field)
-    return {"enable_thinking": asked} if "enable_thinking" in template else None
+    if "enable_thinking" in template:
+        return {"chat_template_kwargs": {"enable_thinking": asked}}
+    return {} if asked or not can else {"thinking_token_budget": 0}
 
 
 def reasons(state: ServerState, template: str | None) -> bool:
@@ -137,10 +144,14 @@ def calls_tools(state: ServerState) -> bool:
 
 
 def reading_of(
-    state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None
+    state: ServerState,
+    body: WithTools,
+    prompt: Sequence[int],
+    template: str | None,
+    begun: str = "",
 ) -> Reading | None:
-    """The parser for answers; None if an answer is plain text. A 400 if the model can't call the
-    offered tools."""
+    """The parser for answers; None if an answer is plain text. `begun` is the part of the prompt that
+    they go on with. A 400 if the model can't call the offered tools."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
         return None
@@ -149,5 +160,10 @@ def reading_of(
         return tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False)
 
     return reading(
-        state.settings.formats, offer_of(body), template, end, to_name="`serve --tool-call-parser`"
+        state.settings.formats,
+        offer_of(body),
+        template,
+        end,
+        to_name="`serve --tool-call-parser`",
+        begun=begun,
     )

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
+from slipstream.server.answers.cache_hints import longest_ttl
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
@@ -38,7 +39,7 @@ from slipstream.server.answers.tools import (
     ToolSpec,
     chat_template,
     reasons,
-    thinking_variables,
+    thinking_fields,
     written_arguments,
 )
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
@@ -70,7 +71,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A mark of a prefix to cache; no effect, because all prefixes are cached."""
+    """A mark of a prefix to cache. All are cached; the longest `ttl` of a body raises the value of its session."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -249,10 +250,9 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Settings of thinking. `budget_tokens` is checked but has no effect: max_tokens limits
-    thinking."""
+    """Settings of thinking. `budget_tokens` is an upper limit that holds exactly."""
 
-    hints: ClassVar[tuple[str, ...]] = ("display", "budget_tokens")
+    hints: ClassVar[tuple[str, ...]] = ("display",)
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
@@ -297,7 +297,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     hints: ClassVar[tuple[str, ...]] = (
         *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
-        *("inference_geo", "user_profile_id", "cache_control", "metadata", "service_tier"),
+        *("inference_geo", "user_profile_id", "metadata", "service_tier"),
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "container": (b"null",),
@@ -386,7 +386,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         messages = [Message(role="system", content=text)] if (text := _system(self.system)) else []
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")[0]
-        choice, output, thinking = self.tool_choice, self.output_config, self.thinking
+        choice, output = self.tool_choice, self.output_config
         asked = (output.format if output is not None else None) or self.output_format
         continued = self.messages[-1].role == "assistant"
         chosen: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -408,12 +408,20 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
             tools=tools or None,
             tool_choice=chosen,
             parallel_tool_calls=False if one_call else None,
-            chat_template_kwargs=None
-            if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state)
-            else thinking_variables(state, "thinking", asked=thinking.type == "enabled"),
             continue_final_message=continued or None,
+            **self._thinking(state),
             **more,
         )
+
+    def _thinking(self, state: ServerState) -> dict[str, Any]:
+        """`thinking` as fields of a chat."""
+        thinking = self.thinking
+        if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state):
+            return {}
+        fields = thinking_fields(state, "thinking", asked=thinking.type == "enabled")
+        if thinking.budget_tokens is not None:
+            fields["thinking_token_budget"] = thinking.budget_tokens
+        return fields
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
@@ -433,6 +441,8 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     repetition_penalty: float | None = None
     priority: Int | None = None
     cache_salt: Text | None = None
+    prompt_cache_key: Raw = HINT
+    end_of_branch: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -442,8 +452,20 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
                 "budget_tokens must be 1024 or more, and below max_tokens", "thinking.budget_tokens"
             )
 
+    @cached_property
+    def cache_ttl(self) -> str | None:
+        """The longest time to live that a breakpoint asks for, as in the body; None without breakpoints."""
+        own = (
+            {} if self.cache_control is None else {"cache_control": Raw(encode(self.cache_control))}
+        )
+        contents = (self.system, *(message.content for message in self.messages))
+        blocks = (block for content in contents if isinstance(content, list) for block in content)
+        return longest_ttl((own, *blocks, *(self.tools or ())))
+
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
+        if ttl := self.cache_ttl:
+            given["prompt_cache_retention"] = Raw(encode(ttl))
         return super().chat(
             state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more
         )
@@ -459,11 +481,14 @@ _SAME = (
     "repetition_penalty",
     "priority",
     "cache_salt",
+    "prompt_cache_key",
+    "end_of_branch",
 )
 _NAMES = {
     **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking",
     "tool_choice.function.name": "tool_choice.name",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
@@ -611,6 +636,7 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
 
 class MessageAnswer(BlockAnswer):
     id_prefix = "msg_"
+    cache_ttl: str | None = None  # of the body's breakpoints
 
     def opening(self) -> bytes:
         return sse("message_start", {"message": self._message([], None, None, 0)})
@@ -665,12 +691,23 @@ class MessageAnswer(BlockAnswer):
         return "context_management" in self.record.hints
 
     def _usage(self, output: int) -> dict[str, Any]:
-        cached = self.prompt_info[0].num_cached_tokens
+        cached, num_prompt = self.prompt_info[0].num_cached_tokens, self.record.num_prompt_tokens
+        cache, written = self.state.engine.config.cache, 0
+        if cache.enable_prefix_caching:  # whole blocks are cached
+            written = max(0, num_prompt // cache.block_size * cache.block_size - cached)
+        lives = "1h" if self.cache_ttl == "1h" else "5m"
+        thought = self.num_reasoning_tokens
+        more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
         return {
-            "input_tokens": self.record.num_prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": num_prompt - cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {
+                f"ephemeral_{ttl}_input_tokens": written if ttl == lives else 0
+                for ttl in ("5m", "1h")
+            },
             "cache_read_input_tokens": cached,
             "output_tokens": output,
+            **more,
         }
 
     def _stop(self) -> tuple[str, str | None]:
@@ -761,7 +798,10 @@ async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRec
         record.hints.append("thinking")
     with renamed(body.param):
         made.check()
-        return await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
+        answer = await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
+    assert isinstance(answer, MessageAnswer)
+    answer.cache_ttl = body.cache_ttl
+    return answer
 
 
 class _Messages(GenerationRoute):

@@ -35,7 +35,7 @@ from slipstream.server.answers.tools import (
     calls_tools,
     chat_template,
     reasons,
-    thinking_variables,
+    thinking_fields,
     written_arguments,
 )
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
@@ -183,14 +183,11 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         if think is None:
             return {}
         if isinstance(think, str):
-            if "reasoning_effort" not in chat_template(state):
-                raise bad_request(
-                    f"think={think!r}: this model's chat template has no effort; send true or false",
-                    "think",
-                )
-            return {"reasoning_effort": think}
-        variables = thinking_variables(state, "think", asked=think)
-        return {} if variables is None else {"chat_template_kwargs": variables}
+            # The template knows the effort, or it is a budget.
+            knows = "reasoning_effort" in chat_template(state)
+            more = {} if knows else thinking_fields(state, "think", asked=True)
+            return {**more, "reasoning_effort": think}
+        return thinking_fields(state, "think", asked=think)
 
 
 _SAME = (

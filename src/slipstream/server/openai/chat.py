@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.grammars.reasoning import DONE, ReasoningCounter, counter
 from slipstream.engine.text.tool_formats.base import (
     Arguments,
     BeginCall,
@@ -18,7 +19,7 @@ from slipstream.engine.text.tool_formats.base import (
     Parser,
     Reasoning,
 )
-from slipstream.engine.text.tools import Reading, call_id, finish_reason, is_cut
+from slipstream.engine.text.tools import Reading, begun_text, call_id, finish_reason, is_cut
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -26,7 +27,7 @@ from slipstream.server.answers.beams import search
 from slipstream.server.answers.context import shorten
 from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.token_details import choice_details, id_name, prompt_details
-from slipstream.server.answers.tools import reading_of
+from slipstream.server.answers.tools import EFFORT_BUDGETS, reading_of
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.record import RequestRecord
@@ -120,6 +121,12 @@ class ReadAnswer(ChatAnswer):
         super().__init__(*args)
         self.reading = reading
         self.parsers = [reading.parser() for _ in self.choices]
+        self._reasoning = ReasoningTokens.of(self, reading)
+
+    def note(self, delta: CompletionOutput, now: float) -> None:
+        super().note(delta, now)
+        if self._reasoning is not None:
+            self._reasoning.note(delta)
 
     def chunk(self, delta: CompletionOutput) -> bytes:
         choice, parts = self.choices[delta.index], list[bytes]()
@@ -171,6 +178,36 @@ class ReadAnswer(ChatAnswer):
                 }
             case Arguments(index, text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+class ReasoningTokens:
+    """Counts the tokens of reasoning in an answer's choices, for its usage."""
+
+    def __init__(self, answer: Answer, counter: ReasoningCounter) -> None:
+        self._answer, self._counter = answer, counter
+        self._spots = [counter.start for _ in answer.choices]
+        answer.num_reasoning_tokens = 0
+
+    @classmethod
+    def of(cls, answer: Answer, reading: Reading | None) -> ReasoningTokens | None:
+        """None for an answer without reasoning. A beam search returns no single tokens."""
+        tokenizer = answer.state.engine.tokenizer
+        if reading is None or tokenizer is None:
+            return None
+        markers = reading.reasoning(tokenizer)
+        return None if markers is None else cls(answer, counter(markers, tokenizer))
+
+    def note(self, delta: CompletionOutput) -> None:
+        spot = self._spots[delta.index]
+        if spot.phase == DONE:
+            return
+        before, after = spot.num_tokens, self._counter.after
+        for token in delta.token_ids:
+            spot = after(spot, token)
+        self._spots[delta.index] = spot
+        self._answer.num_reasoning_tokens = (self._answer.num_reasoning_tokens or 0) + (
+            spot.num_tokens - before
+        )
 
 
 def read_events(parser: Parser, text: str, *, last: bool, cut: bool = False) -> list[Event]:
@@ -225,7 +262,7 @@ async def prepare(
             raise bad_request(
                 "use_beam_search takes no pictures; leave one of them out", "use_beam_search"
             )
-        reading = reading_of(state, body, prompt.tokens, prompt.template)
+        reading = reading_of(state, body, prompt.tokens, prompt.template, prompt.begun)
         made = answer(
             reading,
             state,
@@ -245,15 +282,23 @@ async def prepare(
         prompt_logprobs=body.prompt_logprobs,
     )
     prompt = await prompt_of(state, body)
-    record.hints += prompt.hints
     tokens, tokenizer = prompt.tokens, state.engine.tokenizer
     room = state.engine.config.model.max_model_len - len(tokens)
     is_cut = cuts_max_tokens and max_tokens is not None and 0 < room < max_tokens
     if is_cut:
         sampling = dataclasses.replace(sampling, max_tokens=room)
-    reading = reading_of(state, body, tokens, prompt.template)
+    reading = reading_of(state, body, tokens, prompt.template, prompt.begun)
     if reading is not None:
         assert tokenizer is not None
+        budget = EFFORT_BUDGETS.get(body.reasoning_effort or "")
+        if (
+            budget is not None
+            and "reasoning_effort" in prompt.hints
+            and sampling.thinking_token_budget is None
+            and reading.reasoning(tokenizer) is not None
+        ):
+            prompt.hints.remove("reasoning_effort")
+            sampling = dataclasses.replace(sampling, thinking_token_budget=budget)
         both = sampling.structured_outputs is not None  # then the grammar includes the calls
         checked = dataclasses.replace(reading, enforced=True) if both else reading
         for field, schema in checked.enforced_schemas:
@@ -262,11 +307,8 @@ async def prepare(
                 await check_in_thread(schema, record.client, salt)
             except RequestError as error:
                 raise RequestError(error.message, field=field) from None
-        sampling = dataclasses.replace(
-            sampling,
-            structured_outputs=reading.structured(sampling.structured_outputs, tokenizer),
-            skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
-        )
+        sampling = reading.applied(sampling, tokenizer)
+    record.hints += prompt.hints
     given: Prompt = TokensPrompt(prompt_token_ids=tokens)
     if prompt.pictures:
         given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
@@ -287,6 +329,7 @@ class ChatPrompt:
     pictures: list[PreparedPicture] = dataclasses.field(default_factory=list)
     # Fields that the template does not use.
     hints: list[str] = dataclasses.field(default_factory=list)
+    begun: str = ""  # the part of the prompt that the answer goes on with
 
 
 async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
@@ -308,11 +351,14 @@ async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
         variables["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         variables |= {"add_generation_prompt": False, "continue_final_message": True}
-    told, pictures = None, list[PreparedPicture]()
+    told, pictures, begun = None, list[PreparedPicture](), ""
+    if body.continue_final_message:
+        last = f"messages[{len(body.messages) - 1}]"
+        begun = begun_text([message_dict(body.messages[-1], last, [])])
     if body.compress_prompt is None:
         tokens, pictures = await pictured_tokens(state, body.messages, **variables)
     else:
         plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
         shorter, told = await shorten(state, plain, body.compress_prompt)
         tokens = await template_tokens(state, shorter, **variables)
-    return ChatPrompt(tokens, template, told, pictures, hints)
+    return ChatPrompt(tokens, template, told, pictures, hints, begun)

@@ -87,7 +87,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
 
     hints: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "store", "safety_identifier", "service_tier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+        *("prompt_cache_options", "prediction"),
     )
 
     model: str | None = None  # default: the first served name, as in vLLM
@@ -146,6 +146,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
     # No effect: none of our tokenizers adds spaces there.
     spaces_between_special_tokens: bool | None = None
+    thinking_token_budget: Int | None = None  # -1: no limit
     priority: Int | None = None  # lower goes first
     # Cached prefixes are shared only with requests that have the same salt.
     cache_salt: Text | None = None
@@ -153,8 +154,10 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     metadata: Raw = HINT
     store: bool | None = None
     safety_identifier: Raw = HINT
+    # Hints for the order in which cached blocks are evicted; `end_of_branch` is ours.
     prompt_cache_key: Raw = HINT
     prompt_cache_retention: Raw = HINT
+    end_of_branch: bool | None = None
     prompt_cache_options: Raw = HINT
     service_tier: Raw = HINT
     prediction: Raw = HINT

@@ -205,13 +205,13 @@ class ResponseAnswer(BlockAnswer):
 
     def response_usage(self) -> dict[str, Any]:
         usage = self.usage()
-        # Speculation's counts; OpenAI's API has no field for them here.
-        guessed = usage.get("completion_tokens_details", {})
+        # With speculation's counts; OpenAI's API has no field for them here.
+        details = usage.get("completion_tokens_details", {})
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens, **guessed},
+            "output_tokens_details": {"reasoning_tokens": 0, **details},
             "total_tokens": usage["total_tokens"],
         }
 

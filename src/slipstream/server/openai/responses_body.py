@@ -319,6 +319,7 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    end_of_branch: bool | None = None
     prompt_cache_options: Raw = HINT
     service_tier: str | None = None
     client_metadata: Raw = HINT
@@ -331,7 +332,7 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
 
     hints: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "safety_identifier", "client_metadata", "service_tier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
+        *("prompt_cache_options", "max_tool_calls"),
         "context_management",
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
@@ -355,6 +356,8 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self, messages: list[Message], **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
+        for name in ("prompt_cache_key", "prompt_cache_retention"):
+            given[name] = Raw(msgspec.json.encode(getattr(self, name)))
         found = super().chat(
             messages, max_completion_tokens=self.max_output_tokens, **given, **more
         )
@@ -375,7 +378,7 @@ _SAME = (
         "stop",
         "stop_token_ids",
     ),
-    *("min_tokens", "ignore_eos", "priority", "cache_salt"),
+    *("min_tokens", "ignore_eos", "priority", "cache_salt", "end_of_branch"),
 )
 
 

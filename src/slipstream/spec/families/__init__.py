@@ -53,13 +53,13 @@ from slipstream.spec.families.hybrids import (
     olmo_hybrid,
     qwen_next,
 )
-from slipstream.spec.families.pictures import idefics3, qwen_vl
+from slipstream.spec.families.pictures import idefics3, qwen3_vl, qwen_vl
 
 MODULES = (
     *(bamba, bert, bloom, cohere, deepseek, ernie, exaone, falcon, falcon_h1, gemma, gemma4),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, mamba),
     *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
-    *(opt, phi, qwen, qwen_next, qwen_vl, stablelm, starcoder, t5),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, stablelm, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import Placement
 from slipstream.spec.vision import ImageProcessing, VisionSpec
@@ -216,6 +217,7 @@ class GGUFFamily:
     ignored: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    mtp: MTPFormat | None = None  # layers that draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,13 +232,11 @@ class Family:
     prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
     ignored: tuple[str, ...] = ()
     gguf: GGUFFamily | None = None
-    mtp: bool = (
-        False  # a layer of safetensors checkpoints, behind the last one, drafts a second token
-    )
+    mtp: MTPFormat | None = None  # layers of safetensors checkpoints that draft
     nested_config: str | None = None  # the key that holds the language model's own config
     flat_config: bool = False  # whose keys may also stand beside those that `vision` reads
-    vision: Callable[[ConfigReader, ModelSpec], VisionSpec] | None = (
-        None  # from what stands beside the nested config
+    vision: Callable[[ConfigReader, ModelSpec], VisionSpec | None] | None = (
+        None  # from what stands beside the nested config, which may have no encoder
     )
     processing: Callable[[ConfigReader, VisionSpec], ImageProcessing] | None = (
         None  # from the image processor's config

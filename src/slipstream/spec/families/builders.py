@@ -260,6 +260,13 @@ NO_NAMES: Mapping[str, str] = {}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
+class Sections(NamedTuple):
+    """Frequencies by a token's three positions: the default of `mrope_section`, and `RopeSpec.alternate`."""
+
+    default: tuple[int, int, int] | None = None
+    alternate: bool = False
+
+
 def rope(
     c: ConfigReader,
     head_dim: int,
@@ -268,7 +275,7 @@ def rope(
     theta: float = 10000.0,
     partial: float | None = None,
     style: Style = "half",
-    sectioned: bool = False,
+    sections: Sections | None = None,
     keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
     default: Mapping[str, Any] | None = None,
     renamed: Mapping[str, str] = NO_NAMES,
@@ -283,7 +290,7 @@ def rope(
     3. `original_max_position_embeddings` next to the object takes the place of the one inside.
 
     `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole heads,
-    whatever the config says, so another part is refused. `sectioned`: with `mrope_section`. `renamed`: names of a rope_type
+    whatever the config says, so another part is refused. `sections`: with `mrope_section`. `renamed`: names of a rope_type
     that the family takes for others. `rope_types`: those that it has. `alpha`: the type `dynamic` may have a fixed factor of
     this name, which stretches the base (Hunyuan). `without`: keys of the object that matter for pictures alone."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
@@ -314,7 +321,7 @@ def rope(
         where = keys[1] if raw["partial_rotary_factor"] == part else key
         raise c.unsupported(where, "transformers rotates whole heads in this family; leave it out")
     return _rope_from(
-        c, key, raw, head_dim, max_position=max_position, style=style, sectioned=sectioned
+        c, key, raw, head_dim, max_position=max_position, style=style, sections=sections
     )
 
 
@@ -383,7 +390,6 @@ def rope_of_kind(
         head_dim,
         max_position=max_position,
         style="half",
-        sectioned=False,
         proportional=is_proportional,
     )
 
@@ -396,19 +402,23 @@ def _rope_from(
     *,
     max_position: int,
     style: Style,
-    sectioned: bool,
+    sections: Sections | None = None,
     proportional: bool = False,
 ) -> RopeSpec:
     """The rotary embedding that the object `raw`, the config's `key`, describes. Keys that are left in it raise an error."""
     kind = raw.pop("rope_type", raw.get("type", "default"))
     raw.pop("type", None)
-    sections = raw.pop("mrope_section", None) if sectioned else None
-    if sectioned and (
-        not isinstance(sections, list)
-        or not all(type(n) is int for n in sections)
-        or len(sections) != 3
-    ):
-        raise c.unsupported(key, "mrope_section must be three whole numbers")
+    of_axes: Any = None
+    if sections is not None:
+        of_axes = raw.pop("mrope_section", None) or sections.default
+        if (
+            not isinstance(of_axes, list | tuple)
+            or not all(type(n) is int for n in of_axes)
+            or len(of_axes) != 3
+        ):
+            raise c.unsupported(key, "mrope_section must be three whole numbers")
+        if sections.alternate and raw.pop("mrope_interleaved", True) is not True:
+            raise c.unsupported(key, "mrope_interleaved must be true, as transformers takes it")
 
     def number(name: str, default: float | None = None) -> float:
         return _number(c, key, raw, name, default)
@@ -489,9 +499,13 @@ def _rope_from(
         )
     if unknown := sorted(name for name, value in raw.items() if value is not None):
         raise c.unsupported(key, f"{', '.join(unknown)} is not known with rope_type {kind!r}")
-    of_axes = None if sections is None else tuple(sections)
     return RopeSpec(
-        theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling, sections=of_axes
+        theta=theta,
+        rotary_dim=rotary_dim,
+        style=style,
+        scaling=scaling,
+        sections=None if of_axes is None else tuple(of_axes),
+        alternate=sections is not None and sections.alternate,
     )
 
 

@@ -22,6 +22,7 @@ from slipstream.spec.families.builders import (
     rope,
 )
 from slipstream.spec.families.metadata import llama_gguf_config, scaling_gguf_config
+from slipstream.spec.families.mtp import DEEPSEEK
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
@@ -371,7 +372,7 @@ FAMILIES = (
         gguf=GGUFFamily(architecture="deepseek2", config=gguf_config, names=gguf_names),
     ),
     *(
-        Family(model_type=name, architectures=(architecture,), read=read, names=names, mtp=True)
+        Family(model_type=name, architectures=(architecture,), read=read, names=names, mtp=DEEPSEEK)
         for name, architecture, read in (
             ("deepseek_v3", "DeepseekV3ForCausalLM", read_v3),
             ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same

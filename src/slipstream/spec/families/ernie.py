@@ -10,8 +10,16 @@ from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import decoder, gated
 from slipstream.spec.families.llama import names
 from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.mtp import Config, MTPFormat
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec, SharedExpertSpec
+from slipstream.spec.model import (
+    DenseSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    SharedExpertSpec,
+)
 
 POSITIONS = {"style": "interleaved", "theta": 500000.0}
 
@@ -88,6 +96,28 @@ MOE: dict[str, Theirs] = {
 }
 CORRECTION: dict[str, Theirs] = {"correction": {"weight": "exp_probs_b.bias"}}
 
+
+def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
+    """A layer without experts, whatever the model's last one has."""
+    last, size = spec.layers[-1], config["intermediate_size"]
+    mlp = last.mlp.expert if isinstance(last.mlp, MoESpec) else last.mlp
+    assert isinstance(mlp, DenseSpec)
+    return (dataclasses.replace(last, mlp=dataclasses.replace(mlp, intermediate_size=size)),)
+
+
+MTP = MTPFormat(
+    counts=("num_nextn_predict_layers",),
+    layers=mtp_layers,
+    renamed=("model.layers.0.", "model.mtp_block.0."),
+    around={
+        "embed_norm": "model.mtp_emb_norm.0",
+        "hidden_norm": "model.mtp_hidden_norm.0",
+        "join": "model.mtp_linear_proj.0",
+        "final_norm": "model.norm",
+    },
+)
+"""The last norm is the model's own."""
+
 FAMILIES = (
     Family(
         model_type="ernie4_5",
@@ -101,6 +131,8 @@ FAMILIES = (
         architectures=("Ernie4_5_MoeForCausalLM",),
         read=read_moe,
         names=table(MOE, changes={"correction": "one_row"}),
+        ignored=(r"model\.mtp_.*",),
+        mtp=MTP,
         gguf=GGUFFamily(
             architecture="ernie4_5-moe", config=gguf_moe_config, names=gguf_table(CORRECTION)
         ),

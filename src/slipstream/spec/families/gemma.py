@@ -211,7 +211,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         patch_bias=True,
         layers=layers,
         final_norm=NormSpec(kind="layer", size=v.size("hidden_size"), eps=eps, bias=True),
-        position=GridPositionSpec(side=side, by_fraction=False),
+        position=GridPositionSpec(side=side, read="cells"),
         merge=side // tokens_side,
         connector=PoolConnector(
             norm=NormSpec(kind="rms", size=v.size("hidden_size"), eps=eps, weight_offset=1.0)
@@ -224,7 +224,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
             begin="<start_of_image>",
             end="<end_of_image>",
         ),
-        bidirectional=True,
+        bidirectional="all",
     )
     v.finish()
     c.ignore(

@@ -1,4 +1,4 @@
-"""Gemma 4's language models, also those of multimodal checkpoints, without their towers for pictures and sounds.
+"""Gemma 4's language models, also those of multimodal checkpoints, with pictures (`pictures/gemma4_vision.py`), without sounds.
 
 1. Scores are not scaled; queries, keys and values are normed. Layers with a window have other heads than those without one,
    whose values may be their keys.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
     HeadCounts,
     attention,
@@ -24,6 +24,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.gemma import SANDWICH, TANH
 from slipstream.spec.families.names import Theirs, gguf_table, table
+from slipstream.spec.families.pictures import gemma4_vision
 from slipstream.spec.model import (
     DenseSpec,
     LayerInputsSpec,
@@ -65,7 +66,7 @@ def read(c: ConfigReader) -> ModelSpec:
     kinds = kinds_of_layers(c, lambda i: WINDOW if (i + 1) % 6 else FULL)
     kinds[-1] = FULL  # whatever the config says
     window, said = c.size("sliding_window", 512), c.maybe("use_bidirectional_attention", str)
-    if said not in (None, "all", "vision"):  # the second is for pictures, which are not read
+    if said not in (None, "all", "vision"):  # the second is for tokens of pictures
         raise c.unsupported("use_bidirectional_attention", "only 'all' and 'vision' are supported")
     window = window // 2 + 1 if said == "all" else window
     norm, bias = rms(hidden, eps), c.take("attention_bias", bool, False)
@@ -299,6 +300,17 @@ GGUF4: dict[str, Theirs] = {
 UNUSED = (r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",)
 TOWERS = r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*"
 
+
+def names(spec: ModelSpec) -> Names:
+    """The table of a model that may have an image encoder."""
+    made = table(
+        {**GEMMA4, **gemma4_vision.VISION},
+        vision_layer=gemma4_vision.VISION_LAYER,
+        changes=gemma4_vision.CHANGES,
+    )
+    return gemma4_vision.with_bounds(made(spec))
+
+
 FAMILIES = (
     Family(
         model_type="gemma4_text",
@@ -318,9 +330,11 @@ FAMILIES = (
         model_type="gemma4",
         architectures=("Gemma4ForConditionalGeneration",),
         read=read,
-        names=table(GEMMA4),
+        names=names,
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         ignored=(*UNUSED, r"layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight", TOWERS),
+        vision=gemma4_vision.read_vision,
+        processing=gemma4_vision.read_processing,
     ),
 )

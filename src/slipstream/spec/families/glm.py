@@ -22,6 +22,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.deepseek import SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.mtp import DEEPSEEK, LLAMA_CPP
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import (
     DenseSpec,
@@ -153,8 +154,6 @@ GLM4_MOE_GGUF: dict[str, Theirs] = {
     "pre_mlp": "post_attention_norm",
     "correction": {"weight": "exp_probs_b.bias"},
 }
-DRAFTING = r"(46|92)\..*"
-"""The layer of a GGUF file that drafts a second token: GLM-4.5-Air's, GLM-4.5's and 4.6's."""
 
 FAMILIES = (
     Family(
@@ -180,12 +179,12 @@ FAMILIES = (
         architectures=("Glm4MoeForCausalLM",),
         read=read_glm4_moe,
         names=table(SHARED),
-        mtp=True,
+        mtp=DEEPSEEK,
         gguf=GGUFFamily(
             architecture="glm4moe",
             config=glm4_moe_gguf_config,
             names=gguf_table(GLM4_MOE_GGUF),
-            ignored=(rf"blk\.{DRAFTING}",),
+            mtp=LLAMA_CPP,
         ),
     ),
     Family(

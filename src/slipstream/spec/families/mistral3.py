@@ -1,5 +1,5 @@
 """Ministral 3 and Mistral 4: queries scaled by position. Mistral 4 has DeepSeek's latent attention and experts. `mistral3` is
-what such a decoder, or Mistral's of before, is called together with an image encoder, which is not read."""
+what such a decoder, or Mistral's of before, is called together with Pixtral's image encoder (`pictures/pixtral.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slipstream.spec.families import deepseek, llama
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import decoder, query_scale
 from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.pictures import pixtral
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec
 
 MINISTRAL = {
@@ -60,7 +61,8 @@ def read_mistral3(c: ConfigReader) -> ModelSpec:
 
 def names(spec: ModelSpec) -> Names:
     is_latent = isinstance(spec.layers[0].attention, LatentAttentionSpec)
-    return (deepseek.names if is_latent else llama.names)(spec)
+    text = (deepseek.names if is_latent else llama.names)(dataclasses.replace(spec, vision=None))
+    return text if spec.vision is None else text | pixtral.names(spec)
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
@@ -98,5 +100,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+        vision=pixtral.read_vision,
+        processing=pixtral.read_processing,
     ),
 )

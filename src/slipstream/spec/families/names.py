@@ -107,8 +107,9 @@ def table(
     encoder_layer: str = "",
     vision_layer: str = "",
     changes: Mapping[str, Change] | None = None,
+    only: str = "",
 ) -> Callable[[ModelSpec], Names]:
-    """A function from a spec to the table of its tensors.
+    """A function from a spec to the table of its tensors, or of those whose names with us begin with `only`.
 
     `theirs` maps our parameters' names, without .weight and .bias, to the checkpoint's:
 
@@ -124,6 +125,8 @@ def table(
     def names(spec: ModelSpec) -> Names:
         found: Names = {}
         for target, shape in parameters(spec).items():
+            if not target.startswith(only):
+                continue
             stem, _, kind = target.rpartition(".")
             below, of = "", None
             side, _, rest = stem.rpartition("layers.")
@@ -137,6 +140,7 @@ def table(
                 below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
             patch = spec.vision if target == "vision.patch.weight" else None
+            patch = None if patch is None or patch.channels_last else patch
             parts, start = theirs[stem], 0
             copies = (
                 of.mlp.num_experts

@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
+    Sections,
     attention,
     before,
     called,
@@ -20,7 +21,8 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.llama import names
 from slipstream.spec.families.metadata import llama_gguf_config
-from slipstream.spec.families.names import LLAMA, gguf_table, table
+from slipstream.spec.families.mtp import MTPFormat
+from slipstream.spec.families.names import LLAMA, gguf_table
 from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, SharedExpertSpec
 
 
@@ -29,7 +31,7 @@ def read_qwen2(c: ConfigReader) -> ModelSpec:
 
 
 def read_mimo(c: ConfigReader) -> ModelSpec:
-    """MiMo 7B is a Qwen 2 with layers that draft tokens, which are not run."""
+    """MiMo 7B is a Qwen 2 with layers that draft tokens."""
     c.require("attention_bias", True)
     c.ignore("num_nextn_predict_layers")
     return _read(c, "mimo", qkv_bias=True, out_bias=False, qk_norm=False)
@@ -61,17 +63,17 @@ def read_qwen3_moe(c: ConfigReader) -> ModelSpec:
     )
 
 
-THREE_POSITIONS = ("mrope_section", "mrope_interleaved")
+THREE_POSITIONS = Sections((24, 20, 20), alternate=True)
 """How Qwen 3 VL's frequencies go by a token's three positions. Those of text are all the same."""
 
 
 def read_qwen3_vl(c: ConfigReader) -> ModelSpec:
-    """The language model, which without pictures is a Qwen 3."""
+    """The language model of Qwen 3 VL, which without pictures is a Qwen 3."""
     c.require("model_type", "qwen3_vl_text")
     c.assume(head_dim=128)
     bias = c.take("attention_bias", bool, False)
     how: dict[str, Any] = dict(qkv_bias=bias, out_bias=bias, qk_norm=True)
-    return _read(c, "qwen3_vl", without=THREE_POSITIONS, **how)
+    return _read(c, "qwen3_vl", sections=THREE_POSITIONS, **how)
 
 
 def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
@@ -81,7 +83,7 @@ def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
     bias = c.take("attention_bias", bool, False)
     how: dict[str, Any] = dict(qkv_bias=bias, out_bias=bias, qk_norm=True)
     moe = _moe(c, 60, 4, 1408)
-    return _read(c, "qwen3_vl_moe", without=THREE_POSITIONS, moe=moe, **how)
+    return _read(c, "qwen3_vl_moe", sections=THREE_POSITIONS, moe=moe, **how)
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
@@ -105,7 +107,7 @@ def _read(
     out_bias: bool,
     qk_norm: bool,
     moe: MoESpec | None = None,
-    without: tuple[str, ...] = (),
+    sections: Sections | None = None,
 ) -> ModelSpec:
     """Every `decoder_sparse_step`th layer has the `moe`, but for `mlp_only_layers`."""
     h = heads(c)
@@ -121,7 +123,7 @@ def _read(
     )
     if "sliding_attention" in kinds and window is None:
         raise c.unsupported("layer_types", "has sliding_attention, but use_sliding_window is off")
-    position, dense = rope(c, h.head_dim, max_position=max_position, without=without), gated(c)
+    position, dense = rope(c, h.head_dim, max_position=max_position, sections=sections), gated(c)
     step, only_dense = 1, []
     if moe is not None:
         step, only_dense = c.size("decoder_sparse_step", 1), c.take("mlp_only_layers", list, [])
@@ -167,6 +169,19 @@ QWEN3_VL = {
     "experts.down": {"weight": "mlp.experts.down_proj"},
 }
 
+MTP = "model.mtp_layers.0."
+MIMO = MTPFormat(
+    counts=("num_nextn_predict_layers",),
+    renamed=("model.layers.0.", MTP),
+    around={
+        "embed_norm": f"{MTP}token_layernorm",
+        "hidden_norm": f"{MTP}hidden_layernorm",
+        "join": f"{MTP}input_proj",
+        "final_norm": f"{MTP}final_layernorm",
+    },
+    state_first=True,
+)
+
 FAMILIES = tuple(
     Family(
         model_type=name,
@@ -174,6 +189,7 @@ FAMILIES = tuple(
         read=read,
         names=names,
         ignored=(r"model\.mtp_layers\..*",) if read is read_mimo else (),
+        mtp=MIMO if read is read_mimo else None,
         gguf=config
         and GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
     )
@@ -183,20 +199,5 @@ FAMILIES = tuple(
         ("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, gguf_qwen2_moe),
         ("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, gguf_qwen3_moe),
         ("mimo", "MiMoForCausalLM", read_mimo, None),
-    )
-)
-FAMILIES += tuple(
-    Family(
-        model_type=name,
-        architectures=(architecture,),
-        read=read,
-        names=table(QWEN3_VL, changes=dict.fromkeys(("experts.up", "experts.down"), "turn")),
-        nested_config="text_config",
-        prefixes=("model.", "language_model.", "model.language_model."),
-        ignored=(r"(model\.)?visual\..*",),  # pictures are not read
-    )
-    for name, architecture, read in (
-        ("qwen3_vl", "Qwen3VLForConditionalGeneration", read_qwen3_vl),
-        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", read_qwen3_vl_moe),
     )
 )

@@ -16,7 +16,7 @@ from collections import deque
 from itertools import cycle, islice, pairwise
 from statistics import median
 
-from slipstream.config import MAX_STEP_DRAFTS
+from slipstream.config.forms import MAX_STEP_DRAFTS, LearnedDrafts, NoDrafts
 from slipstream.types import (
     FROM_MODEL,
     NewRequest,
@@ -49,7 +49,7 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
     """
     config, spec = runner.config, runner.model.spec
     speculation = config.speculation
-    if speculation is None or speculation.num_speculative_tokens is not None:
+    if isinstance(speculation, NoDrafts) or speculation.num_speculative_tokens is not None:
         return []
     if not (spec.has_first and spec.has_last) or spec.encoder is not None:
         # a pipeline's stage has no result
@@ -67,7 +67,7 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
                 break
             if room >= config.model.max_model_len:
                 break
-            drafts = (FROM_MODEL if speculation.by_model else 1,) * num_drafts
+            drafts = (FROM_MODEL if isinstance(speculation, LearnedDrafts) else 1,) * num_drafts
             run = _Run(runner, num_blocks, num_seqs, drafts, room)
             found.append(StepTime(num_seqs, num_tokens, run.seconds()))
     runner.reset_expert_load()

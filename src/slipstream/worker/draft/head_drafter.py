@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.config.settings import SpeculationConfig
+from slipstream.config.forms import LearnedDrafts
 from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
@@ -281,7 +281,7 @@ class MedusaDrafter(HeadDrafter):
 
 def load_drafter(
     config: EngineConfig,
-    speculation: SpeculationConfig,
+    speculation: LearnedDrafts,
     description: HeadDescription,
     memory: DraftMemory,
     load: Callable[..., LoadedHead],

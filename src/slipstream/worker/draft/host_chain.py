@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config.settings import SpeculationConfig
+from slipstream.config.forms import LearnedDrafts
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import Passes
-from slipstream.spec.draft_heads import HeadDescription, HeadSpec
+from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
+from slipstream.spec.native_formats import is_product
 from slipstream.spec.scheme import SCHEMES, Scheme
 from slipstream.types import ScheduledRequest
 from slipstream.worker.input_batch import laid_out
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-def check_num_drafts(speculation: SpeculationConfig, description: HeadDescription) -> None:
+def check_num_drafts(speculation: LearnedDrafts, description: HeadDescription) -> None:
     """Raise ConfigError if more drafts are wanted than the head has."""
     wanted, most = speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
@@ -43,7 +44,7 @@ def check_num_drafts(speculation: SpeculationConfig, description: HeadDescriptio
 
 
 def head_scheme(
-    speculation: SpeculationConfig,
+    speculation: LearnedDrafts,
     description: HeadDescription,
     default: str | None,
     *,
@@ -52,11 +53,18 @@ def head_scheme(
     """Scheme of a head's products.
 
     Without a setting it is `default`, where that fits: a pass takes as long as reading its weights,
-    and 8 bits cost a head hardly any right guesses. An MTP layer keeps its own format. 8-bit
+    and 8 bits cost a head hardly any right guesses. An MTP layer keeps the format in which it is stored. 8-bit
     products must have outputs in multiples of `rows`. ConfigError if the user's choice does not
     fit.
     """
-    chosen = speculation.quantization
+    chosen, source = speculation.quantization, description.source
+    if source is not None and source.quantization is not None and source.quantization.rounds:
+        if chosen in (None, "none"):
+            return None
+        raise ConfigError(
+            f"speculative_config: quantization={chosen!r}, but the layers that draft are stored rounded; leave it out",
+            field="speculative_config",
+        )
     scheme = SCHEMES.get(chosen or (None if description.method == "mtp" else default) or "none")
     if scheme is None or (why := _misfit(description.spec, scheme, rows)) is None:
         return scheme
@@ -66,12 +74,18 @@ def head_scheme(
     raise ConfigError(message, field="speculative_config")
 
 
+ENDS = ("fc.weight", "join.weight")
+"""Products of a head outside its layers, besides its output head."""
+
+
 def _misfit(spec: HeadSpec, scheme: Scheme, rows: int) -> str | None:
     """Reason why the head's products can't be rounded by the scheme; None if they can."""
     if scheme.experts_only:
         return "rounds experts alone"
     for name, shape in spec.shapes.items():
-        if len(shape) < 2 or name in ("embed.weight", "mask.weight"):
+        if isinstance(spec, LayeredSpec) and not (is_product(name) or name in ENDS):
+            continue
+        if len(shape) < 2:
             continue
         if shape[-1] % scheme.multiple:
             return f"needs inputs in multiples of {scheme.multiple}, and {name} has {shape[-1]}"

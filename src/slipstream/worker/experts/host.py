@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.config.forms import HostExperts
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.host_experts import HostExpertOps
@@ -31,7 +32,7 @@ def with_host_experts(config: EngineConfig, ops: OpSet, platform: Platform) -> O
 
     One core is left to queue the GPU's work.
     """
-    if not config.model.host_experts:
+    if not isinstance(config.model.offload, HostExperts):
         return ops
     chosen = config.origins["num_threads"].source == "user"
     threads = config.device.num_threads if chosen else max(1, available_cores() - 1)
@@ -44,13 +45,13 @@ def settle_experts(config: EngineConfig, model: LoadedModel, platform: Platform)
 
     Returns the model with the bytes of both included.
     """
-    ops, decoder = model.decoder.ops, model.decoder
-    if not isinstance(ops, HostExpertOps):
+    ops, decoder, how = model.decoder.ops, model.decoder, config.model.offload
+    if not isinstance(ops, HostExpertOps) or not isinstance(how, HostExperts):
         return model
     own = {i: x.mlp.experts for i, x in enumerate(decoder.layers) if isinstance(x.mlp, MoE)}
     if platform.is_asynchronous:
         ops.choose(own.values(), decoder.dtype, config.scheduling.max_num_batched_tokens)
-    held = ops.hold(own, config.model.hot_expert_bytes, decoder.dtype)
+    held = ops.hold(own, how.hot_bytes, decoder.dtype)
     _logger.info("%s; %s experts of each layer on the device as well", ops.describe(), held or "no")
     return dataclasses.replace(model, weights_bytes=model.weights_bytes + ops.num_bytes)
 

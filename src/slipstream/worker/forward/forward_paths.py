@@ -8,6 +8,13 @@ torch: without a reason its only path is the program (`HostForwards`).
 from __future__ import annotations
 
 from slipstream.config import EngineConfig
+from slipstream.config.forms import (
+    DealtRequests,
+    HostExperts,
+    OneDevice,
+    StreamedLayers,
+    TensorParallel,
+)
 from slipstream.costs.estimate import by_cpu_kernels
 from slipstream.kernels.cpu.native import CACHES, has_cpu_kernels
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
@@ -25,12 +32,17 @@ def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None
     if not on_cpu and (not config.device.info.is_cuda or config.device.kernels == "reference"):
         return {}
     name = "program" if on_cpu else "one-token"
-    if model.host_experts:
-        return {name: HOST_EXPERTS}
-    if model.weights_bytes is not None:
-        return {name: STREAMED}
-    if parallel.num_ranks > 1 and (on_cpu or parallel.stages or parallel.sequence):
-        return {name: SPLIT}
+    match model.offload, parallel:
+        case HostExperts(), _:
+            return {name: HOST_EXPERTS}
+        case StreamedLayers(), _:
+            return {name: STREAMED}
+        case _, OneDevice():
+            pass
+        case _, (TensorParallel(sequence=False) | DealtRequests()) if not on_cpu:
+            pass
+        case _:
+            return {name: SPLIT}
     return covered(spec, kernels="cpu" if on_cpu else "triton", num_ranks=parallel.num_ranks)
 
 
@@ -54,7 +66,7 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
         (device.deterministic, "deterministic=True is for GPUs"),
         (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
         (
-            config.model.weights_bytes is not None,
+            isinstance(config.model.offload, StreamedLayers),
             "weights_bytes: layers that are read as they are needed run op by op",
         ),
         (config.lora is not None, "enable_lora: adapters are run by torch"),

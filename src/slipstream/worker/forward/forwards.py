@@ -37,13 +37,20 @@ from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
 from slipstream.worker.forward.base import StateCache as StateCache
-from slipstream.worker.forward.images import ImageEncoder, ImageOps, step_images
+from slipstream.worker.forward.images import (
+    ImageEncoder,
+    ImageOps,
+    StepImages,
+    stacked,
+    step_images,
+)
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.input_batch import GatheredInputs
 from slipstream.worker.packed_tables import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
+    from slipstream.spec.vision import VisionSpec
     from slipstream.worker.adapters import Adapters
 
 _logger = logging.getLogger("slipstream.engine")
@@ -180,23 +187,36 @@ class WithImages(Variant):
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
         spec = self.decoder.spec
         assert spec.vision is not None
-        sections = getattr(spec.attentions[0].position, "sections", None)
+        axes = getattr(spec.attentions[0].position, "axes", None)
         decoder = self.decoder.with_ops(
-            cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, sections))
+            cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, axes))
         )
         h = self.decoder.embedded(given.token_ids, given.meta)
         if images.parts and self.encoder is not None:
             rows = torch.cat(
                 [
-                    x[a:b]
-                    for x, (_, a, b) in zip(
+                    x[span.num_embeddings(a) : span.num_embeddings(b)]
+                    for x, (span, a, b) in zip(
                         self.encoder.embeddings(images), images.parts, strict=True
                     )
                 ]
             )
-            h = h.index_copy(0, upload(images.tokens, h.device), rows.to(h.dtype))
-        hidden, states = decoder.run(h, batch.kv, given.meta)
+            size, tokens = h.shape[1], upload(images.tokens, h.device)
+            h = h.index_copy(0, tokens, rows[:, :size].to(h.dtype))
+            if rows.shape[1] > size:
+                decoder = stacked(decoder, h, images.tokens, rows[:, size:].to(h.dtype))
+        hidden, states = decoder.run(h, batch.kv, self._with_inputs(h, given, images, spec.vision))
         return self._output(self._keep(hidden, states, given.meta), given)
+
+    def _with_inputs(
+        self, h: Tensor, given: GatheredInputs, images: StepImages, vision: VisionSpec
+    ) -> AttentionMetadata:
+        """The step's metadata with the layers' own inputs, in which pictures have a token's row."""
+        token_ids = given.token_ids
+        if self.decoder.layer_inputs is not None and vision.own_input_id is not None:
+            index = upload(images.tokens, h.device)
+            token_ids = token_ids.index_fill(0, index, vision.own_input_id)
+        return self.decoder.with_inputs(token_ids, h, given.meta)  # type: ignore[no-any-return]
 
 
 class Forwards:

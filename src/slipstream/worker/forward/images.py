@@ -6,6 +6,7 @@
 2. `step_images` finds the placeholders in a step.
 3. `ImageOps` is the op set of such a step. It adds rotations by three positions (M-RoPE) and
    attention among an image's tokens.
+4. `stacked` makes the decoder's first layers add what DeepStack gives.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from slipstream.worker.rows import IntArray, LongArray, RowTable
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
+    from slipstream.model.decoder import Decoder
+    from slipstream.model.layers import Layer
 
 PROBE_GROUPS = 17
 """Side, in patch groups, of the image whose memory is measured.
@@ -53,7 +56,7 @@ class ImageEncoder:
         return self.tower.spec
 
     def embeddings(self, images: StepImages) -> list[Tensor]:
-        """Embeddings [num_tokens, E] of each part's image."""
+        """Each part's image as the tower gives it."""
         spans = [span for span, _, _ in images.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
@@ -71,9 +74,9 @@ class ImageEncoder:
         Returns how many times that memory a pass may take.
         """
         s = self.spec
-        side = s.patch_size * (
-            s.position.side if isinstance(s.position, GridPositionSpec) else PROBE_GROUPS * s.merge
-        )
+        grid = s.position if isinstance(s.position, GridPositionSpec) else None
+        fixed = grid is not None and grid.read != "bilinear"
+        side = s.patch_size * (grid.side if grid and fixed else PROBE_GROUPS * s.merge)
         self.tower(
             [torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)]
         )
@@ -122,7 +125,10 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
                 at = start + span.offset + first - s.num_computed_tokens
                 parts.append((span, first, end))
                 sequences.append(i)
-                tokens.append(np.arange(at, at + end - first))
+                index = np.arange(first, end)
+                if span.gap:  # without the text behind each row
+                    index = index[index % (span.columns + span.gap) < span.columns]
+                tokens.append(at - first + index)
             if row.places is not None:
                 places.append(
                     (
@@ -143,11 +149,11 @@ class ImageOps:
         images: StepImages,
         meta: AttentionMetadata,
         spec: VisionSpec,
-        sections: tuple[int, ...] | None,
+        axes: tuple[int, ...] | None,
     ) -> None:
-        """`sections` are the decoder's `RopeSpec.sections`."""
-        self._ops, self._images, self._sections = ops, images, sections
-        self._among = spec.bidirectional and bool(images.parts)
+        """`axes` are the decoder's `RopeSpec.axes`."""
+        self._ops, self._images, self._axes = ops, images, axes
+        self._among = spec.bidirectional if images.parts else None
         self._positions: Tensor | None = None  # int64 [3, T]
         if images.places:
             positions = meta.positions.expand(3, -1).clone()
@@ -167,13 +173,13 @@ class ImageOps:
     def rope_and_cache(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
     ) -> Tensor:
-        if self._positions is None or heads.cos_sin is None or self._sections is None:
+        if self._positions is None or heads.cos_sin is None or self._axes is None:
             return self._ops.rope_and_cache(qkv, kv, meta, heads)
         # Each token has its own row in a table made for the step.
         table = self._tables.get(id(heads.cos_sin))
         if table is None:
             table = self._tables[id(heads.cos_sin)] = sectioned(
-                heads.cos_sin, self._positions, self._sections
+                heads.cos_sin, self._positions, self._axes
             )
         if id(meta) not in self._turned:
             self._turned[id(meta)] = dataclasses.replace(meta, positions=self._each)
@@ -185,7 +191,7 @@ class ImageOps:
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = self._ops.attention(q, kv, meta, params)
-        if not self._among:
+        if self._among is None or (self._among == "windowed" and params.window is None):
             return out
         # Compute the images' tokens again, as sequences that end with them and are not causal.
         index = upload(self._images.tokens, q.device)
@@ -212,16 +218,46 @@ class ImageOps:
         )
 
 
-def sectioned(cos_sin: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class StackedLayer:
+    """A layer of the decoder behind which `rows` [N, E] are added to the states of `tokens` [N]
+    (`DeepStackSpec`)."""
+
+    layer: Layer
+    tokens: Tensor
+    rows: Tensor
+
+    def __call__(
+        self,
+        ops: OpSet,
+        pending: Any,
+        residual: Tensor | None,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+    ) -> tuple[Any, Tensor]:
+        pending, residual = self.layer(ops, pending, residual, kv, meta)
+        assert residual is not None
+        return pending, residual.index_add(0, self.tokens, self.rows)
+
+
+def stacked(decoder: Decoder, h: Tensor, tokens: LongArray, rows: Tensor) -> Decoder:
+    """A view of the decoder whose first layers add `rows` [N, n · E], those of a layer side by side,
+    to the states of the step's `tokens`. `h` is the first layer's input."""
+    if (ranks := decoder.sharing(h)) is not None:  # each rank has some of the tokens
+        each = -(-len(h) // ranks.size)
+        tokens = tokens - ranks.rank * each
+        own = np.flatnonzero((tokens >= 0) & (tokens < each))
+        tokens, rows = tokens[own], rows[upload(own, rows.device)]
+    index, parts = upload(tokens, h.device), rows.split(h.shape[1], dim=1)
+    added = [StackedLayer(x, index, y) for x, y in zip(decoder.layers, parts, strict=False)]
+    return decoder.with_(layers=cast("list[Layer]", [*added, *decoder.layers[len(parts) :]]))
+
+
+def sectioned(cos_sin: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
     """Rotations [T, rotary_dim] of tokens with three `positions` [3, T].
 
-    `cos_sin` [P, rotary_dim] is the table of one position. `sections` tells how many successive
-    frequencies follow each of the three positions.
+    `cos_sin` [P, rotary_dim] is the table of one position. `axes` names each frequency's position.
     """
-    halves = cos_sin.unflatten(1, (2, -1))  # [P, 2, rotary_dim / 2]
-    ends = np.cumsum(sections).tolist()
-    parts = [
-        halves[positions[axis], :, end - size : end]
-        for axis, (size, end) in enumerate(zip(sections, ends, strict=True))
-    ]
-    return torch.cat(parts, dim=2).flatten(1)
+    columns = torch.arange(len(axes), device=cos_sin.device)
+    rows = positions[upload(np.array(axes, np.int64), positions.device)]  # [rotary_dim / 2, T]
+    return torch.cat([half[rows.T, columns] for half in cos_sin.chunk(2, dim=1)], dim=1)

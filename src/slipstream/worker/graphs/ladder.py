@@ -127,7 +127,7 @@ class GraphLadder:
     ) -> None:
         self.captured = captured
         self.num_ranks = num_ranks
-        self.verifies = config.speculation is not None
+        self.verifies = config.speculation.limit > 0
         self.sizes = decode_rows(config)
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         self.prompt_sizes = mixed_prompts(config, spec)

@@ -39,23 +39,20 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
-from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
-from slipstream.model.decoder import Decoder
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform import Graph, platform_of
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
-from slipstream.worker.adapters import Adapters
 from slipstream.worker.forward.forwards import (
-    HAS_ADAPTERS,
     NO_PLAN,
     Forward,
     Forwards,
     InputBatch,
     Output,
 )
+from slipstream.worker.graphs.graph_inputs import GraphInput
 from slipstream.worker.graphs.greedy_ends import GreedyEnds
 from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder
 from slipstream.worker.graphs.mixed_inputs import (
@@ -67,7 +64,7 @@ from slipstream.worker.graphs.mixed_inputs import (
     num_marks,
     padded_room,
 )
-from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
+from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
 
@@ -136,14 +133,21 @@ class StagePipe(Pipe):
 class StepGraphs(Graphs, Forward):
     """Graphs of decodes and mixed steps. `forwards` run what is captured, and compute `logits`."""
 
-    name = "graphs"
-    with_adapters = False
-
     def __init__(
-        self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig
+        self,
+        forwards: Forwards,
+        kv: Sequence[LayerKV],
+        rows: RowTable,
+        config: EngineConfig,
+        given: GraphInput | None = None,
+        beside: StepGraphs | None = None,
     ) -> None:
+        """`given`: what the steps read in addition to rows and tokens. The graphs `beside` share
+        their memory with these, since one replays at a time."""
         assert rows.device is not None
         super().__init__(rows.device)
+        self.given = given or GraphInput()
+        self.name = self.given.name
         self.forwards = forwards
         self.kv = kv
         self.rows = rows
@@ -154,24 +158,27 @@ class StepGraphs(Graphs, Forward):
         self.ladder = GraphLadder(config, decoder.spec, self._captured.keys(), num_ranks)
         self.sizes = self.ladder.sizes
         self.most_prompts = self.ladder.most_prompts
-        # All graphs share one buffer. It is not read after the next replay, and one per graph would
-        # never be freed.
-        self._hidden = torch.empty(
-            self.ladder.max_tokens,
-            decoder.spec.hidden_size,
-            dtype=decoder.dtype,
-            device=rows.device,
-        )
-        self._ends: GreedyEnds | None = None
-        if self._recorder is not None and (
-            part is None or (part.shard.deals_requests and part.pipe is None)
-        ):
-            self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
         # indices of the layers that a run to compile kernels takes; None: all
         self._compiled: list[int] | None = None
-        # input from the previous stage
-        self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
+        self._ends: GreedyEnds | None = None
+        self._hidden: Tensor  # of all graphs; it is not read after the next replay
+        self._incoming: Tensor | None  # input from the previous stage
+        if beside is not None:
+            self._recorder, self._hidden = beside._recorder, beside._hidden
+            self._incoming, self._ends = beside._incoming, beside._ends
+        else:
+            self._hidden = torch.empty(  # one per graph would never be freed
+                self.ladder.max_tokens,
+                decoder.spec.hidden_size,
+                dtype=decoder.dtype,
+                device=rows.device,
+            )
+            if self._recorder is not None and (
+                part is None or (part.shard.deals_requests and part.pipe is None)
+            ):
+                self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
+            self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
         # query_start_loc of decodes
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
 
@@ -183,6 +190,8 @@ class StepGraphs(Graphs, Forward):
         ms longer.
         """
         ladder = self.ladder
+        if not self.given.at_start:
+            return
         if ladder.prompt_sizes:
             self._graph((ladder.decode_sizes[-1], ladder.prompt_sizes[-1]))
         first, ladder.soon = ladder.commonest()
@@ -244,15 +253,22 @@ class StepGraphs(Graphs, Forward):
     def covers(self, batch: InputBatch) -> Reason | None:
         if batch.plan is None:
             return NO_PLAN
-        if batch.has_adapters != self.with_adapters:
-            return (
-                HAS_ADAPTERS
-                if batch.has_adapters
-                else Reason("no request of the step has an adapter")
-            )
+        if (reason := self.given.refusal(batch, batch.plan)) is not None:
+            return reason
         if self.rows.states is not None and num_marks(batch.plan) > MAX_MARKS:
             return TOO_MANY_MARKS
-        return self.ladder.refusal(batch.shape)
+        reason = self.ladder.refusal(batch.shape)
+        if reason is None and self.given.waits:
+            size = self.ladder.size_for(batch.shape.num_tokens), 0
+            return None if size in self._captured or self.ladder.is_due(size) else NOT_CAPTURED
+        return reason
+
+    def adapters_changed(self) -> None:
+        """Forget the graphs if the launches of a step have changed."""
+        if self.given.has_changed():
+            self.platform.synchronize()  # the last replay
+            self._captured.clear()
+            self.ladder.forget()
 
     @contextlib.contextmanager
     def _compiling(self, size: Size) -> Iterator[None]:
@@ -280,6 +296,9 @@ class StepGraphs(Graphs, Forward):
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:
         """Count how often a mixed size is wanted, and capture it next."""
         if reason is not NOT_CAPTURED or batch.plan is None:
+            return
+        if self.given.waits:
+            self.ladder.wanted[self.ladder.size_for(batch.shape.num_tokens), 0] += 1
             return
         self.ladder.note_wanted(
             self.ladder.mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
@@ -371,7 +390,7 @@ class StepGraphs(Graphs, Forward):
         )
         captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
-        self._before_replay(size, plan)
+        self.given.fill(size, plan)
         # without a request its token is padding
         self._replay(captured, max(1, num_tokens), 0, size[0])
         tokens = self._greedy_end(batch, count, size)
@@ -384,6 +403,7 @@ class StepGraphs(Graphs, Forward):
         return Output(self, captured.output, sampled, sampled_index, tokens)
 
     def _decode_graph(self, size: int) -> Captured:
+        self.given.allot((size, 0))
         captured = self._capture(
             (size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size)
         )
@@ -440,7 +460,7 @@ class StepGraphs(Graphs, Forward):
         captured = self._captured[size]
         host, sequences, count = mixed_inputs(self.rows, plan, size, self.most_prompts)
         self.platform.upload_into(captured.inputs, host)
-        self._before_replay(size, plan)
+        self.given.fill(size, plan)
         self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
         tokens = self._greedy_end(batch, count, size)
         index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
@@ -453,6 +473,7 @@ class StepGraphs(Graphs, Forward):
         )
 
     def _mixed_graph(self, size: Size) -> Captured:
+        self.given.allot(size)
         idle, _, _ = mixed_inputs(self.rows, StepPlan(0, ()), size, self.most_prompts)
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
@@ -479,161 +500,4 @@ class StepGraphs(Graphs, Forward):
         if self._compiled is not None:
             decoder = decoder.with_(layers=[decoder.layers[i] for i in self._compiled])
             kv = [kv[i] for i in self._compiled]
-        return self._hidden_states(size, decoder, token_ids, kv, meta)
-
-    def _hidden_states(
-        self,
-        size: Size,
-        decoder: Decoder,
-        token_ids: Tensor,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-    ) -> Tensor:
-        return self.forwards.hidden(token_ids, kv, meta, decoder)
-
-    def _before_replay(self, size: Size, plan: StepPlan) -> None:
-        """Upload inputs of captured work in addition to those of every step."""
-
-
-class SharedPrefixGraphs(StepGraphs):
-    """Graphs of decodes some of which begin with the same blocks.
-
-    A size is captured when it is wanted for the second time. Until then the graph without shared
-    prefixes runs. Both share their memory, since one replays at a time.
-    """
-
-    name = "graphs with shared prefixes"
-
-    def __init__(self, beside: StepGraphs, config: EngineConfig) -> None:
-        super().__init__(beside.forwards, beside.kv, beside.rows, config)
-        self._recorder, self._hidden, self._incoming = (
-            beside._recorder,
-            beside._hidden,
-            beside._incoming,
-        )
-        self._ends = beside._ends
-        self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
-
-    def covers(self, batch: InputBatch) -> Reason | None:
-        if batch.plan is None:
-            return NO_PLAN
-        if not batch.plan.shared:
-            return Reason("no requests of the step share a prefix")
-        scheduled = batch.plan.scheduled
-        if scheduled[-1].num_tokens > 1:
-            return Reason("the step has prompts")
-        reason = super().covers(batch)
-        size = self.ladder.size_for(len(scheduled)) if reason is None else 0
-        if reason is None and (size, 0) not in self._captured and not self.ladder.is_due((size, 0)):
-            return NOT_CAPTURED
-        return reason
-
-    def passed_over(self, batch: InputBatch, reason: Reason) -> None:
-        if reason is NOT_CAPTURED and batch.plan is not None:
-            self.ladder.wanted[self.ladder.size_for(len(batch.plan.scheduled)), 0] += 1
-
-    def capture(self) -> None:
-        """Capture nothing before it is wanted."""
-
-    def _capture(
-        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
-    ) -> Captured:
-        self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(self.platform.device)
-        return super()._capture(size, idle, forward)
-
-    def _hidden_states(
-        self,
-        size: Size,
-        decoder: Decoder,
-        token_ids: Tensor,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-    ) -> Tensor:
-        shared = SharedPrefixes(*self._shared[size].unbind(0))
-        return super()._hidden_states(size, decoder, token_ids, kv, meta.sharing(shared))
-
-    def _before_replay(self, size: Size, plan: StepPlan) -> None:
-        host = shared_prefixes(plan.shared, size[0])
-        self.platform.upload_into(self._shared[size], host)
-
-
-class AdapterGraphs(StepGraphs):
-    """Graphs of steps with adapters.
-
-    They are captured when adapters are first used, and again when an adapter has weights for
-    products that had none before, because launches for products without weights are left out.
-    """
-
-    name = "graphs with adapters"
-    with_adapters = True
-
-    def __init__(
-        self,
-        forwards: Forwards,
-        kv: Sequence[LayerKV],
-        rows: RowTable,
-        config: EngineConfig,
-        adapters: Adapters,
-    ) -> None:
-        super().__init__(forwards, kv, rows, config)
-        self.adapters = adapters
-        self._parts = adapters.parts
-        self._tokens: dict[Size, Tensor] = {}  # int32 inputs about the adapters of a graph's step
-
-    def adapters_changed(self) -> None:
-        """Forget the graphs if the set of products with adapters has changed."""
-        if self._parts != self.adapters.parts:
-            self._parts = self.adapters.parts
-            self.platform.synchronize()  # the last replay
-            self._captured.clear()
-            self.ladder.forget()
-
-    def capture(self) -> None:
-        """Capture the commonest sizes now, if there are adapters from the start."""
-        if self._parts:
-            super().capture()
-
-    def _hidden_states(
-        self,
-        size: Size,
-        decoder: Decoder,
-        token_ids: Tensor,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-    ) -> Tensor:
-        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size), decoder)
-
-    def _capture(
-        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
-    ) -> Captured:
-        if size not in self._tokens:
-            room = 2 * padded_room(sum(size)) + 3 * self._num_tiles(size)
-            self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=self.rows.device)
-        return super()._capture(size, idle, forward)
-
-    def _num_tiles(self, size: Size) -> int:
-        return most_tiles(sum(size), self.adapters.settings.max_loras)
-
-    def _tokens_of(self, size: Size) -> LoRATokens:
-        num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
-        return LoRATokens(
-            given[:num_tokens],
-            given[room : room + num_tokens],
-            given[2 * room :].view(-1, 3),
-            tile_tokens(num_tokens),
-        )
-
-    def _before_replay(self, size: Size, plan: StepPlan) -> None:
-        scheduled = plan.scheduled
-        num_tokens, room = sum(size), padded_room(sum(size))
-        slots = np.full(num_tokens, NO_ADAPTER, np.int32)
-        own, num_decodes = self.rows.adapters_of(scheduled), num_leading_decodes(scheduled)
-        slots[:num_decodes] = own[:num_decodes]
-        behind = own[num_decodes:].repeat([s.num_tokens for s in scheduled[num_decodes:]])
-        first = size[0] if size[1] else num_decodes  # in a decode graph drafts follow directly
-        slots[first : first + len(behind)] = behind
-        order, tiles, _ = sort_tokens(slots)
-        host = np.zeros(len(self._tokens[size]), np.int32)
-        host[:num_tokens], host[room : room + num_tokens] = slots, order
-        host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
-        self.platform.upload_into(self._tokens[size], host)
+        return self.given.hidden(size, self.forwards, token_ids, kv, meta, decoder)

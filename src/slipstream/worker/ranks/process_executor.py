@@ -33,13 +33,13 @@ from slipstream.config import (
     DeviceInfo,
     EngineArgs,
     EngineConfig,
-    ParallelConfig,
     num_ranks,
     resolve,
     split_setting,
     stage_args,
 )
 from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
+from slipstream.config.forms import DealtRequests, HostAndGpu, ParallelConfig
 from slipstream.costs.estimate import resident_weights_bytes, this_device
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.hardware import available_cores, gpus
@@ -155,9 +155,8 @@ class ProcessExecutor(Executor):
         self._host = (
             "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
         )
-        self._owners = (
-            RequestOwners(self._parallel.ranks_of_stage) if self._parallel.deals_requests else None
-        )
+        stage = self._parallel.stage
+        self._owners = RequestOwners(stage.size) if isinstance(stage, DealtRequests) else None
         self._mail = Mailbox(self._ranks, 1 if self._owners is None else self._owners.num_ranks)
         self.processes = tuple(process.pid for process in self._group.all)
         self._group.watch()
@@ -178,7 +177,7 @@ class ProcessExecutor(Executor):
         return cls(args, progress)
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
-        size, mixed = len(self._ranks), self._parallel.on_host
+        size, mixed = len(self._ranks), isinstance(self._parallel, HostAndGpu)
 
         def begin(rank: int, port: int) -> BeginRank:
             own, device = self._parts[rank]
@@ -195,7 +194,7 @@ class ProcessExecutor(Executor):
                 progress(message.name)
             else:
                 started[rank.number] = message
-        first, last = started[0], started[size - self._parallel.ranks_of_stage]
+        first, last = started[0], started[size - self._parallel.stage.size]
         self.ledgers: tuple[MemoryLedger, ...] = tuple(started[i].ledger for i in range(size))
         largest = (
             last.ledger if mixed else max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
@@ -214,8 +213,9 @@ class ProcessExecutor(Executor):
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
             for request in config.lora.requests:  # the ranks have these from their start
                 self.load_adapter(request, tuple)
-        if config.parallel.experts > 1 and config.lora is None:  # an adapter may change the router
-            self._balancer = ExpertBalancer(self.description.spec, config.parallel.experts)
+        stage = config.parallel.stage
+        if stage.share(0).experts and config.lora is None:  # an adapter may change the router
+            self._balancer = ExpertBalancer(self.description.spec, stage.size)
         for number, ledger in enumerate(self.ledgers):
             _logger.info(
                 "rank %d: weights %.2f GiB, KV cache %.2f GiB of %s",
@@ -366,9 +366,8 @@ class ProcessExecutor(Executor):
     def _has_grammar(self, plan: StepPlan) -> bool:
         """True if some request samples with a grammar in this step."""
         self._grammars.difference_update(plan.released)
-        self._grammars.update(
-            r.request_id for r in plan.new if r.sampling.structured_outputs is not None
-        )
+        self._grammars.update(r.request_id for r in plan.new if r.sampling.is_masked)
+        self._grammars.difference_update(plan.unmasked)
         return bool(self._grammars) and any(
             s.num_sampled and s.request_id in self._grammars for s in plan.scheduled
         )
@@ -381,7 +380,7 @@ class ProcessExecutor(Executor):
         """
         if (balancer := self._balancer) is None:
             return
-        each, waiting = self._parallel.ranks_of_stage, self._mail.expert_loads
+        each, waiting = self._parallel.stage.size, self._mail.expert_loads
         for stage in range(self._parallel.num_stages):
             own = (
                 [*range(stage * each, (stage + 1) * each)]
@@ -481,7 +480,7 @@ def settled(args: EngineArgs) -> EngineArgs:
         resolve_model(args.model, download_dir=args.download_dir)
     ).taking_images(args.max_images)
     how = resolve(args, description, this_device(args.device)).parallel
-    return replace(args, cpu_layers=how.stages[0] if how.on_host else None)
+    return replace(args, cpu_layers=how.on_host if isinstance(how, HostAndGpu) else None)
 
 
 def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank], ParallelConfig]:
@@ -496,7 +495,7 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank
         message = f"{args.model}: several ranks need torch to sum up their parts; pip install 'slipstream[torch]'"
         raise ConfigError(message, field=split_setting(args))
     check_weights_fit(config, description)
-    if config.parallel.on_host:
+    if isinstance(config.parallel, HostAndGpu):
         return _beside_a_gpu(args, description, config), config.parallel
     check_devices(args, info)
     for line in uneven_parts(description.spec, config.parallel.shard(0)):

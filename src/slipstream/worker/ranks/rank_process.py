@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from slipstream import __version__
+from slipstream.config.forms import DealtRequests
 from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
@@ -133,7 +134,7 @@ class RankProcess:
         self._executor = own = LocalExecutor.build(
             begin.args, progress=tell, ranks=ranks, device=device
         )
-        if own.config.parallel.deals_requests:  # each rank has results of its own
+        if isinstance(own.config.parallel.stage, DealtRequests):  # each rank has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
             self._answered_by_all = (LoadRankAdapter, GetExpertLoad, ReportExpertLoad)
         self._link.send(

@@ -62,6 +62,7 @@ class RequestOwners:
                 block_copies=tuple([copy for copy, owner in copies if owner == rank]),
                 largest=largest,
                 state_marks=tuple([m for m in plan.state_marks if of[m.request_id] == rank]),
+                unmasked=plan.unmasked,
             )
             for rank in ranks
         ]

@@ -62,18 +62,15 @@ def warm_up(runner: ModelRunner) -> None:
             prompts = tuple(ScheduledRequest(name, 0, len(PROMPT), 1, null) for name in names)
             decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
             plans = [StepPlan(0, prompts, new), StepPlan(1, decodes)]
-            if runner.config.speculation is not None:  # after a prompt, and after a run of drafts
-                count = min(
-                    NUM_DRAFTS,
-                    runner.config.speculation.limit,
-                    runner.config.max_num_sampled // num_rows - 1,
+            most = runner.config.speculation.limit
+            count = min(NUM_DRAFTS, most, runner.config.max_num_sampled // num_rows - 1)
+            # after a prompt, and after a run of drafts
+            for first in (len(PROMPT), len(PROMPT) + 1) if count > 0 else ():
+                own = drafts[:count]
+                more = tuple(
+                    ScheduledRequest(n, first, 1 + count, 1 + count, (), own) for n in names
                 )
-                for first in (len(PROMPT), len(PROMPT) + 1) if count > 0 else ():
-                    own = drafts[:count]
-                    more = tuple(
-                        ScheduledRequest(n, first, 1 + count, 1 + count, (), own) for n in names
-                    )
-                    plans.append(StepPlan(len(plans), more))
+                plans.append(StepPlan(len(plans), more))
             for plan in plans:
                 step = runner.launch(plan)
                 if isinstance(step, AwaitingMask):

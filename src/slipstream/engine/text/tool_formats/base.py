@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.errors import RequestError
+from slipstream.sampling_params import ReasoningMarkers
 
 MAX_NAME = 256
 """Characters of a function's name."""
@@ -558,6 +559,10 @@ class ToolFormat(ABC):
     def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
         """Texts within reasoning that begin calls, of models that forget to end it."""
         return ()
+
+    def reasoning(self, tools: Sequence[Tool]) -> ReasoningMarkers | None:
+        """How reasoning is found, where it is part of the format. None: by the model's markers."""
+        return None
 
     def free(self, writer: Writer) -> str:
         """The grammar of an answer without calls, where calls are the whole answer."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop
+from slipstream.sampling_params import ReasoningMarkers
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, ENDS = "<|start|>", ("<|end|>", "<|call|>", "<|return|>")
@@ -44,6 +45,9 @@ class Harmony(ToolFormat):
     def free(self, writer: Writer) -> str:
         writer.rules["ANY"] = "/(?s:.*)/"
         return f"{self.final(writer)} ANY"
+
+    def reasoning(self, tools: Sequence[Tool]) -> ReasoningMarkers:
+        return ReasoningMarkers(channels=("final", "commentary") if tools else ("final",))
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while True:

@@ -57,7 +57,7 @@ def gated_delta(
     )  # fmt: skip
     raw = gates[:, s.num_heads :] if decay is None else decay
     z = x[:, s.conv_channels :] if z is None else z
-    stages = _stages(meta, x, s.key_dim, True)
+    stages = _stages(meta, x, s.key_dim, s.value_dim, True)
     out = _tokens(
         x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages,
         low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
@@ -88,7 +88,7 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
         V_AT=0, DELTA=False,
     )  # fmt: skip
     low, high = s.time_limit
-    stages = _stages(meta, x, s.key_dim, False)
+    stages = _stages(meta, x, s.key_dim, s.value_dim, False)
     in_one = not stages and s.norm is None
     out = _tokens(
         rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
@@ -208,15 +208,20 @@ def _chunks(
     )  # fmt: skip
 
 
-def _stages(meta: AttentionMetadata, like: Tensor, key_dim: int, is_delta: bool) -> int:
+def _stages(
+    meta: AttentionMetadata, like: Tensor, key_dim: int, value_dim: int, is_delta: bool
+) -> int:
     """How many chunks' rows `pass_kernel` has in shared memory. 0: all sequences are computed token by token, since they are
     short, or too few chunks fit.
 
-    Triton 3.6 makes code for Hopper with one stage in 16 bits that reads outside of shared memory (compute-sanitizer).
+    Triton 3.6 makes code for Hopper in 16 bits, with one stage or with heads of fewer than 16 numbers, that reads outside of
+    memory (compute-sanitizer).
     """
     if not conv.has_long(meta) or like.dtype == torch.float32:
         return int(conv.has_long(meta))
     platform, size = platform_of(like.device), like.element_size()
+    if min(key_dim, value_dim) < 16 and platform.arch.wgmma:
+        return 0
     each = CHUNK * (key_dim * (3 if is_delta else 2) + CHUNK + VALUES) * size
     room = platform.shared_bytes - (key_dim + CHUNK) * VALUES * size - SPARE_BYTES
     stages = max(1, min(3 if is_delta else 2, room // each))

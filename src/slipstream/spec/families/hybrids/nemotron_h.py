@@ -22,6 +22,7 @@ from slipstream.spec.families.builders import (
 from slipstream.spec.families.deepseek import expert_groups
 from slipstream.spec.families.hybrids.mamba import GGUF, GGUF_CHANGES, mamba_names
 from slipstream.spec.families.metadata import kv_heads, numbers_by_layer
+from slipstream.spec.families.mtp import Config, MTPFormat
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (
     LayerSpec,
@@ -53,9 +54,8 @@ def kinds_of_blocks(c: ConfigReader) -> tuple[str, list[str]]:
     return key, found
 
 
-def paired(c: ConfigReader) -> list[tuple[str, str | None]]:
+def paired(c: ConfigReader, key: str, kinds: list[str]) -> list[tuple[str, str | None]]:
     """The mixer of each of our layers, and the MLP behind it, if any."""
-    key, kinds = kinds_of_blocks(c)
     pairs: list[tuple[str, str | None]] = []
     for i, kind in enumerate(kinds):
         if kind in MIXERS:
@@ -81,7 +81,7 @@ def read(c: ConfigReader) -> ModelSpec:
         "full_attention": {"attention": attention(h, None)},
         "linear_attention": {"recurrent": _mamba(c, eps)},
     }
-    pairs = paired(c)
+    pairs = paired(c, *kinds_of_blocks(c))
     bias = c.take("mlp_bias", bool, False)
     act = activation(c, "mlp_hidden_act", "relu2")
     mlps: dict[str | None, MLPSpec | None] = {None: None}
@@ -157,6 +157,42 @@ def _mamba(c: ConfigReader, eps: float) -> Mamba2Spec:
         norm_groups=groups,
         time_limit=(c.take(called(c, "mamba_dt_min", "time_step_min"), float, 0.001), math.inf),
     )
+
+
+def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
+    """The layers of `mtp_hybrid_override_pattern` or `mtp_layers_block_type`, each like one of the model's."""
+    c = ConfigReader(config)
+    letters = "mtp_hybrid_override_pattern"
+    key = called(c, letters, "mtp_layers_block_type")
+    given: Any = c.take(key, str) if key == letters else c.take(key, list)
+    kinds = [LETTERS.get(kind, LEGACY.get(kind, str(kind))) for kind in given]
+    layers = []
+    for mixer, mlp in paired(c, key, kinds):
+        of = next((x.attention for x in spec.layers if x.attention is not None), None)
+        mlps = {None: None} | {
+            "moe" if isinstance(x.mlp, MoESpec) else "mlp": x.mlp for x in spec.layers if x.mlp
+        }
+        if mixer != "full_attention" or of is None or mlp not in mlps:
+            raise c.unsupported(
+                key, "only attention, and an MLP or experts that the model has too, is supported"
+            )
+        norm = spec.final_norm
+        block = SequentialBlock(pre_attention=norm, pre_mlp=norm if mlp else None)
+        layers.append(LayerSpec(attention=of, mlp=mlps[mlp], block=block))
+    return tuple(layers)
+
+
+MTP = MTPFormat(
+    counts=("num_nextn_predict_layers",),
+    layers=mtp_layers,
+    renamed=("backbone.layers.", "mtp.layers."),
+    around={
+        "embed_norm": "mtp.layers.0.enorm",
+        "hidden_norm": "mtp.layers.0.hnorm",
+        "join": "mtp.layers.0.eh_proj",
+        "final_norm": "mtp.layers.{last}.final_layernorm",
+    },
+)
 
 
 BEHIND = "+"
@@ -274,6 +310,7 @@ FAMILIES = (
         names=names,
         prefixes=("model.", ""),  # PEFT has transformers' own names
         ignored=(r"mtp\..*",),
+        mtp=MTP,
         gguf=GGUFFamily(
             architecture="nemotron_h",
             also=("nemotron_h_moe",),

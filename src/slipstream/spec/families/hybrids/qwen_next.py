@@ -1,4 +1,5 @@
-"""Qwen3-Next and Qwen3.5: three of four layers are gated delta rules, the others have gated attention. No torch.
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta rules, the others have gated attention. Qwen3.5 takes pictures
+(`pictures/qwen3_vl.py`). No torch.
 
 The mixtures and the dense models differ in the MLP alone. Qwen3-Next stores the inputs of the delta rule by key head.
 """
@@ -6,10 +7,12 @@ The mixtures and the dense models differ in the MLP alone. Qwen3-Next stores the
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import (
+    Sections,
     attention,
     before,
     gated,
@@ -19,7 +22,10 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
+from slipstream.spec.families.mtp import Config, MTPFormat
 from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
+from slipstream.spec.families.pictures import qwen3_vl
+from slipstream.spec.families.pictures.qwen_vl import read_processing
 from slipstream.spec.model import (
     DenseSpec,
     GatedDeltaSpec,
@@ -77,23 +83,26 @@ def read_next(c: ConfigReader) -> ModelSpec:
     return _read(c, "qwen3_next", moe)
 
 
-def read_3_5(c: ConfigReader) -> ModelSpec:
-    return _read(c, "qwen3_5", None)
+def read_3_5(c: ConfigReader, *, sees: bool = False) -> ModelSpec:
+    return _read(c, "qwen3_5", None, sees)
 
 
-def read_3_5_moe(c: ConfigReader) -> ModelSpec:
+def read_3_5_moe(c: ConfigReader, *, sees: bool = False) -> ModelSpec:
     c.ignore("intermediate_size")
-    return _read(c, "qwen3_5_moe", _mixture(c, 256, 8, normalize=True))
+    return _read(c, "qwen3_5_moe", _mixture(c, 256, 8, normalize=True), sees)
 
 
-def _read(c: ConfigReader, family: str, moe: MoESpec | None) -> ModelSpec:
+def _read(c: ConfigReader, family: str, moe: MoESpec | None, sees: bool = False) -> ModelSpec:
+    """`sees`: the model takes pictures, whose tokens have three positions."""
     c.assume(head_dim=256)
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-6)
     max_position = c.size("max_position_embeddings", 32768)
     norm = rms(c.size("hidden_size"), eps, weight_offset=1.0)
     bias = c.take("attention_bias", bool, False)
-    axes = ("mrope_section", "mrope_interleaved")  # of pictures
-    position = rope(c, h.head_dim, max_position=max_position, partial=0.25, without=axes)
+    axes: dict[str, Any] = {"without": ("mrope_section", "mrope_interleaved")}
+    if sees:
+        axes = {"sections": Sections((11, 11, 10), alternate=True)}
+    position = rope(c, h.head_dim, max_position=max_position, partial=0.25, **axes)
     of = attention(
         h,
         position,
@@ -112,7 +121,8 @@ def _read(c: ConfigReader, family: str, moe: MoESpec | None) -> ModelSpec:
         mixer: dict[str, Any] = {"recurrent": recurrent} if is_recurrent[i] else {"attention": of}
         return LayerSpec(**mixer, mlp=dense if is_dense else moe, block=before(norm))
 
-    c.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # drafts, which are not run
+    c.ignore("mtp_num_hidden_layers")
+    c.require("mtp_use_dedicated_embeddings", False)
     c.require("attn_output_gate", True)
     c.ignore("mamba_ssm_dtype")  # states are float32
     return model(c, family, layer, norm, max_position)
@@ -153,7 +163,9 @@ NEXT: dict[str, Theirs] = {
 }
 
 NAMES_3_5 = table(
-    {**LLAMA, **DELTA}, changes={"recurrent.conv": of_conv, "attention.qkv": gate_first}
+    {**LLAMA, **DELTA, **qwen3_vl.VISION},
+    vision_layer=qwen3_vl.VISION_LAYER,
+    changes={"recurrent.conv": of_conv, "attention.qkv": gate_first},
 )
 NAMES_NEXT = table(
     {**LLAMA, **DELTA, **NEXT},
@@ -164,8 +176,31 @@ NAMES_NEXT = table(
         "recurrent.gates": _gates_by_key_head,
     },
 )
-IGNORED = (r"(model\.)?mtp\..*", r"(model\.)?visual\..*")
-"""Drafts and the image encoder, which are not run."""
+
+
+def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
+    """A layer with attention, and with experts if any of the model's has some."""
+    of = next(layer.attention for layer in spec.layers if layer.attention is not None)
+    mlps = sorted((x.mlp for x in spec.layers), key=lambda mlp: not isinstance(mlp, MoESpec))
+    return (dataclasses.replace(spec.layers[0], recurrent=None, attention=of, mlp=mlps[0]),)
+
+
+MTP = MTPFormat(
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    default=1,
+    layers=mtp_layers,
+    renamed=("model.layers.0.", "mtp.layers.0."),
+    around={
+        "embed_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "join": "mtp.fc",
+        "final_norm": "mtp.norm",
+    },
+)
+IGNORED = (r"(model\.)?mtp\..*", *qwen3_vl.VISUAL)
+"""Layers that draft, which `MTP` describes, and the image encoder, which `max_images=0` leaves out."""
+
+SEEING, SEEING_MOE = partial(read_3_5, sees=True), partial(read_3_5_moe, sees=True)
 
 FAMILIES = (
     Family(
@@ -174,6 +209,7 @@ FAMILIES = (
         read=read_next,
         names=NAMES_NEXT,
         ignored=IGNORED,
+        mtp=MTP,
     ),
     *(
         Family(
@@ -182,13 +218,17 @@ FAMILIES = (
             read=read,
             names=NAMES_3_5,
             ignored=IGNORED,
+            mtp=MTP,
             nested_config=nested,
+            prefixes=("model.", "language_model.", "model.language_model.") if nested else ("",),
+            vision=qwen3_vl.read_vision_3_5 if nested else None,
+            processing=read_processing if nested else None,
         )
         for name, architecture, read, nested in (
             ("qwen3_5_text", "Qwen3_5ForCausalLM", read_3_5, None),
             ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", read_3_5_moe, None),
-            ("qwen3_5", "Qwen3_5ForConditionalGeneration", read_3_5, "text_config"),
-            ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", read_3_5_moe, "text_config"),
+            ("qwen3_5", "Qwen3_5ForConditionalGeneration", SEEING, "text_config"),
+            ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", SEEING_MOE, "text_config"),
         )
     ),
 )

@@ -61,7 +61,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
             eps=v.take("layer_norm_eps", float, 1e-6),
             bias=True,
         ),
-        position=GridPositionSpec(side=image_size // patch_size, by_fraction=True),
+        position=GridPositionSpec(side=image_size // patch_size, read="fractions"),
         merge=c.size("scale_factor", 2),
         connector=ConcatConnector(),
         token_id=c.take("image_token_id", int, 128257),

@@ -15,7 +15,8 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import Theirs
 from slipstream.spec.model import LayerSpec
-from slipstream.spec.vision import FixedSize, ImageProcessing, PixelRange, TileSizes
+from slipstream.spec.positions import require_positive
+from slipstream.spec.vision import AxialRopeSpec, ImageProcessing, Sizes
 
 RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
     1: "lanczos",
@@ -46,15 +47,33 @@ def square(c: ConfigReader, key: str, default: int) -> int:
     return c.size(key, default)
 
 
+def axial_rope(c: ConfigReader, head_dim: int, theta: float = 1e4, **how: bool) -> AxialRopeSpec:
+    """The rotary embedding of patches, by transformers 5's `rope_parameters`. `how`: fields of `AxialRopeSpec`."""
+    theta = c.take("rope_theta", float, theta)
+    if "rope_parameters" in c:
+        own = c.part("rope_parameters")
+        own.require("rope_type", "axial", "default")  # transformers takes the latter for the former
+        theta = own.take("rope_theta", float, theta)
+        own.finish()
+    if head_dim % 4:
+        raise c.unsupported("head_dim", f"{head_dim} can't be rotated by rows and columns")
+    require_positive("vision_config.rope_parameters", rope_theta=theta)
+    return AxialRopeSpec(theta=theta, head_dim=head_dim, **how)
+
+
 def processing(
     c: ConfigReader,
-    sizes: TileSizes | FixedSize | PixelRange,
+    sizes: Sizes,
     *,
     resample: int,
     mean: tuple[float, float, float] = HALF,
     std: tuple[float, float, float] = HALF,
+    normalizes: bool = True,
 ) -> ImageProcessing:
-    """The processing with `sizes`, which were read before. The rest are defaults. Call it last."""
+    """The processing with `sizes`, which were read before. The rest are defaults. Call it last.
+
+    `normalizes` False: the model's code does, by `mean` and `std` whatever the file says.
+    """
 
     def three(key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
         found = c.take(key, list, list(default))
@@ -64,8 +83,11 @@ def processing(
             raise c.unsupported(key, "must be three numbers")
         return (float(found[0]), float(found[1]), float(found[2]))
 
-    for step in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
+    for step in ("do_convert_rgb", "do_resize", "do_rescale"):
         c.require(step, True)
+    c.require("do_normalize", normalizes)
+    if not normalizes:
+        c.ignore("image_mean", "image_std")
     c.require("do_center_crop", False)
     number = c.take("resample", int, resample)
     if number not in RESAMPLE:
@@ -101,8 +123,8 @@ def processing(
     made = ImageProcessing(
         sizes=sizes,
         resample=RESAMPLE[number],
-        mean=three("image_mean", mean),
-        std=three("image_std", std),
+        mean=three("image_mean", mean) if normalizes else mean,
+        std=three("image_std", std) if normalizes else std,
         scale=c.take("rescale_factor", float, 1 / 255),
     )
     if 0.0 in made.std:

@@ -1,26 +1,30 @@
 """Qwen 2.5 VL (arXiv:2502.13923): a Qwen 2 whose tokens have three positions (M-RoPE), and an image encoder with RMS norms,
-gated MLPs, rotary positions by row and column, and windows in most layers. Films are not read."""
+gated MLPs, rotary positions by row and column, and windows in most layers. Qwen 2 VL (arXiv:2409.12191) has layer norms, plain
+MLPs and no windows. Films are not read."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import (
+    Sections,
     activation,
     attention,
     before,
     gated,
     heads,
+    layer_norm,
     model,
+    plain,
     rms,
     rope,
 )
 from slipstream.spec.families.names import LLAMA, Theirs, table
-from slipstream.spec.families.pictures.images import processing, square
-from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec
+from slipstream.spec.families.pictures.images import axial_rope, processing, square
+from slipstream.spec.model import Activation, DenseSpec, LayerSpec, ModelSpec, OwnActivation
 from slipstream.spec.vision import (
-    AxialRopeSpec,
     ImageProcessing,
     MLPConnector,
     PixelRange,
@@ -30,6 +34,8 @@ from slipstream.spec.vision import (
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+PLAIN = PromptFormat(placeholder="<|image_pad|>", token="<|image_pad|>", style="plain")
 
 TEXT: dict[str, Any] = {
     "vocab_size": 152064,
@@ -51,9 +57,9 @@ ENCODER: dict[str, Any] = {
 """Defaults of the config's two parts."""
 
 
-def read_text(c: ConfigReader) -> ModelSpec:
+def read_text(c: ConfigReader, kind: str = "qwen2_5_vl") -> ModelSpec:
     c.assume(**TEXT)
-    c.require("model_type", "qwen2_5_vl_text", "qwen2_5_vl")
+    c.require("model_type", f"{kind}_text", kind)
     h = heads(c)
     max_position = c.size("max_position_embeddings")
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float))
@@ -68,13 +74,57 @@ def read_text(c: ConfigReader) -> ModelSpec:
             h.head_dim,
             theta=1e6,
             max_position=max_position,
-            sectioned=True,
+            sections=Sections(),
             renamed={"mrope": "default"},
         ),
         qkv_bias=True,
     )
     layer = LayerSpec(attention=of, mlp=gated(c), block=before(norm))
-    return model(c, "qwen2_5_vl", layer, norm, max_position)
+    return model(c, kind, layer, norm, max_position)
+
+
+def quick_gelu(x: Any) -> Any:
+    return x * (1.702 * x).sigmoid()
+
+
+def read_vision_2(c: ConfigReader, text: ModelSpec) -> VisionSpec:
+    v = c.part("vision_config")
+    v.assume(depth=32, embed_dim=1280, num_heads=16)
+    v.require("model_type", "qwen2_vl", "qwen2_vl_vision")
+    hidden, merge, patch_size = (
+        v.size("embed_dim"),
+        v.size("spatial_merge_size", 2),
+        square(v, "patch_size", 14),
+    )
+    h, norm = (
+        heads(v, hidden="embed_dim", num_heads="num_heads", num_kv_heads=None),
+        layer_norm(hidden, 1e-6),
+    )
+    act: Activation = OwnActivation(name="quick_gelu", function=quick_gelu)
+    if v.take("hidden_act", str, "quick_gelu") != "quick_gelu":
+        act = activation(v, "hidden_act")
+    layer = LayerSpec(
+        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
+        mlp=plain(int(hidden * v.take("mlp_ratio", float, 4.0)), act),
+        block=before(norm),
+    )
+    check_width(v, text, "hidden_size")
+    v.require("spatial_patch_size", patch_size)
+    made = VisionSpec(
+        hidden_size=hidden,
+        num_channels=v.size("in_channels" if "in_channels" in v else "in_chans", 3),
+        patch_size=patch_size,
+        patch_bias=False,
+        num_frames=square(v, "temporal_patch_size", 2),
+        layers=(layer,) * v.size("depth"),
+        final_norm=None,
+        rope=axial_rope(v, h.head_dim),
+        merge=merge,
+        connector=MLPConnector(norm=norm, activation="gelu"),
+        token_id=c.take("image_token_id", int, 151655),
+        prompt=PLAIN,
+    )
+    return _finished(c, v, made)
 
 
 def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
@@ -98,30 +148,13 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         mlp=mlp,
         block=before(norm),
     )
-    theta = 10000.0
-    if (axial := v.value("rope_parameters")) is not None:
-        if (
-            not isinstance(axial, dict)
-            or axial.keys() - {"rope_theta", "rope_type"}
-            or axial.get("rope_type") != "axial"
-        ):
-            raise v.unsupported("rope_parameters", "must have rope_type 'axial', and rope_theta")
-        theta = float(axial.get("rope_theta", theta))
-    if h.head_dim % 4:
-        raise v.unsupported(
-            "num_heads", f"heads of {h.head_dim} can't be rotated by rows and columns"
-        )
     window, side = v.size("window_size", 112), patch_size * merge
     if window % side:
         raise v.unsupported("window_size", f"must be a multiple of {side} pixels")
     full = v.take("fullatt_block_indexes", list)
     if not all(isinstance(i, int) for i in full):
         raise v.unsupported("fullatt_block_indexes", "must be whole numbers")
-    v.require("out_hidden_size", text.hidden_size)
-    if v.value("out_hidden_size") is None and text.hidden_size != 3584:
-        raise v.unsupported(
-            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}"
-        )
+    check_width(v, text)
     v.require("spatial_patch_size", patch_size)
     v.ignore("tokens_per_second")  # of films
     num_channels = v.size("in_channels" if "in_channels" in v else "in_chans", 3)
@@ -133,20 +166,29 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         num_frames=square(v, "temporal_patch_size", 2),
         layers=(layer,) * depth,
         final_norm=None,
-        position=AxialRopeSpec(theta=theta, head_dim=h.head_dim),
+        rope=axial_rope(v, h.head_dim),
         merge=merge,
         window=window // side,
         full_layers=frozenset(full),
         connector=MLPConnector(norm=norm, activation="gelu"),
         token_id=c.take("image_token_id", int, 151655),
-        prompt=PromptFormat(placeholder="<|image_pad|>", token="<|image_pad|>", style="plain"),
+        prompt=PLAIN,
     )
+    return _finished(c, v, made)
+
+
+def _finished(c: ConfigReader, v: ConfigReader, made: VisionSpec) -> VisionSpec:
     v.finish()
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER)
-    if c.value("text_config") is None:  # the decoder's keys stand here, and were read
-        return made
-    c.finish()
+    if c.value("text_config") is not None:  # else the decoder's keys stand here, and were read
+        c.finish()
     return made
+
+
+def check_width(v: ConfigReader, text: ModelSpec, key: str = "out_hidden_size") -> None:
+    """Raise UnsupportedModelError unless the encoder's tokens are as wide as the decoder."""
+    if v.size(key, 3584) != text.hidden_size:
+        raise v.unsupported(key, f"must be the decoder's hidden_size, {text.hidden_size}")
 
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
@@ -189,6 +231,8 @@ OUTER = (
     *("vision_token_id", "model_type"),
 )
 
+READ_2 = partial(read_text, kind="qwen2_vl")
+
 VISION: dict[str, Theirs] = {
     "vision.patch": "visual.patch_embed.proj",
     "vision.pre_attention": "norm1",
@@ -202,17 +246,23 @@ VISION: dict[str, Theirs] = {
     "vision.connector.out": "visual.merger.mlp.2",
 }
 
-FAMILIES = (
+VISION_2 = {**VISION, "vision.mlp.up": "mlp.fc1", "vision.mlp.down": "mlp.fc2"}
+
+FAMILIES = tuple(
     Family(
-        model_type="qwen2_5_vl",
-        architectures=("Qwen2_5_VLForConditionalGeneration",),
-        read=read_text,
-        names=table({**LLAMA, **VISION}, vision_layer="visual.blocks.{i}."),
+        model_type=name,
+        architectures=(architecture,),
+        read=read,
+        names=table({**LLAMA, **theirs}, vision_layer="visual.blocks.{i}."),
         nested_config="text_config",
         flat_config=True,
         prefixes=("model.", "language_model.", "model.language_model."),
         ignored=(r"(model\.)?visual\..*",),  # with max_images=0
-        vision=read_vision,
+        vision=vision,
         processing=read_processing,
-    ),
+    )
+    for name, architecture, read, theirs, vision in (
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", read_text, VISION, read_vision),
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration", READ_2, VISION_2, read_vision_2),
+    )
 )

@@ -1,0 +1,415 @@
+"""Sessions of agents as data: turns whose prompts grow, pauses between them, and subagents.
+
+A session's prompt of a turn is all that was said before, and what is new. New text is made of
+*parts*: a part's key says which text it is, so that equal keys mean equal tokens. One definition
+serves a load over HTTP (`bench/session_run.py`) and the simulator (`simulate/sessions.py`).
+
+1. All sessions begin with the same system prompt. Then comes a task of the session's own.
+2. Each later turn adds the results of tools, after a pause in which the tools ran.
+3. Some turns begin with subagents: sessions with the same system prompt and a fresh context. The
+   turn waits for them, and gets the last answer of each as its summary.
+4. A session ends with its last turn, or before the turn that would exceed `max_context`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from slipstream.bench.traces import BLOCK_TOKENS, TraceRow
+from slipstream.errors import ConfigError
+
+Kind: TypeAlias = Literal["system", "user", "tool", "summary", "answer"]
+
+MAX_CONTEXT = 142_000
+SYSTEM_TOKENS = 14_000
+
+
+class Part(NamedTuple):
+    """A piece of a prompt. Two parts of one key have the same tokens, as far as the shorter goes."""
+
+    key: int
+    num_tokens: int
+    kind: Kind = "user"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A request of a session: it comes `pause_s` after the answer before, and after the
+    subagents. Their summaries follow the `new` parts."""
+
+    new: tuple[Part, ...]
+    output_tokens: int
+    pause_s: float = 0.0
+    subagents: tuple[Session, ...] = ()
+
+    @property
+    def num_new_tokens(self) -> int:
+        """New prompt tokens, with summaries as long as they were asked for."""
+        return sum(p.num_tokens for p in self.new) + sum(
+            s.turns[-1].output_tokens for s in self.subagents
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A conversation. `start_s`: when a trace began it."""
+
+    turns: tuple[Turn, ...]
+    start_s: float = 0.0
+
+    @property
+    def context_lengths(self) -> list[int]:
+        """Tokens of each turn's prompt and answer together."""
+        return list(itertools.accumulate(t.num_new_tokens + t.output_tokens for t in self.turns))
+
+    def all_turns(self) -> Iterator[Turn]:
+        """The turns of the session and of its subagents."""
+        for turn in self.turns:
+            for session in turn.subagents:
+                yield from session.all_turns()
+            yield turn
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A distribution of lengths or times: `fixed:N`, `uniform:A-B`, `exponential:MEAN` or
+    `lognormal:MEAN:SIGMA`."""
+
+    kind: Literal["fixed", "uniform", "exponential", "lognormal"]
+    a: float
+    b: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return (self.a + self.b) / 2 if self.kind == "uniform" else self.a
+
+    def __str__(self) -> str:
+        ends = {"uniform": f"{self.a:g}-{self.b:g}", "lognormal": f"{self.a:g}:{self.b:g}"}
+        return f"{self.kind}:{ends.get(self.kind, f'{self.a:g}')}"
+
+    def real(self, rng: random.Random) -> float:
+        match self.kind:
+            case "fixed":
+                return self.a
+            case "uniform":
+                return rng.uniform(self.a, self.b)
+            case "exponential":
+                return rng.expovariate(1 / self.a) if self.a else 0.0
+        return rng.lognormvariate(math.log(self.a) - self.b**2 / 2, self.b) if self.a else 0.0
+
+    def count(self, rng: random.Random) -> int:
+        """A whole number above 0. Those of `uniform` are equally likely."""
+        if self.kind == "uniform":
+            return max(1, rng.randint(math.ceil(self.a), math.floor(self.b)))
+        return max(1, round(self.real(rng)))
+
+    def scaled(self, mean: float) -> Draw:
+        """The same shape with another mean."""
+        if self.kind != "uniform":
+            return Draw(self.kind, mean, self.b)
+        share = (self.b - self.a) / (self.a + self.b)
+        return Draw("uniform", math.floor(mean * (1 - share)), math.ceil(mean * (1 + share)))
+
+
+def parse_draw(text: str, usual: Draw, name: str, *, least: float = 1) -> Draw:
+    """Parse a distribution, or a number: the mean of one with the shape of `usual`. ConfigError of
+    the field `name`."""
+    kind, _, rest = text.partition(":") if ":" in text else ("", "", text)
+    try:
+        numbers = [float(n) for n in rest.split("-" if kind == "uniform" else ":")]
+        if not all(0 <= n < math.inf for n in numbers) or numbers[0] < least:
+            raise ValueError
+        match kind, numbers:
+            case "", [mean]:
+                return usual.scaled(mean)
+            case "uniform", [a, b] if a <= b and (least < 1 or math.ceil(a) <= math.floor(b)):
+                return Draw("uniform", a, b)
+            case "lognormal", [mean, sigma]:
+                return Draw("lognormal", mean, sigma)
+            case "fixed", [mean]:
+                return Draw("fixed", mean)
+            case "exponential", [mean]:
+                return Draw("exponential", mean)
+    except ValueError:
+        pass  # no numbers, or none that may be: reported below
+    raise ConfigError(
+        f"{name}={text!r} is neither a mean such as {usual.mean:g}, nor fixed:N, uniform:A-B, exponential:MEAN or "
+        f"lognormal:MEAN:SIGMA, with numbers of {least:g} or more",
+        field=name,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLoad:
+    """Parameters of generated sessions. `slipstream bench` and `plan` have an option for each."""
+
+    sessions: int = 16
+    max_context: int | None = None
+    turns: Draw = Draw("uniform", 20, 60)
+    system_tokens: int | None = None
+    task_tokens: Draw = Draw("lognormal", 2000, 0.8)
+    turn_tokens: Draw = Draw("lognormal", 2300, 1.0)
+    answer_tokens: Draw = Draw("lognormal", 444, 0.8)
+    pause: Draw = Draw("lognormal", 4, 1.2)
+    subagent_rate: float = 0.03
+    subagents: Draw = Draw("uniform", 1, 3)
+    subagent_turns: Draw = Draw("uniform", 3, 12)
+    summary_tokens: Draw = Draw("lognormal", 600, 0.5)
+
+    def __post_init__(self) -> None:
+        if self.sessions < 1:
+            raise ConfigError(f"sessions must be above 0, got {self.sessions}", field="sessions")
+        if self.max_context is not None and self.max_context < 3:
+            raise ConfigError(
+                f"max_context must hold a prompt and an answer, got {self.max_context}",
+                field="max_context",
+            )
+        if not 0 <= self.subagent_rate <= 1:
+            raise ConfigError(
+                f"subagent_rate is a share from 0 to 1, got {self.subagent_rate}",
+                field="subagent_rate",
+            )
+        if self.system_tokens is not None and self.system_tokens < 0:
+            raise ConfigError("system_tokens must not be negative", field="system_tokens")
+        room = (self.max_context or MAX_CONTEXT) - 2
+        if (self.system_tokens or 0) > room:
+            raise ConfigError(
+                f"system_tokens={self.system_tokens} leaves no room for a turn in a context of {room + 2}; take fewer, or a "
+                "larger max_context",
+                field="system_tokens",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The parameters as the report shows them: distributions in the form that is parsed."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: str(v) if isinstance(v, Draw) else v for name, v in values.items()}
+
+    def fitted(self, max_model_len: int | None) -> AgentLoad:
+        """A copy with what was left out chosen for a model of so long a context. ConfigError if
+        `max_context` is longer."""
+        if max_model_len is not None and (self.max_context or 0) > max_model_len:
+            raise ConfigError(
+                f"max_context={self.max_context} is longer than the model's context of {max_model_len}; take "
+                f"{max_model_len} or less",
+                field="max_context",
+            )
+        longest = self.max_context or min(MAX_CONTEXT, max_model_len or MAX_CONTEXT)
+        system = self.system_tokens
+        if system is None:
+            system = min(SYSTEM_TOKENS, longest // 10)
+        return replace(self, max_context=longest, system_tokens=system)
+
+    def generate(self, seed: int) -> tuple[Session, ...]:
+        """The sessions. The same seed gives the same ones; another number of sessions only adds or
+        leaves out some at the end."""
+        load = self.fitted(None)
+        return tuple(
+            _Generator(load, random.Random(f"{seed}:{number}"), number).session(load.turns)
+            for number in range(self.sessions)
+        )
+
+
+LOAD_HELP = {
+    "sessions": "sessions in all",
+    "max_context": f"most tokens of a prompt and its answer (the model's context, {MAX_CONTEXT} at most)",
+    "turns": "turns of a session",
+    "system_tokens": f"system prompt and tools, the same for all sessions ({SYSTEM_TOKENS}, a tenth of the context at most)",
+    "task_tokens": "a session's first message",
+    "turn_tokens": "results of tools that a turn adds",
+    "answer_tokens": "an answer",
+    "pause": "seconds of tools between an answer and the next turn",
+    "subagent_rate": "share of turns that begin with subagents",
+    "subagents": "subagents that begin together",
+    "subagent_turns": "turns of a subagent",
+    "summary_tokens": "a subagent's last answer, which its parent gets",
+}
+"""Meanings of the fields of `AgentLoad`, for people."""
+
+
+def parse_load(given: dict[str, Any]) -> AgentLoad:
+    """The load with these fields, whose distributions are text."""
+    usual = AgentLoad()
+    values: dict[str, Any] = {
+        name: parse_draw(value, draw, name, least=0 if name == "pause" else 1)
+        if isinstance(value, str) and isinstance(draw := getattr(usual, name), Draw)
+        else value
+        for name, value in given.items()
+    }
+    return AgentLoad(**values)
+
+
+SYSTEM_KEY = 0
+KEYS_EACH = 1 << 14
+"""Keys of a session, subagents included."""
+
+
+class _Generator:
+    """Draws one session."""
+
+    def __init__(self, load: AgentLoad, rng: random.Random, number: int) -> None:
+        self.load, self.rng = load, rng
+        self._keys = itertools.count(1 + number * KEYS_EACH)
+
+    def part(self, num_tokens: int, kind: Kind) -> Part:
+        return Part(next(self._keys), num_tokens, kind)
+
+    def session(self, turns: Draw, *, last: int | None = None) -> Session:
+        """A session; with `last` a subagent's, whose last answer has so many tokens."""
+        load, rng = self.load, self.rng
+        assert load.max_context is not None
+        count, room = turns.count(rng), load.max_context
+        found: list[Turn] = []
+        while len(found) < count:
+            n_out = load.answer_tokens.count(rng)
+            if last is not None and len(found) == count - 1:
+                n_out = last
+            if not found:
+                turn = self.first(n_out)
+            else:
+                subagents: tuple[Session, ...] = ()
+                if last is None and rng.random() < load.subagent_rate:
+                    subagents = tuple(
+                        self.session(load.subagent_turns, last=load.summary_tokens.count(rng))
+                        for _ in range(load.subagents.count(rng))
+                    )
+                turn = Turn(
+                    new=(self.part(load.turn_tokens.count(rng), "tool"),),
+                    output_tokens=n_out,
+                    pause_s=load.pause.real(rng),
+                    subagents=subagents,
+                )
+            if turn.num_new_tokens + turn.output_tokens > room:
+                break
+            room -= turn.num_new_tokens + turn.output_tokens
+            found.append(turn)
+        return Session(turns=tuple(found))
+
+    def first(self, n_out: int) -> Turn:
+        """The first turn, cut so that it fits."""
+        load = self.load
+        assert load.max_context is not None
+        assert load.system_tokens is not None
+        room = load.max_context - load.system_tokens
+        task = min(load.task_tokens.count(self.rng), room - 1)
+        system = (Part(SYSTEM_KEY, load.system_tokens, "system"),) if load.system_tokens else ()
+        return Turn(new=(*system, self.part(task, "user")), output_tokens=min(n_out, room - task))
+
+
+def of_rows(rows: Iterable[TraceRow]) -> tuple[Session, ...]:
+    """The sessions of a trace; a request without a session is one of its own.
+
+    Hashed blocks are parts with the hash as key; what they don't cover has a key of its own."""
+    own = itertools.count(-1, -1)
+    found: dict[Any, tuple[float, list[Turn]]] = {}
+    for number, row in enumerate(rows):
+        parts, left = [], row.input_tokens
+        for key in row.hash_ids:
+            if left > 0:
+                parts.append(Part(key, min(left, BLOCK_TOKENS)))
+                left -= BLOCK_TOKENS
+        if left > 0:
+            parts.append(Part(next(own), left))
+        turn = Turn(new=tuple(parts), output_tokens=row.output_tokens, pause_s=row.delay_s or 0.0)
+        name = number if row.session is None else row.session
+        found.setdefault(name, (row.start_s, []))[1].append(turn)
+    return tuple(Session(turns=tuple(turns), start_s=start) for start, turns in found.values())
+
+
+class PlannedTurn(NamedTuple):
+    """A turn with its whole prompt, if each answer is as long as asked for.
+
+    `after`: (turn, seconds): it comes so long after the ends of these; those without come at
+    `start_s`. `ends_session`: the last turn of a session that is no subagent."""
+
+    session: int
+    turn: int
+    is_subagent: bool
+    parts: tuple[Part, ...]
+    output_tokens: int
+    after: tuple[tuple[int, float], ...]
+    start_s: float
+    ends_session: bool
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(p.num_tokens for p in self.parts)
+
+
+ANSWER_KEYS = 1 << 29
+"""First key of answers."""
+
+
+def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
+    """All turns of the sessions: a session's after each other, subagents' before the turn that
+    waits for them."""
+    found: list[PlannedTurn] = []
+
+    def lay(
+        number: int, session: Session, before: tuple[tuple[int, float], ...], *, is_subagent: bool
+    ) -> tuple[int, Part]:
+        """Index of the session's last turn, and its answer."""
+        parts: list[Part] = []
+        last = before
+        for i, turn in enumerate(session.turns):
+            ends = [lay(number, s, last, is_subagent=True) for s in turn.subagents]
+            parts += [*turn.new, *(answer for _, answer in ends)]
+            found.append(
+                PlannedTurn(
+                    session=number,
+                    turn=i,
+                    is_subagent=is_subagent,
+                    parts=tuple(parts),
+                    output_tokens=turn.output_tokens,
+                    after=(
+                        *((index, turn.pause_s) for index, _ in last),
+                        *((index, 0.0) for index, _ in ends),
+                    ),
+                    start_s=session.start_s,
+                    ends_session=not is_subagent and i == len(session.turns) - 1,
+                )
+            )
+            last = ((len(found) - 1, 0.0),)
+            parts.append(Part(ANSWER_KEYS + len(found) - 1, turn.output_tokens, "answer"))
+        return len(found) - 1, parts[-1]
+
+    for number, session in enumerate(sessions):
+        lay(number, session, (), is_subagent=False)
+    return found
+
+
+class SeenPrefixes:
+    """Prompts and answers that were computed, for the bound of prefix hits: what a cache that
+    never forgets would have found, token by token."""
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[int, int], int] = {}  # (node, key): most tokens of that part
+        self._nodes: dict[tuple[int, int, int], int] = {}  # (node, key, tokens): the node after it
+
+    def longest(self, parts: Sequence[Part]) -> int:
+        """Number of leading tokens that were computed before. One token is left to compute, whose
+        logits are needed."""
+        node, found = 0, 0
+        for key, num_tokens, _ in parts:
+            found += min(num_tokens, self._most.get((node, key), 0))
+            after = self._nodes.get((node, key, num_tokens))
+            if after is None:
+                break
+            node = after
+        return min(found, sum(p.num_tokens for p in parts) - 1)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        node = 0
+        for key, num_tokens, _ in parts:
+            most = self._most.get((node, key), 0)
+            self._most[node, key] = max(most, num_tokens)
+            node = self._nodes.setdefault((node, key, num_tokens), len(self._nodes) + 1)
+
+    def add_answer(self, parts: Sequence[Part], answer: Part) -> None:
+        """Add an answer, whose last token is not computed."""
+        if answer.num_tokens > 1:
+            self.add((*parts, answer._replace(num_tokens=answer.num_tokens - 1)))

@@ -1,0 +1,262 @@
+"""Reads quantized weights as the tools of compressed-tensors, GPTQ and AWQ write them. Nothing is
+quantized twice. No torch: `compressed` has this for torch's tensors, `host_compressed` for NumPy's.
+
+In place of `weight` in the model's type, a product has from compressed-tensors:
+  fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows)
+  fp8-block   the same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3
+              and Qwen 3 write it (the codes are multiplied by it, whatever its name says)
+  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.stored.packing`),
+              weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
+              rows
+from GPTQ's tools:
+  int4        qweight int32 [in / 8, out], eight codes of one column per word;
+              scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first
+              version); g_idx, the group of each input
+and from AWQ's:
+  int4        qweight int32 [in, out / 8], eight columns per word in the order of AWQ_COLUMNS;
+              scales [in / group_size, out]; qzeros int32 [in / group_size, out / 8], the codes that
+              stand for 0, packed alike
+
+weight_shape and input_scale are ignored, as inputs are scaled at run time. Other zero points and
+reordered inputs are refused. A weight that the op set has no product for (such as more than 4 bits
+with inputs of the model's type) is expanded when it is read (`stored_weights.expanded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.weights import Linear
+from slipstream.model.load.checkpoint import PASSED_OVER
+from slipstream.model.load.pulled import Pulled
+from slipstream.model.stored.parts import SCALES, stored_parts, stored_shape
+from slipstream.spec.parameters import Placement, Shape
+from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
+from slipstream.spec.scheme import WeightFormat
+
+PARTS = (
+    "weight",
+    *SCALES,
+    "weight_packed",
+    "weight_zero_point",
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+)
+REFUSED = ("weight_g_idx", "input_zero_point")
+
+Array: TypeAlias = Any
+"""An array of torch or of NumPy."""
+
+_Taken: TypeAlias = tuple[str, str, Placement, Callable[[], Array]]
+"""A tensor of the checkpoint: its name, the part of a weight that it is, its place, its reader."""
+
+
+@dataclass(slots=True)
+class RoundedWeight:
+    """Codes and scales of one product, filled by slices of rows."""
+
+    codes: Array  # 8 bits [out, in], or with 4 bits int16 [out, in / 4] (`GroupedLinear.weight`)
+    scales: Array  # float32 [out], or [blocks, groups], or with 4 bits in the model's type [groups, out]
+    zeros: Array | None  # same layout as the scales
+    chunk: int = 0  # of 4-bit codes; 0 for 8 bits
+
+    @property
+    def inner(self) -> int:
+        held: int = self.codes.shape[1]
+        return 4 * held if self.chunk else held
+
+
+class RoundedTensors:
+    """Collects a checkpoint's quantized tensors. `linears()` returns the weights once all were
+    taken.
+
+    A library's class has the methods that raise NotImplementedError here.
+    """
+
+    int32: Any
+    """The library's type."""
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method
+    ) -> None:
+        """Prepares for the weights of `formats`, a mapping from names in `shapes`."""
+        self.shapes, self.formats, self.method = shapes, formats, method
+        self._taken: dict[str, list[_Taken]] = {name: [] for name in formats}
+
+    def empty(self, name: str) -> RoundedWeight:
+        """Allocates a weight."""
+        raise NotImplementedError
+
+    def linear(self, name: str, weight: RoundedWeight) -> Linear:
+        """Returns a filled weight as the op set takes it."""
+        raise NotImplementedError
+
+    def on_device(self, value: Array, name: str) -> Array:
+        """Moves `value` to where the weight `name` is held."""
+        return value
+
+    def on_host(self, value: Array) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
+
+    def put_eight_bits(self, codes: Array, value: Array) -> None:
+        codes[:] = value
+
+    def pack4(self, codes: Array, chunk: int) -> Array:
+        raise NotImplementedError
+
+    def unpack(self, words: Array, bits: int, count: int) -> Array:
+        """int32 [rows, words] → [rows, count], codes whose zero is 8."""
+        raise NotImplementedError
+
+    def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
+        """int32 [rows, n] → codes [rows, 8 n]. `order`: of a word's codes, 0 in its lowest bits."""
+        raise NotImplementedError
+
+    def repeat(self, values: Array, times: int) -> Array:
+        """[groups, rows] → [groups · times, rows]."""
+        raise NotImplementedError
+
+    # --- What is taken -------------------------------------------------------------------
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._taken
+
+    def take(
+        self, name: str, read: Callable[[], Array], find: Callable[[str], Placement | None]
+    ) -> bool:
+        """Notes the tensor `name` if it belongs to a quantized weight, and returns whether it
+        does.
+
+        `find` gives the place of a product's weight by the checkpoint's name for it.
+        """
+        stem, _, part = name.rpartition(".")
+        if part in PASSED_OVER:
+            return True
+        place = find(f"{stem}.weight")
+        if place is None or place.target not in self._taken:
+            return False
+        fmt = self.formats[place.target]
+        if part in REFUSED or (part == "weight_zero_point" and fmt.symmetric):
+            raise _unsupported(name)
+        if part not in PARTS or (part in SCALES and part != fmt.scale):
+            return False
+        if place.transform is not None or place.copies is not None:
+            raise CheckpointError(
+                f"{name}: rounded weights in this order of rows are not supported", field=name
+            )
+        self._taken[place.target].append((name, part, place, read))
+        return True
+
+    def _parts(self, target: str) -> tuple[str, ...]:
+        """Returns the parts that a weight needs. GPTQ's zero points are checked, not kept."""
+        if self.method in ("compressed-tensors", "fp8"):
+            return stored_parts(self.formats[target])
+        return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
+
+    def missing(self, names: Mapping[str, Placement]) -> list[str]:
+        """Lists the checkpoint's missing tensors. `names` has the places of dense weights."""
+        return [
+            name.removesuffix("weight") + part
+            for name, place in names.items()
+            if place.target in self._taken
+            for part in self._parts(place.target)
+            if all(
+                (place.start, part) != (p.start, own) for _, own, p, _ in self._taken[place.target]
+            )
+        ]
+
+    def linears(self) -> Mapping[str, Linear]:
+        """Returns the weights, without biases, by the names of `spec.parameters`."""
+        return Pulled({name: partial(self._linear, name) for name in self._taken})
+
+    # --- A weight from its parts ---------------------------------------------------------
+
+    def _linear(self, name: str) -> Linear:
+        weight = self.empty(name)
+        for taken in self._taken[name]:
+            self._put(weight, *taken)
+        return self.linear(name, weight)
+
+    def _put(
+        self,
+        into: RoundedWeight,
+        name: str,
+        part: str,
+        place: Placement,
+        read: Callable[[], Array],
+    ) -> None:
+        fmt, inner = self.formats[place.target], into.inner
+        rows = into.codes.shape[0] - place.start if place.rows is None else place.rows
+        at, groups = slice(place.start, place.start + rows), fmt.groups(inner)
+        awq = self.method == "awq"
+
+        def words(shape: tuple[int, int]) -> Array:
+            return _checked(name, read(), shape, self.int32)
+
+        def put4(codes: Array) -> None:
+            into.codes[at] = self.pack4(codes, into.chunk)
+
+        def spread(given: Array, values: Array) -> None:
+            values[:, at] = self.repeat(given, len(values) // groups)
+
+        match part:
+            case "weight":
+                codes = _checked(name, read(), (rows, inner), into.codes.dtype)
+                self.put_eight_bits(into.codes[at], codes)
+            case "weight_packed":
+                own = self.on_device(words(stored_shape(fmt, part, rows, inner)), place.target)
+                put4(self.unpack(own, fmt.bits, inner))
+            case "qweight" if awq:
+                own = self.on_device(words((inner, rows // 8)), place.target)
+                put4(self.nibbles(own, AWQ_COLUMNS).T)
+            case "qweight":
+                own = self.on_device(words((inner // 8, rows)), place.target)
+                put4(self.nibbles(own.T))
+            case "weight_zero_point":
+                own = words(stored_shape(fmt, part, rows, inner))
+                spread(self.unpack(own.T, fmt.bits, rows), into.zeros)
+            case "qzeros" if awq:
+                spread(self.nibbles(words((groups, rows // 8)), AWQ_COLUMNS), into.zeros)
+            case "qzeros" | "g_idx":
+                value = self.on_host(read()).reshape(-1).astype(np.int64)
+                zeros, group = part == "qzeros", inner // groups
+                plain = PLAIN_ZEROS[self.method] if zeros else np.arange(value.size) // group
+                if not (value & 0xFFFFFFFF == plain).all():
+                    raise _unsupported(name)
+            case "scales":
+                spread(_checked(name, read(), (groups, rows), None), into.scales)
+            case _ if fmt.inputs is None:
+                spread(_checked(name, read(), (rows, groups), None).T, into.scales)
+            case _ if fmt.block_rows > 1:
+                shape, start = stored_shape(fmt, part, rows, inner), at.start // fmt.block_rows
+                into.scales[start : start + shape[0]] = _checked(name, read(), shape, None)
+            case _:
+                scales = read().reshape(-1)
+                if len(scales) not in (1, rows):
+                    raise CheckpointError(
+                        f"{name} holds {len(scales)} scales for {rows} rows", field=name
+                    )
+                into.scales[at] = scales
+
+
+def _unsupported(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: zero points and reordered inputs are not supported", field=name
+    )
+
+
+def _checked(name: str, value: Array, shape: tuple[int, int], dtype: Any) -> Array:
+    if tuple(value.shape) != shape or (dtype is not None and value.dtype != dtype):
+        wanted = f"{list(shape)}" + (f" of {dtype}" if dtype is not None else "")
+        raise CheckpointError(
+            f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name
+        )
+    return value

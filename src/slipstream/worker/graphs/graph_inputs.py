@@ -1,0 +1,170 @@
+"""Inputs of captured steps in addition to rows and tokens: none, adapters or shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
+from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.model.decoder import Decoder
+from slipstream.platform import platform_of
+from slipstream.spec.reason import Reason
+from slipstream.types import StepPlan
+from slipstream.worker.adapters import Adapters
+from slipstream.worker.forward.forwards import HAS_ADAPTERS, Forwards, InputBatch
+from slipstream.worker.graphs.mixed_inputs import Size, padded_room
+from slipstream.worker.input_batch import shared_prefixes
+from slipstream.worker.rows import RowTable
+from slipstream.worker.step_shape import num_leading_decodes
+
+
+class GraphInput:
+    """Nothing more: the input of plain steps. Other inputs have a buffer for each size."""
+
+    name = "graphs"
+    waits = False
+    """True if a size is captured when it is wanted for the second time."""
+
+    @property
+    def at_start(self) -> bool:
+        """Whether the commonest sizes are captured at the start."""
+        return True
+
+    def refusal(self, batch: InputBatch, plan: StepPlan) -> Reason | None:
+        """Reason why a step's graphs are not those with this input."""
+        return HAS_ADAPTERS if batch.has_adapters else None
+
+    def has_changed(self) -> bool:
+        """Tells whether steps have other launches than when this was last asked."""
+        return False
+
+    def allot(self, size: Size) -> None:
+        """Makes the buffer of a size, before its capture."""
+
+    def fill(self, size: Size, plan: StepPlan) -> None:
+        """Uploads a step's input, before a replay."""
+
+    def hidden(
+        self,
+        size: Size,
+        forwards: Forwards,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        decoder: Decoder,
+    ) -> Tensor:
+        """Runs what is captured."""
+        return forwards.hidden(token_ids, kv, meta, decoder)
+
+
+class SharedPrefixInput(GraphInput):
+    """Decodes some of which begin with the same blocks. Until a size is captured, the graph without
+    shared prefixes runs."""
+
+    name = "graphs with shared prefixes"
+    waits = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._platform = platform_of(device)
+        self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
+
+    @property
+    def at_start(self) -> bool:
+        return False
+
+    def refusal(self, batch: InputBatch, plan: StepPlan) -> Reason | None:
+        if not plan.shared:
+            return Reason("no requests of the step share a prefix")
+        if plan.scheduled[-1].num_tokens > 1:
+            return Reason("the step has prompts")
+        return super().refusal(batch, plan)
+
+    def allot(self, size: Size) -> None:
+        self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(
+            self._platform.device
+        )
+
+    def fill(self, size: Size, plan: StepPlan) -> None:
+        self._platform.upload_into(self._shared[size], shared_prefixes(plan.shared, size[0]))
+
+    def hidden(
+        self,
+        size: Size,
+        forwards: Forwards,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        decoder: Decoder,
+    ) -> Tensor:
+        shared = SharedPrefixes(*self._shared[size].unbind(0))
+        return forwards.hidden(token_ids, kv, meta.sharing(shared), decoder)
+
+
+class AdapterInput(GraphInput):
+    """The adapters of a step's tokens.
+
+    Graphs are captured when adapters are first used, and again when an adapter has weights for
+    products that had none before, because launches for products without weights are left out.
+    """
+
+    name = "graphs with adapters"
+
+    def __init__(self, adapters: Adapters, rows: RowTable, device: torch.device) -> None:
+        self.adapters, self._rows, self._platform = adapters, rows, platform_of(device)
+        self._parts = adapters.parts
+        self._tokens: dict[Size, Tensor] = {}  # int32
+
+    @property
+    def at_start(self) -> bool:
+        return bool(self._parts)
+
+    def refusal(self, batch: InputBatch, plan: StepPlan) -> Reason | None:
+        return None if batch.has_adapters else Reason("no request of the step has an adapter")
+
+    def has_changed(self) -> bool:
+        before, self._parts = self._parts, self.adapters.parts
+        return before != self._parts
+
+    def allot(self, size: Size) -> None:
+        if size not in self._tokens:
+            num_tiles = most_tiles(sum(size), self.adapters.settings.max_loras)
+            room = 2 * padded_room(sum(size)) + 3 * num_tiles
+            device = self._platform.device
+            self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=device)
+
+    def hidden(
+        self,
+        size: Size,
+        forwards: Forwards,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        decoder: Decoder,
+    ) -> Tensor:
+        num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
+        tokens = LoRATokens(
+            given[:num_tokens],
+            given[room : room + num_tokens],
+            given[2 * room :].view(-1, 3),
+            tile_tokens(num_tokens),
+        )
+        return forwards.adapted.hidden(token_ids, kv, meta, tokens, decoder)
+
+    def fill(self, size: Size, plan: StepPlan) -> None:
+        scheduled = plan.scheduled
+        num_tokens, room = sum(size), padded_room(sum(size))
+        slots = np.full(num_tokens, NO_ADAPTER, np.int32)
+        own, num_decodes = self._rows.adapters_of(scheduled), num_leading_decodes(scheduled)
+        slots[:num_decodes] = own[:num_decodes]
+        behind = own[num_decodes:].repeat([s.num_tokens for s in scheduled[num_decodes:]])
+        first = size[0] if size[1] else num_decodes  # in a decode graph drafts follow directly
+        slots[first : first + len(behind)] = behind
+        order, tiles, _ = sort_tokens(slots)
+        host = np.zeros(len(self._tokens[size]), np.int32)
+        host[:num_tokens], host[room : room + num_tokens] = slots, order
+        host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
+        self._platform.upload_into(self._tokens[size], host)

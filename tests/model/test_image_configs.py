@@ -1,0 +1,206 @@
+"""Configs of published models that see, as far as pictures go: read, and a picture's tokens by their sizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from slipstream.engine.vision.pictures import PictureProcessor
+from slipstream.errors import UnsupportedModelError
+from slipstream.spec.description import read_spec
+
+_LLAMA = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=300_000,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+)
+_IDS = dict(image_token_id=7, video_token_id=8, vision_start_token_id=5, vision_end_token_id=6)
+_MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+_QWEN3_ENCODER = {
+    **dict(depth=27, hidden_act="gelu_pytorch_tanh", hidden_size=1152, in_channels=3),
+    **dict(initializer_range=0.02, intermediate_size=4304, num_heads=16, out_hidden_size=64),
+    **dict(num_position_embeddings=2304, patch_size=16, spatial_merge_size=2),
+    "temporal_patch_size": 2,
+}
+_QWEN = {
+    **dict(patch_size=16, temporal_patch_size=2, merge_size=2),
+    **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, processor_class="Qwen3VLProcessor"),
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+_GEMMA_TEXT = {k: v for k, v in _LLAMA.items() if k != "hidden_act"}
+_GEMMA_TEXT |= dict(model_type="gemma4_text", head_dim=32, global_head_dim=64, sliding_window=512)
+CONFIGS = {
+    "qwen2_vl": (
+        {
+            **_LLAMA,
+            **_IDS,
+            **dict(vision_token_id=9, use_sliding_window=False, tie_word_embeddings=True),
+            **dict(sliding_window=32768, max_window_layers=4, rope_theta=1e6),
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+            "vision_config": {
+                **dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, in_chans=3),
+                **dict(hidden_size=64, patch_size=14, spatial_merge_size=2),
+                **dict(spatial_patch_size=14, temporal_patch_size=2),
+            },
+        },
+        {
+            **dict(min_pixels=3136, max_pixels=12845056, patch_size=14, temporal_patch_size=2),
+            **dict(merge_size=2, image_processor_type="Qwen2VLImageProcessor"),
+        },
+        46 * 26,
+    ),
+    "qwen3_vl": (
+        {
+            **_IDS,
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "tie_word_embeddings": False,
+            "text_config": {
+                **_LLAMA,
+                **dict(model_type="qwen3_vl_text", head_dim=128, attention_bias=False),
+                **dict(rope_scaling=_MROPE, rope_theta=5e6),
+            },
+            "vision_config": {
+                **_QWEN3_ENCODER,
+                **dict(model_type="qwen3_vl", deepstack_visual_indexes=[1, 8, 24]),
+            },
+        },
+        _QWEN,
+        40 * 22,
+    ),
+    "qwen3_5": (
+        {
+            **_IDS,
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "tie_word_embeddings": False,
+            "text_config": {
+                **_LLAMA,
+                **dict(model_type="qwen3_5_text", head_dim=256, full_attention_interval=4),
+                **dict(attn_output_gate=True, mtp_num_hidden_layers=1, mamba_ssm_dtype="float32"),
+                "rope_parameters": {
+                    **dict(_MROPE, mrope_section=[11, 11, 10], rope_theta=1e7),
+                    "partial_rotary_factor": 0.25,
+                },
+            },
+            "vision_config": {
+                **_QWEN3_ENCODER,
+                **dict(model_type="qwen3_5", deepstack_visual_indexes=[]),
+            },
+        },
+        _QWEN,
+        40 * 22,
+    ),
+    "gemma4": (
+        {
+            **dict(image_token_id=7, video_token_id=8, audio_token_id=9, boi_token_id=5),
+            **dict(eoi_token_id=6, boa_token_id=3, eoa_token_index=4, audio_config=None),
+            **dict(vision_soft_tokens_per_image=280, tie_word_embeddings=True),
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "text_config": {**_GEMMA_TEXT, "use_bidirectional_attention": "vision"},
+            "vision_config": {
+                **dict(model_type="gemma4_vision", hidden_size=768, intermediate_size=3072),
+                **dict(num_hidden_layers=16, num_attention_heads=12, num_key_value_heads=12),
+                **dict(head_dim=64, global_head_dim=None, hidden_activation="gelu_pytorch_tanh"),
+                **dict(rms_norm_eps=1e-6, max_position_embeddings=131072, attention_bias=False),
+                **dict(rope_parameters={"rope_theta": 100.0, "rope_type": "default"}),
+                **dict(pooling_kernel_size=3, patch_size=16, position_embedding_size=10240),
+                **dict(use_clipped_linears=True, standardize=False, default_output_length=280),
+            },
+        },
+        {
+            **dict(do_normalize=False, image_mean=[0.0] * 3, image_std=[1.0] * 3, patch_size=16),
+            **dict(max_soft_tokens=280, pooling_kernel_size=3, resample=3, rescale_factor=1 / 255),
+        },
+        22 * 12,
+    ),
+    "mistral3": (
+        {
+            **dict(image_token_index=7, multimodal_projector_bias=False, spatial_merge_size=2),
+            **dict(projector_hidden_act="gelu", vision_feature_layer=-1),
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {
+                **dict(model_type="pixtral", hidden_size=1024, intermediate_size=4096),
+                **dict(attention_dropout=0.0, head_dim=64, hidden_act="silu", image_size=1540),
+                **dict(initializer_range=0.02, num_attention_heads=16, num_channels=3),
+                **dict(num_hidden_layers=24, patch_size=14, rope_theta=10000.0),
+            },
+        },
+        {"size": {"longest_edge": 1540}, "patch_size": 14, "do_pad": True},
+        46 * 26,
+    ),
+}
+
+
+def write(folder, family, **changes):
+    config, processing, _ = CONFIGS[family]
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **config, **changes}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processing))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_published_configs_are_read(tmp_path, family):
+    write(tmp_path, family)
+    found = read_spec(tmp_path)
+    assert found.spec.vision is not None
+    assert found.spec.vision.token_id == 7
+    processor = PictureProcessor(found.spec.vision, found.images, 1)
+    (piece,) = processor.prepare(Image.new("RGB", (1280, 720))).pieces
+    processor.close()
+    assert piece.num_tokens == CONFIGS[family][2]
+    assert read_spec(tmp_path).taking_images(0).spec.vision is None
+
+
+@pytest.mark.parametrize("family", [x for x in CONFIGS if x != "qwen2_vl"])
+def test_an_unknown_key_of_the_encoder_is_refused(tmp_path, family):
+    write(
+        tmp_path, family, vision_config={**CONFIGS[family][0]["vision_config"], "a_new_switch": 1}
+    )
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "vision_config.a_new_switch"
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3"])
+def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
+    write(tmp_path, family, vision_config=None)
+    found = read_spec(tmp_path)
+    assert found.spec.vision is None
+    assert found.images is None
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "change"),
+    [
+        ("qwen3_vl", "vision_config", {"deepstack_visual_indexes": [24, 8]}),
+        ("qwen3_vl", "vision_config", {"num_position_embeddings": 2300}),
+        ("qwen3_vl", "vision_config", {"out_hidden_size": 65}),
+        ("qwen3_5", "vision_config", {"deepstack_visual_indexes": [8]}),
+        ("gemma4", "vision_config", {"num_key_value_heads": 4}),
+        ("mistral3", "vision_config", {"model_type": "clip_vision_model"}),
+        ("mistral3", "vision_config", {"rope_parameters": {"rope_type": "yarn"}}),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(tmp_path, family, part, change):
+    write(tmp_path, family, **{part: {**CONFIGS[family][0][part], **change}})
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert next(iter(change)) in caught.value.field
+
+
+def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(tmp_path):
+    write(tmp_path, "gemma4")
+    processing = {**CONFIGS["gemma4"][1], "max_soft_tokens": 560}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processing))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "max_soft_tokens"
