@@ -300,10 +300,10 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
     )
     whole = grammars._compile
 
-    def stuck(params):
-        began.append(params)
+    def stuck(*given):
+        began.append(given)
         assert release.wait(PATIENCE_S)
-        return whole(params)
+        return whole(*given)
 
     grammars._compile = stuck
     several = [StructuredOutputsParams(regex=f"z{{{i + 1}}}") for i in range(grammar.MAX_STUCK + 2)]

@@ -259,7 +259,7 @@ def test_a_deadline_ends_a_request_whose_grammar_compiles(llm):
 def compiling(llm, regex, release, **more):
     """A request whose grammar compiles until `release` is set."""
     compile_now = llm.core.grammars._compile
-    llm.core.grammars._compile = lambda params: release.wait(PATIENCE_S) and compile_now(params)
+    llm.core.grammars._compile = lambda *given: release.wait(PATIENCE_S) and compile_now(*given)
     try:
         request = llm._input.prepare(
             "hello", sampling(StructuredOutputsParams(regex=regex), **more)
@@ -318,7 +318,7 @@ def test_a_request_that_is_refused_leaves_no_grammar(llm):
 
 
 def test_a_compilation_that_breaks_ends_its_request_alone(llm, monkeypatch):
-    def broken(params):
+    def broken(*given):
         raise OSError("no tokenizer.json")
 
     request = llm._input.prepare("a", sampling(None, max_tokens=5, ignore_eos=True))

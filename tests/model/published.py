@@ -50,6 +50,7 @@ PATTERNS = {
     "smollm3": 5,
     "olmo3": 4,
     "cohere2": 4,
+    "qwen3_5_text": 4,
     "qwen3_5_moe_text": 4,
 }
 REMOTE = {"chatglm"}

@@ -609,7 +609,8 @@ def test_families_see_through_every_protocol(family, tmp_path):
         text = answer["output"][0]["content"][0]["text"]
         assert text == chat["choices"][0]["message"]["content"]
         used = turn["usage"]
-        assert used["input_tokens"] + used["cache_read_input_tokens"] == count
+        parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        assert sum(used[part] for part in parts) == count
         assert ollama["prompt_eval_count"] == count
         film = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}]
         body = {"model": "eyes", "messages": [{"role": "user", "content": film}]}
