@@ -178,7 +178,6 @@ class Session:
         "ends",
         "hints",
         "idle_since",
-        "keys",
         "kind",
         "mark",
         "num_open",
@@ -197,7 +196,6 @@ class Session:
         self.hints: CacheHints = NO_HINTS
         self.due: tuple[float, int, Session] | None = None  # its entry among the timers
         self.ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
-        self.keys: list[bytes] = []  # of its last request; only with tiers
         self.mark: Run | None = None  # the state that its next request goes on from
 
 
@@ -252,7 +250,6 @@ class Sessions:
         self.idle: dict[
             Session, None
         ] = {}  # sessions that pause, the one that has paused longest first
-        self.keeps_keys = False  # for tiers
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -287,8 +284,6 @@ class Sessions:
         session.ends = ends
         for end in ends:
             self._by_end[end] = session
-        if self.keeps_keys:
-            session.keys = keys
         kinds: tuple[Kind, Kind] = (
             ("call", "later call") if session.hints.calls else ("text", "later text")
         )
@@ -387,7 +382,7 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         """Stop to expect a session."""
-        session.due, session.keys = None, []
+        session.due = None
         self.idle.pop(session, None)
         self._forget_ends(session)
         self._changed(session)
