@@ -49,6 +49,6 @@ FAMILIES = (
         architectures=("ApertusForCausalLM",),
         read=read,
         names=table(NAMES),
-        ignored=(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",),  # the same in every model
+        ignored=(r"(model\.)?layers\.\d+\.mlp\.act_fn\.(beta|eps)",),  # the same in every model
     ),
 )
