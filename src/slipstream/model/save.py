@@ -102,6 +102,14 @@ def stored_tensors(
         if placement.target in parameters:
             above = "" if placement.target.startswith("head.") else prefix
             yield above + name, stored(parameters[placement.target], placement).contiguous()
+            for end, beside in family.constants.items():
+                if name.endswith(end):
+                    for other, value in beside.items():
+                        dtype = parameters[placement.target].dtype
+                        yield (
+                            above + name.removesuffix(end) + other,
+                            torch.tensor(value, dtype=dtype),
+                        )
 
 
 def stored(parameter: Tensor, placement: Placement) -> Tensor:
@@ -201,6 +209,15 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+UNTRIED = frozenset(
+    (
+        *("apertus", "cohere2_moe", "exaone_moe", "gemma3n_text", "llama4_text", "minicpm3"),
+        *("nanochat", "olmo", "persimmon", "phimoe", "xglm"),
+    )
+)
+"""Model types whose compression was not tried, or gave what transformers can't load."""
+
+
 def check_writable(source: ModelDescription) -> None:
     """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't
     be written."""
@@ -213,6 +230,12 @@ def check_writable(source: ModelDescription) -> None:
     if source.spec.kind != "a decoder":
         raise UnsupportedModelError(
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
+            field="model_type",
+        )
+    if source.family.model_type in UNTRIED:
+        raise UnsupportedModelError(
+            f"{source.name}: models of type {source.family.model_type} can't be compressed yet, but they are rounded at load "
+            "(--quantization)",
             field="model_type",
         )
     if source.spec.is_recurrent:

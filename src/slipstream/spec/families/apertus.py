@@ -49,6 +49,7 @@ FAMILIES = (
         architectures=("ApertusForCausalLM",),
         read=read,
         names=table(NAMES),
-        ignored=(r"(model\.)?layers\.\d+\.mlp\.act_fn\.(beta|eps)",),  # the same in every model
+        ignored=(r"(model\.)?layers\.\d+\.mlp\.act_fn\.(beta|eps)",),
+        constants={"act_fn.alpha_p": {"act_fn.beta": 0.5, "act_fn.eps": -1e-6}},
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
@@ -231,6 +231,8 @@ class Family:
     names: Callable[[ModelSpec], Names]
     prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
     ignored: tuple[str, ...] = ()
+    # Numbers that are the same in every model, by the name's end beside which they are written.
+    constants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     gguf: GGUFFamily | None = None
     mtp: MTPFormat | None = None  # layers of safetensors checkpoints that draft
     nested_config: str | None = None  # the key that holds the language model's own config

@@ -108,7 +108,7 @@ FAMILIES = (
         architectures=("Llama4ForCausalLM",),
         read=read,
         names=names,
-        prefixes=("", "language_model."),
+        prefixes=("language_model.", ""),
     ),
     Family(
         model_type="llama4",
