@@ -311,7 +311,8 @@ def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
 def _keep_scale(
     spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: UnitStats
 ) -> None:
-    """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink."""
+    """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink.
+    Norms without weights are left as they are."""
     stays = kept.units[HIDDEN]
     number = {old: new for new, old in enumerate(kept.layers)}
     norms = {
@@ -323,6 +324,8 @@ def _keep_scale(
         f"layers.{i}.{name}": n for i in kept.layers for name, n in spec.layers[i].norms.items()
     }
     for name, norm in norms.items():
+        if not norm.learned:
+            continue
         energy = measured.energy.get(f"{name}.weight")
         share = (
             1.0 if energy is None else float(energy[stays.to(energy.device)].sum() / energy.sum())

@@ -128,6 +128,8 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
         return hidden, None
     if stem in ("router", "shared_weight", "correction"):
         return None, hidden if kind == "weight" and stem != "correction" else None
+    if stem in ("mlp.positive", "mlp.negative"):  # numbers of the activation
+        return None, None
     which = (
         Units("shared", i)
         if stem.startswith("shared.")
@@ -305,6 +307,8 @@ HEADS_SHARE_WIDTH = frozenset(
         "helium",
         "olmoe",
         "stablelm",
+        "persimmon",
+        "xglm",
     )
 )
 """Model types whose head_dim is always hidden size / heads, so that they can't lose heads alone."""

@@ -209,15 +209,6 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-UNTRIED = frozenset(
-    (
-        *("apertus", "cohere2_moe", "exaone_moe", "gemma3n_text", "llama4_text", "minicpm3"),
-        *("nanochat", "olmo", "persimmon", "phimoe", "xglm"),
-    )
-)
-"""Model types whose compression was not tried, or gave what transformers can't load."""
-
-
 def check_writable(source: ModelDescription) -> None:
     """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't
     be written."""
@@ -232,12 +223,6 @@ def check_writable(source: ModelDescription) -> None:
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
             field="model_type",
         )
-    if source.family.model_type in UNTRIED:
-        raise UnsupportedModelError(
-            f"{source.name}: models of type {source.family.model_type} can't be compressed yet, but they are rounded at load "
-            "(--quantization)",
-            field="model_type",
-        )
     if source.spec.is_recurrent:
         raise UnsupportedModelError(
             f"{source.name} has recurrent layers; such models can't be compressed yet, but they are rounded at load "
@@ -250,6 +235,8 @@ def check_writable(source: ModelDescription) -> None:
             or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias)
             or layer.scaled
             or layer.attention.keys_as_values
+            or layer.attention.kv_from is not None
+            or layer.own_input is not None
         ):
             raise UnsupportedModelError(
                 f"{source.name} has latent attention, experts with biases, or layers as Gemma 4's; such models can't be "
