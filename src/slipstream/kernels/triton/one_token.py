@@ -54,7 +54,7 @@ PRODUCER_WARPS = 2
 RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
 in flight. Measured on an H200."""
-MAX_SPLITS = 64
+MAX_SPLITS = 16
 ONE_HEAD_KEYS = 4096
 """Longest sequence for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4

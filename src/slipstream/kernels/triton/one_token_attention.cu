@@ -10,8 +10,8 @@
 
 // How many splits a head's keys have. Splits are merged one after the other, so short splits cost more than they save.
 DEVICE int num_splits(int length, int most) {
-    const int wanted = (length + 63) / 64, limit = length <= 1024 ? 8 : length <= 4096 ? 16 : most;
-    return min(wanted, min(limit, most));
+    const int wanted = (length + 63) / 64, least = length <= 1024 ? most < 8 ? most : 8 : most;
+    return wanted < least ? wanted : least;
 }
 
 // The first `num_active` CTAs attend. Each has one split of the keys, for `heads` kv heads.
