@@ -44,7 +44,7 @@ class Search:
         return name
 
     def advance(self):
-        """If all beams have had their step, they go on."""
+        """Lets the beams go on when all have had their step."""
         tokens, scheduler = self.engine.tokens, self.engine.scheduler
         if self.done or not all(tokens[name] for name in self.open):
             return
@@ -156,7 +156,7 @@ def test_no_block_leaks_and_no_shared_tail_is_written(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_beams_go_on_from_beams_that_lost_their_blocks(seed):
-    """In one row: each beam leaves it with its blocks, and the first lose them to later ones."""
+    """Beams take turns in one row: each leaves it with its blocks, and the first lose them to later ones."""
     engine = Engine(
         config(num_blocks=6, max_num_seqs=1, max_num_batched_tokens=16, max_num_mixed_tokens=8)
     )
@@ -166,7 +166,7 @@ def test_beams_go_on_from_beams_that_lost_their_blocks(seed):
 
 @pytest.mark.parametrize(("width", "caching"), [(3, True), (3, False), (1, True)])
 def test_each_step_computes_one_token_a_beam(width, caching):
-    """And copies a block only where several beams write to it."""
+    """A block is copied only where several beams write to it."""
     engine = Engine(
         config(
             num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32, enable_prefix_caching=caching
@@ -254,7 +254,7 @@ def test_a_beam_that_leaves_the_worker_takes_no_old_changes_along():
 
 
 def test_a_copy_that_is_given_up_leaves_its_source_shared():
-    """Of three beams one is to have a copy of a block that the two others share, and ends before it is made."""
+    """One of three beams is to have a copy of a block that the two others share, and ends before it is made."""
     engine = Engine(config(num_blocks=40))
     search, scheduler = Search(engine, "s", range(BLOCK + 1), 3, 9, None), engine.scheduler
     for steps in (

@@ -91,7 +91,7 @@ def test_pauses_without_a_pace_of_their_own_teach_nothing_about_a_session():
 
 
 def test_a_session_that_returns_outlives_prompts_that_do_not():
-    """Under LRU each turn would find nothing: twelve strange prompts come between two of its turns."""
+    """Each turn under LRU would find nothing: twelve strange prompts come between two of its turns."""
     e = engine()
     text, found = prompt(0), []
     for turn in range(12):

@@ -214,7 +214,7 @@ class Worker:
 
 
 def logprobs(tokens):
-    """Of one token of each request, by name, which is the most likely there."""
+    """Log-probabilities of one token a request, by name. That token is the likeliest."""
     ids, values = (
         np.array([*tokens.values()], np.int64)[:, None],
         np.full((len(tokens), 1), -1.0, np.float32),
@@ -452,7 +452,7 @@ def test_many_requests_that_wait_are_many_however_short():
     depth=st.integers(1, 2),
 )
 def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budget, depth):
-    """With blocks enough: every step has a token for each sequence that decodes and stays within the bound (`Engine.step`
+    """Enough blocks are given: every step has a token for each sequence that decodes and stays within the bound (`Engine.step`
     asserts it), and some for the first prompt under way; and is full as long as prompts wait for more than a row."""
     mixed = max_num_seqs + more
     c = config(
@@ -900,7 +900,7 @@ def test_no_copy_is_made_of_a_block_that_the_same_step_computes(groups):
 
 
 def test_a_share_of_the_blocks_stays_free_when_a_request_is_admitted_beside_others():
-    """Of 200 blocks 2: a second request is admitted if so many are left, and not if one fewer is."""
+    """A second request is admitted if 2 of 200 blocks are left, and not if 1 is."""
     for more, admitted in ((0, True), (1, False)):
         engine = Engine(
             config(
@@ -1112,7 +1112,7 @@ def test_what_a_window_released_is_still_cached():
     [(range(10), 40), (range(8, 10), 40), (range(4, 6), 24), (range(4), 16), ((9,), 0)],
 )
 def test_the_longest_hit_that_every_group_has(kept, hit):
-    """Of a prompt's ten blocks in the window's group only some are cached still."""
+    """Only some of a prompt's ten blocks are still cached in the window's group."""
     engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
     engine.scheduler.add(request("a", range(42), max_tokens=9))
     engine.step()
@@ -1292,7 +1292,7 @@ def test_log_probabilities_come_with_their_tokens():
 
 
 def test_searches_get_the_likeliest_tokens_of_their_beams():
-    """Of those that are still there, beside a request's own."""
+    """Beams that are still there get theirs in one message. A request that is no beam has its own."""
     scheduler = Engine(config()).scheduler
     for name in "abcd":
         scheduler.add(request(name, range(3), max_tokens=4, beam_of=None if name == "b" else name))
@@ -1314,7 +1314,7 @@ def test_searches_get_the_likeliest_tokens_of_their_beams():
     ("ahead", "num_usable", "room"), [(False, 40, 8), (True, 40, 12), (True, 5, 12), (True, 4, 8)]
 )
 def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_usable, room):
-    """While more are free than the watermark and the next drafts take."""
+    """A request gets them while more blocks are free than the watermark and the next drafts take."""
     speculation = ModelDrafts(model="m", num_speculative_tokens=4)
     scheduler = make_scheduler(
         **config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 
 import httpx
 
@@ -79,8 +80,8 @@ async def disconnects_free_the_server(session: Session) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running(session: Session, ask: Ask, *, streams: bool):  # type: ignore[no-untyped-def]
-    """`concurrency` long requests that run inside, and whose clients go at the end."""
+async def running(session: Session, ask: Ask, *, streams: bool) -> AsyncIterator[None]:
+    """Holds `concurrency` long requests open inside; their clients go at the end."""
     begun = asyncio.Event()
 
     async def one() -> None:
