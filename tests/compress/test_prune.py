@@ -98,7 +98,7 @@ def case(request, tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["heads", "channels", "hidden", "layers"])
 def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
-    """A written checkpoint has the logits that Slipstream computes. Families whose configs can't express the pruned model refuse."""
+    """A written checkpoint has Slipstream's logits. Families whose configs can't express the pruned model refuse."""
     name, folder = case
     if any(kind in name for kind in NOT_YET) or CASES[name][0] in tiny_models.RECURRENT:
         with pytest.raises(UnsupportedModelError, match="can't be compressed yet"):

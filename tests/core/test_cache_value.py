@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.core.block_pool import BlockPool
-from slipstream.core.cache_value import (
-    EDGES,
-    IN_USE,
-    NUM_BUCKETS,
-    OwnPace,
-    Pauses,
-    Sessions,
-    ValueOrder,
-    rate,
-)
+from slipstream.core.cache_value import ValueOrder
+from slipstream.core.sessions import EDGES, IN_USE, NUM_BUCKETS, OwnPace, Pauses, Sessions, rate
 from slipstream.types import CacheHints
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, request

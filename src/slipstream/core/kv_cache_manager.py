@@ -25,9 +25,10 @@ from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.cache_value import Session, Sessions, ValueOrder
+from slipstream.core.cache_value import ValueOrder
 from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key, salted
 from slipstream.core.request import Request, Status
+from slipstream.core.sessions import Session, Sessions
 from slipstream.core.states import StateSlots
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore, Tiers

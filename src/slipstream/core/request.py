@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from slipstream.types import EngineRequest
 
 if TYPE_CHECKING:
-    from slipstream.core.cache_value import Run, Session
+    from slipstream.core.cache_value import Run
     from slipstream.core.kv_cache_manager import KVCacheManager
     from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
+    from slipstream.core.sessions import Session
     from slipstream.core.states import RequestState
 
 

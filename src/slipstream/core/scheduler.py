@@ -57,7 +57,6 @@ from typing import TypeVar
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace, chunk_with_decodes
-from slipstream.core.cache_value import Sessions
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
@@ -65,6 +64,7 @@ from slipstream.core.participants.base import Participant
 from slipstream.core.policy import make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
+from slipstream.core.sessions import Sessions
 from slipstream.core.step import StepBuilder, new_tuple
 from slipstream.core.tiers import BlockStore
 from slipstream.costs.graph_sizes import Padding

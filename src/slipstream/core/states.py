@@ -23,8 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.cache_value import Sessions, ValueOrder
+from slipstream.core.cache_value import ValueOrder
 from slipstream.core.request import Request
+from slipstream.core.sessions import Sessions
 from slipstream.types import STATES, StateMark, TableUpdate
 
 ANSWER_INTERVAL = 64
