@@ -70,7 +70,7 @@ def change(model, values):
             "low_freq_factor",
         ),
         (
-            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1}, "rope_parameters": None},
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}, "rope_parameters": None},
             "high_freq_factor",
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}, "rope_parameters": None}, "factor"),
