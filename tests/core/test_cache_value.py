@@ -238,6 +238,30 @@ def test_the_last_state_of_a_session_outlives_states_that_nobody_continues():
 # --- The pool with its order --------------------------------------------------------------------------------------------
 
 
+def test_a_chain_whose_held_end_is_forgotten_is_evicted_by_its_value():
+    sessions = Sessions(lambda: 0.0, 100.0)
+    pool = BlockPool(6)
+    pool.order = order = ValueOrder(sessions, pool, 1)
+
+    def cached(text: bytes) -> list[int]:
+        blocks, run = pool.allocate(len(text)), None
+        keys = [text[: i + 1] for i in range(len(text))]
+        session = sessions.arrived(keys, CacheHints())
+        for i, block in enumerate(blocks):
+            pool.register(block, keys[i])
+            run = order.extend(run, session, text.decode(), block, i)
+        return blocks
+
+    chain, other = cached(b"ab"), cached(b"cde")
+    pool.release(chain[:1])
+    pool.release(other)
+    taken = pool.allocate(1)  # passes over the cheaper chain, whose end is held
+    assert taken == other[2:]
+    pool.drop(chain[1])
+    pool.check()
+    pool.release([*taken, chain[1]])
+
+
 class OrderMachine(RuleBasedStateMachine):
     """Chains of blocks that are cached, found again, held and evicted, against what was registered."""
 

@@ -271,6 +271,14 @@ def test_old_times_are_forgotten():
     assert costs.line(1, 3.0) == [(1, 3.0), (4, 5.0)]
 
 
+def test_sizes_of_more_sequences_that_scale_to_one_size_are_one_point():
+    costs = StepCosts()
+    timed(costs, (4, 4, 1.0), (4, 5, 2.0), (4, 6, 3.0))
+    line = costs.line(3, 1.0)
+    assert line == [(3, 1.0), (4, 3.0)]
+    assert seconds_from(line, np.array([5]))[0] > 3.0
+
+
 def test_steps_that_were_measured_beforehand():
     costs = StepCosts()
     costs.expect(

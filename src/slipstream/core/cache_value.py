@@ -296,6 +296,8 @@ class ValueOrder:
             run.blocks.remove(block)
         if not run.blocks:
             self._end(run)
+        elif run.num_free and not run.num_below and run.entry is None:
+            self.revalue(run)  # a block that was held may have been the last
 
     def _split(self, run: Run, index: int) -> Run:
         """Cut a run before block `index`. Returns the new upper part; requests that extend the run go on with the lower."""

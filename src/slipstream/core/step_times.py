@@ -186,7 +186,8 @@ class StepCosts:
             ]
         line = self._line(_near(num_seqs))
         if not line and (like := self._like(num_seqs)) is not None:
-            line = [(round(n * num_seqs / like), seconds) for n, seconds in self._line(like)]
+            # sizes that scale to the same number of tokens are one point
+            line = list({round(n * num_seqs / like): t for n, t in self._line(like)}.items())
         return [(num_seqs, plain), *(point for point in line if point[0] > num_seqs)]
 
     def _line(self, first: int) -> list[tuple[int, float]]:
