@@ -29,11 +29,11 @@ NULL_BLOCK = 0
 class EvictionOrder(Protocol):
     """An order of the free cached blocks other than by their last use."""
 
-    def add(self, block: int) -> None:
-        """Take in a cached block that nobody holds any more."""
+    def add(self, blocks: Iterable[int]) -> None:
+        """Take in cached blocks that nobody holds any more."""
 
-    def remove(self, block: int) -> None:
-        """Give out a free block to a holder."""
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Give out free blocks to a holder."""
 
     def take(self, count: int) -> list[int]:
         """Take the blocks to evict. There are as many."""
@@ -107,20 +107,37 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add one holder to each block. A free (cached) block leaves the free list."""
+        counts, ordered = self.ref_counts, list[int]()
         for block in blocks:
-            if self.ref_counts[block] == 0:
-                self._unlink(block)
-            self.ref_counts[block] += 1
+            if counts[block] == 0:
+                if self.order is not None and self.hashes[block] is not None:
+                    ordered.append(block)
+                else:
+                    self._unlink(block)
+            counts[block] += 1
+        if self.order is not None and ordered:
+            self.num_free -= len(ordered)
+            self.order.remove(ordered)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block, starting with the last block."""
+        counts, ordered = self.ref_counts, list[int]()
         for block in reversed(blocks):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self._link(block)
+            counts[block] -= 1
+            if counts[block] == 0:
+                if self.order is not None and self.hashes[block] is not None:
+                    ordered.append(block)
+                else:
+                    self._link(block)
+        if self.order is not None and ordered:
+            self.num_free += len(ordered)
+            self.order.add(ordered)
 
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
+
+    def lookups(self, keys: Iterable[bytes]) -> list[int | None]:
+        return list(map(self._cached.get, keys))
 
     def register(self, block: int, key: bytes) -> bool:
         """Cache `block` under `key`. False if the key or the block is already cached."""
@@ -196,7 +213,7 @@ class BlockPool:
         before = self._end
         if self.hashes[block] is not None:
             if self.order is not None:
-                return self.order.add(block)
+                return self.order.add((block,))
             before = self._previous[self._end]
         after = self._next[before]
         self._next[before], self._previous[block] = block, before
@@ -205,6 +222,6 @@ class BlockPool:
     def _unlink(self, block: int) -> None:
         self.num_free -= 1
         if self.order is not None and self.hashes[block] is not None:
-            return self.order.remove(block)
+            return self.order.remove((block,))
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before
