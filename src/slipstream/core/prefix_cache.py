@@ -7,7 +7,7 @@ cryptographic (BLAKE2b, 128 bits).
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -59,8 +59,10 @@ def extend_keys(
     hashes the image's key and its offset in the block.
     """
     key, first = keys[-1] if keys else root, len(keys) * block_size
-    words = array("i", tokens[first : num_blocks * block_size])
-    data, size = words.tobytes(), words.itemsize
+    end = num_blocks * block_size
+    if first >= end:
+        return
+    data, size = struct.pack(f"{end - first}i", *tokens[first:end]), 4
     if not images:
         each, begin = block_size * size, 0
         while begin < len(data):  # up to the next multiple of STRETCH blocks

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Collection, Sequence
 from itertools import chain
+from operator import countOf
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,7 @@ class PromptReader:
 
     def check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
         # without a loop in Python: a step of the engine waits for the first 16,384
-        if not ids or (set(map(type, ids)) == {int} and self._are_in_vocabulary(ids)):
+        if countOf(map(type, ids), int) == len(ids) and self._are_in_vocabulary(ids):
             return
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool):
@@ -211,12 +212,12 @@ class PromptReader:
                     field=name,
                 )
 
-    def _are_in_vocabulary(self, ids: Iterable[int]) -> bool:
+    def _are_in_vocabulary(self, ids: Collection[int]) -> bool:
         try:
-            numbers = np.frombuffer(array("i", ids), np.uint32)  # a negative one is large
-        except OverflowError:
+            packed = struct.pack(f"{len(ids)}I", *ids)  # half of the time of `min` and `max`
+        except struct.error:
             return False
-        return int(numbers.max()) < self.vocab_size
+        return int(np.frombuffer(packed, np.uint32).max(initial=0)) < self.vocab_size
 
     def too_long(self, num_tokens: int) -> ContextLengthError:
         return ContextLengthError(
