@@ -268,8 +268,8 @@ class PlainForward(Forward):
         return hidden
 
     @abstractmethod
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Run the encoder of an encoder-decoder over whole prompts [T].
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Run the encoder of an encoder-decoder over whole prompts: token ids [T], or frames of audio.
 
         The keys and values that the decoder's layers read go into the cache.
         """
@@ -293,7 +293,7 @@ class ForwardTable(Protocol):
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """See `PlainForward.encode`."""
 
     def logits(self, hidden: Tensor) -> Tensor:

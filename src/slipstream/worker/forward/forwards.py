@@ -67,8 +67,8 @@ class Eager(PlainForward):
             return self.decoder.forward(token_ids, kv, meta)
         return self._keep(*self.decoder.tapped(token_ids, kv, meta), meta)
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.decoder.encode(token_ids, kv, meta)
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        self.decoder.encode(given, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
@@ -319,8 +319,8 @@ class Forwards:
         assert isinstance(output, Output)
         return output.hidden
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.base.encode(token_ids, kv, meta)
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        self.base.encode(given, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, E]."""

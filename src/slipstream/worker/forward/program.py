@@ -111,8 +111,8 @@ class ProgramForward(PlainForward):
             self.governor.note(len(token_ids), int(meta.seq_lens.sum()), self.pool.last_s)
         return hidden
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.program.encode(token_ids, kv, meta)
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        self.program.encode(given, kv, meta)
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return self.program.platform.values.take(hidden, rows)  # type: ignore[no-any-return]
