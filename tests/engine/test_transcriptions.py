@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import wave
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_encoder_input_equals_transformers(whisper, kernels):
 
 
 def test_logits_equal_transformers(whisper, llm):
-    path, theirs = whisper
+    _, theirs = whisper
     x, head = (
         features(sound(0.7)),
         [whisper_id(n) for n in ("startoftranscript", "de", "transcribe")],
@@ -225,7 +226,8 @@ def text_of(tokens):
 def test_rules_of_times_equal_transformers():
     """Random logits after random answers, with and without forced tokens before them."""
     end, none, first, size = 20, 30, 31, 51
-    told = type("Config", (), dict(no_timestamps_token_id=none, eos_token_id=end, bos_token_id=end, max_initial_timestamp_index=5))  # fmt: skip
+    ends = dict(eos_token_id=end, bos_token_id=end)
+    told = SimpleNamespace(no_timestamps_token_id=none, max_initial_timestamp_index=5, **ends)
     rng = np.random.default_rng(0)
     for _ in range(300):
         answer = []

@@ -175,11 +175,12 @@ class Decoder:
             own_stack = stack(e.layers, "encoder.", range(len(e.layers)))
             audio: AudioInput | None = None
             if e.audio is not None:
-                convs = (
+                first, second = (
                     build_linear(f"encoder.audio.{x}", parameters, ops, None, products)
                     for x in ("first", "second")
                 )
-                audio = AudioInput(e.audio, *convs, parameters.pop("encoder.positions.weight"))
+                where = parameters.pop("encoder.positions.weight")
+                audio = AudioInput(e.audio, first, second, where)
             self.encoder = Encoder(
                 own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters), audio
             )

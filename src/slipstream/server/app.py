@@ -37,6 +37,7 @@ from slipstream.server.http.web_guard import WebGuard, with_cors
 from slipstream.server.kserve import routes as kserve
 from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai import chat, completions, responses
+from slipstream.server.openai.audio import TRANSCRIPTIONS, TRANSLATIONS, SpeechRoute
 from slipstream.server.openai.embeddings import (
     RERANK_PATHS,
     SCORE_PATHS,
@@ -177,6 +178,8 @@ def create_app(
                 Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
                 for path in SCORE_PATHS
             ),
+            Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
+            Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),

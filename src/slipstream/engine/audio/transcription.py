@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -112,7 +113,7 @@ class Transcription:
 
     @property
     def is_done(self) -> bool:
-        return self.seek >= self.spectrogram.shape[1]
+        return bool(self.seek >= self.spectrogram.shape[1])
 
     @property
     def language_name(self) -> str | None:
@@ -217,9 +218,10 @@ class Transcription:
         """The text of tokens, without times and special tokens."""
         return self.tokenizer.decode([t for t in tokens if t < self.speech.end])
 
-    def num_text(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of text in an answer so far."""
-        return [t for t in token_ids[len(self._forced) :] if t < self.speech.end]
+    def beginning(self, token_ids: Sequence[int]) -> str:
+        """The text at the beginning of an unfinished answer. What comes after a time may be read again."""
+        own = token_ids[len(self._forced) :]
+        return self.decoded(list(takewhile(lambda token: token < self.speech.end, own)))
 
     def _parts(
         self, tokens: list[int], num_frames: int
