@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
+import sys
 import wave
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import WhisperFeatureExtractor
+from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.generation import WhisperTimeStampLogitsProcessor
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine.audio.sound import decode_audio, resampled
 from slipstream.engine.audio.spectrogram import log_mel, mel_bands
 from slipstream.engine.audio.transcription import Transcription, TranscriptionOptions
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
 from slipstream.kernels import samplers
 from slipstream.spec.description import read_spec
+from slipstream.spec.families import find_family
+from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.speech_rules import SpeechRules
 from slipstream.types import AudioWindow
 from tests import tiny_models
@@ -312,3 +317,88 @@ def test_a_text_model_refuses_audio(tmp_path):
         with pytest.raises(RequestError) as caught:
             llm.transcribe(sound(1))
         assert caught.value.field == "model"
+
+
+class SoundFile:
+    """soundfile's reader of a file that says it has `frames` frames."""
+
+    samplerate, frames = 8_000, 800
+
+    def __init__(self, file):
+        if file.read(4) != b"fLaC":
+            raise RuntimeError("Error opening <file>: Format not recognised.")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def read(self, most, dtype, always_2d):
+        assert (dtype, always_2d) == ("float32", True)
+        return np.repeat(sound(0.1)[::2, None], 2, axis=1)[:most]
+
+
+def test_other_formats_are_read_by_soundfile(monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(SoundFile=SoundFile))
+    assert len(decode_audio(b"fLaC and so on", max_s=1.0)) == 1600
+    for data, max_s, why in ((b"fLaC", 0.05, "at most 0.05 s"), (b"MThd", 1.0, r"can't be read \(Error opening")):  # fmt: skip
+        with pytest.raises(RequestError, match=why) as caught:
+            decode_audio(data, max_s=max_s)
+        assert caught.value.field == "file"
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(RequestError, match=r"slipstream\[audio\]"):
+        decode_audio(b"fLaC", max_s=1.0)
+
+
+def test_published_configs_have_their_parameters():
+    """The sizes that OpenAI published, and the biases of keys, which are zeros."""
+    for size, layers, heads, mels, vocabulary, published in (
+        (384, 4, 6, 80, 51865, 37_760_640),
+        (1280, 32, 20, 128, 51866, 1_543_490_560),
+    ):
+        config = WhisperConfig(
+            d_model=size, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
+            decoder_attention_heads=heads, encoder_ffn_dim=4 * size, decoder_ffn_dim=4 * size, num_mel_bins=mels,
+            vocab_size=vocabulary, decoder_start_token_id=50258,
+        )  # fmt: skip
+        spec = find_family("whisper", None).read(ConfigReader(config.to_dict()))
+        assert spec.num_parameters - 3 * layers * size == published
+        cross = spec.cache_groups[-1]
+        assert (cross.kind, cross.num_read, cross.max_blocks(448, 16, 8192)) == ("cross", 1500, 94)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"scale_embedding": True}, "scale_embedding"),
+        ({"use_weighted_layer_sum": True}, "use_weighted_layer_sum"),
+        ({"decoder_attention_heads": 2}, "decoder_attention_heads"),
+        ({"dither_layers": 3}, "dither_layers"),
+    ],
+)
+def test_a_config_that_is_not_understood_is_refused(change, field):
+    small = WhisperConfig(d_model=32, encoder_attention_heads=4, decoder_attention_heads=4)
+    config = {**small.to_dict(), **change}
+    with pytest.raises(UnsupportedModelError) as caught:
+        find_family("whisper", None).read(ConfigReader(config))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "field"),
+    [
+        ("generation_config.json", {"no_timestamps_token_id": None}, "no_timestamps_token_id"),
+        ("generation_config.json", {"no_timestamps_token_id": 340}, "no_timestamps_token_id"),
+        ("generation_config.json", {"suppress_tokens": [999]}, "suppress_tokens"),
+        ("preprocessor_config.json", {"sampling_rate": 8000}, "sampling_rate"),
+        ("preprocessor_config.json", {"feature_size": 80}, "feature_size"),
+    ],
+)
+def test_files_that_are_not_understood_are_refused(whisper, tmp_path, file, change, field):
+    shutil.copytree(whisper[0], tmp_path / "copy")
+    path = tmp_path / "copy" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises((UnsupportedModelError, CheckpointError)) as caught:
+        read_spec(tmp_path / "copy")
+    assert caught.value.field == field

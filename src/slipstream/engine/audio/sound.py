@@ -164,6 +164,8 @@ def _by_soundfile(data: bytes, max_s: float) -> tuple[Samples, int]:
             found: Samples = file.read(most, dtype="float32", always_2d=True)
             _check(len(found), file.samplerate, max_s)
             return found, int(file.samplerate)
+    except RequestError:
+        raise
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0][:200]
         raise _refused(f"can't be read ({reason}); send WAV, FLAC, MP3 or Ogg") from None

@@ -31,7 +31,7 @@ from slipstream.types import AudioWindow, Prompt
 Task: TypeAlias = Literal["transcribe", "translate"]
 
 
-class Decoder(Protocol):
+class TextCodec(Protocol):
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
@@ -62,7 +62,7 @@ def speech_of(description: ModelDescription) -> tuple[SpeechSpec, AudioSpec]:
 class Transcription:
     speech: SpeechSpec
     audio: AudioSpec
-    tokenizer: Decoder
+    tokenizer: TextCodec
     options: TranscriptionOptions
     max_model_len: int
     spectrogram: npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ class Transcription:
     def begin(
         cls,
         description: ModelDescription,
-        tokenizer: Decoder | None,
+        tokenizer: TextCodec | None,
         samples: Samples,
         options: TranscriptionOptions,
         max_model_len: int,
