@@ -36,7 +36,8 @@ def refuse_classifier(model: ModelDescription) -> None:
 
 def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
     """Raise RequestError if the model was not trained to give vectors of that length."""
-    whole, known = model.spec.hidden_size, model.pooling.dimensions
+    whole = model.pooling.vector_size(model.spec.hidden_size)
+    known = model.pooling.dimensions
     if dimensions is None or dimensions == whole:
         return
     if known is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from slipstream.model.layers import Layer, finished, normed, run_layers
 from slipstream.spec.model import AudioSpec, ClassifierSpec
+from slipstream.spec.pooling import DenseActivation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +101,25 @@ def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tenso
         return ops.mean_of_texts(hidden, starts)
     index = starts[:-1] if kind == "cls" else starts[1:] - 1
     return ops.states_at(hidden, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A Dense step of sentence-transformers, in float32."""
+
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None
+    activation: DenseActivation
+
+    def __call__(self, vectors: Tensor, xp: Any) -> Tensor:
+        """[S, inputs] → [S, outputs]. `xp` is the module of its arrays, NumPy or torch."""
+        made: Any = vectors @ self.weight.T
+        made = made if self.bias is None else made + self.bias
+        if self.activation == "tanh":
+            return xp.tanh(made)  # type: ignore[no-any-return]
+        if self.activation == "sigmoid":
+            return 1.0 / (1.0 + xp.exp(-made))  # type: ignore[no-any-return]
+        return made * (made > 0) if self.activation == "relu" else made  # type: ignore[no-any-return]
 
 
 def normalized(vectors: Tensor) -> Tensor:

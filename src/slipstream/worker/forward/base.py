@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
+from slipstream.model.encoder import Dense
 from slipstream.model.layers import AnyTap
 from slipstream.platform import Event
 from slipstream.platform.base import Values
@@ -279,6 +280,7 @@ class ForwardTable(Protocol):
     """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
 
     decoder: Decoder
+    dense: tuple[Dense, ...]  # steps behind the pooling
 
     @property
     def num_cold(self) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.encoder import normalized, pool
+from slipstream.model.encoder import Dense, normalized, pool
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import compile_program
@@ -231,6 +231,7 @@ class Forwards:
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         self.takes_images = False
+        self.dense: tuple[Dense, ...] = ()
         self._build()
 
     def take_adapters(self, adapters: Adapters) -> None:
@@ -354,4 +355,6 @@ class Forwards:
         if decoder.classifier is not None:
             return decoder.classifier(decoder.ops, hidden, starts).float()
         vectors = pool(decoder.ops, hidden, starts, how.kind)
+        for step in self.dense:
+            vectors = step(vectors, torch)
         return normalized(vectors) if how.normalize else vectors
