@@ -33,12 +33,15 @@ from slipstream.engine.engine_core import Asleep, EngineCore, check_alive, colle
 from slipstream.engine.folder import settled
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
 from slipstream.engine.pooled import (
+    ClassificationOutput,
     EncodingOutput,
     TextsAnswer,
     as_embeddings,
     check_dimensions,
     check_task,
+    classified,
     encoded,
+    label_names,
     rank,
     refuse_classifier,
     rerank_texts,
@@ -498,6 +501,22 @@ class LLM:
         return encoded(
             self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors()
         )
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[ClassificationOutput]:
+        """A classifier's probabilities of its labels for each text, and the name of the likeliest. `problem_type` of its config
+        says whether labels exclude each other."""
+        prompts = _listed(prompts)
+        label_names(self.core.description)
+        shown = progress if use_tqdm is None else use_tqdm
+        answer = self._read(prompts, truncate, lambda first, vectors: None, progress=shown)
+        return classified(self.core.description, answer.vectors())
 
     def stream(
         self,

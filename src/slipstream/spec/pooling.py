@@ -22,6 +22,8 @@ from slipstream.files import parse_json
 
 DenseActivation: TypeAlias = Literal["identity", "tanh", "relu", "sigmoid"]
 
+Problem: TypeAlias = Literal["multi_label", "single_label", "regression"]
+
 CONFIG_KEYS = frozenset(
     (
         "is_matryoshka",
@@ -57,6 +59,9 @@ class PoolingSpec:
     - `probabilities`: a classifier's scores pass the sigmoid.
     - `score_tokens`: a pair's score is the logit of the first token, minus that of the second if
       there is one.
+    - `labels`: names of a classifier's scores, as far as its config has them. `problem` says how they become probabilities:
+      each by itself (`multi_label`), all together (`single_label`), or not at all (`regression`). None: together, and one
+      label by `probabilities`.
     - `dense`: products of the pooled vectors, before they are normalised.
     """
 
@@ -68,6 +73,8 @@ class PoolingSpec:
     probabilities: bool = True
     score_tokens: tuple[int, int | None] | None = None
     dense: tuple[DenseStep, ...] = ()
+    labels: tuple[str, ...] = ()
+    problem: Problem | None = None
 
     def vector_size(self, hidden_size: int) -> int:
         """Numbers of a vector."""
@@ -131,7 +138,33 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
         probabilities=_probabilities({**says, **config} if "activation_fn" in says else config),
         score_tokens=score_tokens,
         dense=tuple(dense),
+        labels=_labels(config),
+        problem=_problem(config),
     )
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    named = config.get("id2label")
+    if not isinstance(named, Mapping):
+        return ()
+    return tuple(str(named.get(str(i), named.get(i, f"LABEL_{i}"))) for i in range(len(named)))
+
+
+def _problem(config: Mapping[str, Any]) -> Problem | None:
+    """The kind of a classifier's scores. UnsupportedModelError if it is unknown."""
+    said = config.get("problem_type")
+    known: dict[Any, Problem | None] = {
+        None: None,
+        "regression": "regression",
+        "single_label_classification": "single_label",
+        "multi_label_classification": "multi_label",
+    }
+    if isinstance(said, (list, dict)) or said not in known:
+        names = ", ".join(name for name in known if name)
+        raise UnsupportedModelError(
+            f"problem_type = {said!r} is none of {names}", field="problem_type"
+        )
+    return known[said]
 
 
 def _dense(folder: Path, before: DenseStep | None) -> DenseStep:

@@ -14,10 +14,12 @@ from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai.audio import FORMATS, TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.protocol import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -33,6 +35,10 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
+    "/classify": ClassifyRequest,
+    "/v1/classify": ClassifyRequest,
+    "/pooling": PoolingRequest,
+    "/v1/pooling": PoolingRequest,
     "/score": ScoreRequest,
     "/v1/score": ScoreRequest,
     "/v1/load_lora_adapter": LoadAdapterRequest,
