@@ -295,7 +295,9 @@ def describe_vectors(description: ModelDescription) -> str:
             classifier.pooling
         ]
         return f"{classifier.num_labels} scores of {of}"
-    return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (
+    size, steps = how.vector_size(description.spec.hidden_size), len(how.dense)
+    dense = f", {steps} Dense" if steps else ""
+    return f"{size:,} numbers, {how.kind} of the tokens{dense}" + (
         ", length 1" if how.normalize else ""
     )
 

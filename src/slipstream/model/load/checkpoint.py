@@ -308,15 +308,24 @@ def filled_arrays(
             (transformed(f.read().reshape(f.shape), f.placement.transform), f.placement)
             for f in fills[name]
         )
-        if len(fills[name]) == 1:  # its array is the parameter, unless it has to be converted
+        whole = is_whole(shapes[name], fills[name])
+        if (
+            len(fills[name]) == 1 and whole
+        ):  # its array is the parameter, unless it has to be converted
             value, _ = next(parts)
             return np.ascontiguousarray(value.reshape(shapes[name]), kind)
-        value = np.empty(shapes[name], kind)
+        value = np.empty(shapes[name], kind) if whole else np.zeros(shapes[name], kind)
         for part, placement in parts:
             place(value, placement)[...] = part
         return value
 
     return Pulled({name: partial(made, name) for name in shapes})
+
+
+def is_whole(shape: Shape, fills: Sequence[Fill]) -> bool:
+    """Whether tensors fill all rows of a parameter. Others are zeros (the bias of keys in Whisper)."""
+    rows = [fill.placement.rows for fill in fills]
+    return None in rows or any(f.placement.copies for f in fills) or sum(map(int, rows)) == shape[0]  # type: ignore[arg-type]
 
 
 def random_arrays(

@@ -44,7 +44,7 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bert, modernbert, nomic, t5
+from slipstream.spec.families.encoders import bert, modernbert, nomic, t5, whisper
 from slipstream.spec.families.hybrids import (
     bamba,
     falcon_h1,
@@ -76,7 +76,7 @@ MODULES = (
     ),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
     *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
-    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, stablelm, starcoder, t5),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, stablelm, starcoder, t5, whisper),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES
