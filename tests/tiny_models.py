@@ -354,6 +354,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": None,
     },
+    "deepseek_v32": {
+        **_LATENT,
+        **dict(model_type="deepseek_v32", n_shared_experts=1, n_group=4, topk_group=2),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+    },
+    "glm_moe_dsa": {
+        **_LATENT,
+        **dict(model_type="glm_moe_dsa", n_shared_experts=1, num_hidden_layers=4),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+        **dict(indexer_types=["full", "shared", "full", "shared"]),
+    },
     "dots1": {
         **_LLAMA,
         **dict(model_type="dots1", head_dim=16, num_hidden_layers=3, initializer_range=0.2),
