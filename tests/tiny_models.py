@@ -365,6 +365,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
         **dict(indexer_types=["full", "shared", "full", "shared"]),
     },
+    "dbrx": {
+        **dict(model_type="dbrx", vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2),
+        **dict(max_seq_len=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3),
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3},
+    },
     "dots1": {
         **_LLAMA,
         **dict(model_type="dots1", head_dim=16, num_hidden_layers=3, initializer_range=0.2),

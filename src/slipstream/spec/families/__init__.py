@@ -14,6 +14,7 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
     apertus,
     cohere,
+    dbrx,
     deepseek,
     ernie,
     exaone,
@@ -66,6 +67,7 @@ MODULES = (
         bert,
         bloom,
         cohere,
+        dbrx,
         deepseek,
         ernie,
         exaone,
