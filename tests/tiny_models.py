@@ -365,6 +365,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
         **dict(indexer_types=["full", "shared", "full", "shared"]),
     },
+    "youtu": {
+        **{k: v for k, v in _LATENT.items() if "expert" not in k and "first" not in k},
+        **dict(model_type="youtu", moe_intermediate_size=None),
+    },
     "dbrx": {
         **dict(model_type="dbrx", vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2),
         **dict(max_seq_len=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3),

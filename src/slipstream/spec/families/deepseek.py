@@ -1,6 +1,6 @@
-"""DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash: latent attention, mixtures of experts with shared experts, and YaRN that
-scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3; so does
-dots.llm1, which is here too)."""
+"""DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash, Youtu: latent attention, mixtures of experts with shared experts, and
+YaRN that scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3; so
+does dots.llm1, which is here too)."""
 
 from __future__ import annotations
 
@@ -137,6 +137,17 @@ def read_minicpm3(c: ConfigReader) -> ModelSpec:
         logit_scale=c.take("dim_model_base", float, float(hidden)) / hidden,
         tied=True,
     )
+
+
+def read_youtu(c: ConfigReader) -> ModelSpec:
+    """Youtu-LLM: V3's attention in dense layers."""
+    c.assume_missing(
+        **dict(num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128),
+        **dict(qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=131072),
+    )
+    c.ignore("embedding_initializer_range")
+    count, interleaved = c.size("num_hidden_layers"), c.take("rope_interleave", bool, True)
+    return read_latent(c, "youtu", None, interleaved=interleaved, dense=count, tied=True)
 
 
 def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
@@ -425,6 +436,12 @@ FAMILIES = (
             ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
             ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
         )
+    ),
+    Family(
+        model_type="youtu",
+        architectures=("YoutuForCausalLM",),
+        read=read_youtu,
+        names=names,
     ),
     Family(
         model_type="minicpm3",
