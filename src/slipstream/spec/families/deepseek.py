@@ -1,6 +1,6 @@
 """DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash, Youtu: latent attention, mixtures of experts with shared experts, and
-YaRN that scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3; so
-does dots.llm1, which is here too)."""
+YaRN that scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction
+(V3; so does dots.llm1, which is here too)."""
 
 from __future__ import annotations
 
