@@ -3,15 +3,17 @@ prompts in chunks, cached prefixes, preemption and drafts."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
+from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import cache_parts
 from slipstream.spec.description import read_spec
-from slipstream.spec.model import LatentAttentionSpec
+from slipstream.spec.model import IndexSpec, LatentAttentionSpec
 from tests import tiny_models
 from tests.engine.test_window_groups import COMMON, PROMPTS, SETTINGS, answers, greedy
 
@@ -96,3 +98,42 @@ def test_index_keys_are_a_part_of_the_cache_bytes(model):
         assert [x.index is not None for x in kv] == own
         found = sum(x.nbytes for x in cache_parts(kv))
         assert found == llm.ledger.block_bytes * len(kv[0].k)
+
+
+def test_a_stage_can_not_begin_with_a_layer_that_uses_the_choice_of_another(tmp_path):
+    tiny_models.write(tmp_path, "glm_moe_dsa")
+    spec = read_spec(tmp_path).spec
+    assert dataclasses.replace(spec, stage=(2, 4)).local_layers == range(2, 4)
+    with pytest.raises(UnsupportedModelError, match="layer 1 attends to the keys"):
+        dataclasses.replace(spec, stage=(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types"),
+        ({"indexer_types": ["full"] * 3}, "indexer_types"),
+        ({"indexer_types": None, "index_topk_pattern": "FSXS"}, "index_topk_pattern"),
+        ({"index_head_dim": 4}, "index_head_dim"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types"),
+        ({"index_temperature": 2.0}, "index_temperature"),
+    ],
+    ids=str,
+)
+def test_what_an_index_could_be_and_is_not_here_is_refused(tmp_path, changes, field):
+    tiny_models.write(tmp_path, "glm_moe_dsa")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UnsupportedModelError, match=field):
+        read_spec(tmp_path)
+
+
+def test_a_pattern_and_a_distance_say_which_layers_have_an_index(tmp_path):
+    tiny_models.write(tmp_path, "glm_moe_dsa")
+    path, found = tmp_path / "config.json", []
+    written = {**json.loads(path.read_text()), "indexer_types": None}
+    for more in ({"index_topk_pattern": "FSFS"}, {"index_topk_freq": 2}):
+        path.write_text(json.dumps({**written, **more}))
+        spec = read_spec(tmp_path).spec
+        found.append([isinstance(layer.attention.index, IndexSpec) for layer in spec.layers])
+    assert found == [[True, False, True, False], [True, True, False, True]]
