@@ -354,6 +354,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": None,
     },
+    "deepseek_v32": {
+        **_LATENT,
+        **dict(model_type="deepseek_v32", n_shared_experts=1, n_group=4, topk_group=2),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+    },
+    "glm_moe_dsa": {
+        **_LATENT,
+        **dict(model_type="glm_moe_dsa", n_shared_experts=1, num_hidden_layers=4),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+        **dict(indexer_types=["full", "shared", "full", "shared"]),
+    },
+    "youtu": {
+        **{k: v for k, v in _LATENT.items() if "expert" not in k and "first" not in k},
+        **dict(model_type="youtu", moe_intermediate_size=None),
+    },
+    "dbrx": {
+        **dict(model_type="dbrx", vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2),
+        **dict(max_seq_len=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3),
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3},
+    },
     "dots1": {
         **_LLAMA,
         **dict(model_type="dots1", head_dim=16, num_hidden_layers=3, initializer_range=0.2),

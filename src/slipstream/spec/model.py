@@ -30,6 +30,7 @@ from slipstream.spec.layers import AttentionSpec as AttentionSpec
 from slipstream.spec.layers import BlockSpec as BlockSpec
 from slipstream.spec.layers import DenseSpec as DenseSpec
 from slipstream.spec.layers import GroupLimit as GroupLimit
+from slipstream.spec.layers import IndexSpec as IndexSpec
 from slipstream.spec.layers import LatentAttentionSpec as LatentAttentionSpec
 from slipstream.spec.layers import LayerSpec as LayerSpec
 from slipstream.spec.layers import MLPSpec as MLPSpec
@@ -220,6 +221,13 @@ class ModelSpec:
                 raise UnsupportedModelError(
                     f"layer {i} reads the keys and values of layer {source}, which is no layer before it",
                     field="num_kv_shared_layers",
+                )
+        for i in (0, self.local_layers.start):
+            first = self.layers[i].attention
+            if isinstance(first, LatentAttentionSpec) and first.index == "previous":
+                raise UnsupportedModelError(
+                    f"layer {i} attends to the keys that the layer before it chose, which is not on this stage",
+                    field="indexer_types",
                 )
         for layer in self.all_layers:
             a, r = layer.attention, layer.recurrent

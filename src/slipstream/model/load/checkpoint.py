@@ -47,6 +47,7 @@ from slipstream.spec.parameters import (
     Reshape,
     Scale,
     Shape,
+    Stacked,
     SwapGateUp,
     Transform,
     Transpose,
@@ -458,6 +459,9 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
         return shape[1:]
     if isinstance(transform, Reshape):
         return transform.shape
+    if isinstance(transform, Stacked):
+        copies, rows, inner = shape
+        return (copies * inner, rows) if transform.transposed else (copies * rows, inner)
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -495,6 +499,9 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return xp.log(-xp.asarray(value, dtype=xp.float32))
         case Reshape():
             return value.reshape(-1)
+        case Stacked(copies=copies, transposed=turn):
+            each = value.reshape(copies, -1, value.shape[-1])
+            return each.swapaxes(-1, -2) if turn else each
         case Scale(factors=factors):
             rows = [xp.full((count,), x, dtype=xp.float32) for count, x in factors]
             numbers = xp.concatenate(rows).reshape(-1, *(1,) * (value.ndim - 1))
