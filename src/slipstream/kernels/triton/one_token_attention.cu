@@ -127,8 +127,8 @@ struct Attention : Split {
     static constexpr int WORDS = D * KV_BYTES < 64 ? D * KV_BYTES / 16 : 4;  // a lane's words of a chunk of a key
     static constexpr int CHUNKS = D * KV_BYTES / 16 / WORDS, NUMBERS = WORDS * 4 / KV_BYTES, STEPS = NUMBERS / 4;
     static constexpr int DIMS = D / 16;  // tiles of dimensions
-    // Values that are loaded at once: all, or half of the dimensions if they took too many registers.
-    static constexpr int SLICES = KV_BYTES * D > 256 ? 2 : 1, VALUE_WORDS = KV_BYTES == 1 ? TILES : 2 * TILES;
+    // Values are loaded in slices of the dimensions, the first ahead: of wide heads all would take too many registers.
+    static constexpr int SLICES = D > 128 ? 2 * KV_BYTES : 1, VALUE_WORDS = KV_BYTES == 1 ? TILES : 2 * TILES;
     static constexpr int BLOCKS = KV_BYTES == 1 ? 2 : 2 * TILES;  // table entries of a lane's rows
     static constexpr bool HALVES = KV_BYTES == 1 || HALF;         // float16 operands
 
@@ -196,7 +196,8 @@ struct Attention : Split {
             for (int tile = 0; tile < DIMS; tile++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    if (found[1] >= 0) load(values[tile][half], from + dim_of(tile, half) * BLOCK_SIZE);
+                    if (found[1] >= 0)
+                        load(values[tile][half], from + dim_of(slice * (DIMS / SLICES) + tile, half) * BLOCK_SIZE);
                     else
 #pragma unroll
                         for (int i = 0; i < VALUE_WORDS; i++) values[tile][half][i] = 0;
