@@ -104,8 +104,11 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "
 """Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
 
 CACHED_GRAMMARS = 64
-MAX_COMPLETE = 2048
+MAX_COMPLETE = 256
 """Complete masks that are kept for requests that end by the same tokens."""
+
+CACHED_ENDS = 16
+"""Sets of tokens that end answers, whose complete masks are kept."""
 
 CACHED_CLASSES = 8
 """Vocabularies of byte classes that are kept."""
@@ -774,7 +777,7 @@ class GrammarState:
     @property
     def is_finished(self) -> bool:
         """The answer is complete, and nothing can follow."""
-        if self._matcher is None:
+        if self._matcher is None or self.spot is not None:  # a state that is followed can go on
             return False
         matcher = self.matcher
         return bool(matcher.is_stopped() and matcher.is_accepting())
@@ -981,6 +984,7 @@ class Grammars:
             self._consume([state for state in states if len(state.untaken) == 1])
         for i, state in zip(late, states, strict=True):
             try:
+                _ = state.matcher  # takes in the token, unless `_consume` did
                 state.check()
                 if state.is_finished:
                     results[i] = 1
@@ -991,7 +995,8 @@ class Grammars:
 
     def _accept_each(self, state: GrammarState, tokens: Sequence[int]) -> int | None:
         for i, token in enumerate(tokens, 1):
-            if state.advance([token]) and state.is_finished:
+            state.accept([token])
+            if state.is_finished:
                 return i
         state.settle()
         return None
@@ -1152,7 +1157,7 @@ class Grammars:
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
         if (shared := self._shared.get((ends, self._ends))) is None:
-            if len(self._shared) >= CACHED_GRAMMARS:
+            if len(self._shared) >= CACHED_ENDS:
                 self._shared.clear()
             shared = self._shared[ends, self._ends] = SharedMasks(ends, self._ends)
         budget, sampling = None, request.sampling

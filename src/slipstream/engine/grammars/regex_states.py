@@ -42,6 +42,9 @@ MAX_POSITIONS = 64
 MAX_STATES = 4096
 """States of an expression that are kept."""
 
+MAX_MASKS = 128
+"""Different masks of an expression that are kept, 16 KB each for 128,000 tokens. States with others have no shared mask."""
+
 WALK_S = 0.002
 """Seconds of a step that one expression's new states may take. Others wait for the next step, and the requests' own matchers
 serve them in this one."""
@@ -216,8 +219,10 @@ class RegexAutomaton:
     def after(self, nodes: frozenset[int], byte: int) -> frozenset[int] | None:
         """The set after a character of ASCII. None if nothing can follow it, or if the set is too large."""
         found = self.closed({to for n in nodes for own, to in self._edges[n] if own >> byte & 1})
-        can_follow = len(found) <= MAX_POSITIONS and any(self._edges[n] for n in found)
-        return found if can_follow else None
+        return found if self.can_follow(found) else None
+
+    def can_follow(self, nodes: frozenset[int]) -> bool:
+        return len(nodes) <= MAX_POSITIONS and any(self._edges[n] for n in nodes)
 
 
 class ClassVocabulary:
@@ -255,7 +260,7 @@ class ClassVocabulary:
             allowed = np.unpackbits(own.view(np.uint8), bitorder="little")
             allowed[0] = 0
             mask = np.packbits(allowed[self._places], bitorder="little").view(np.int32)
-            if len(self._masks) >= MAX_STATES:
+            if len(self._masks) >= 8 * MAX_MASKS:
                 self._masks.clear()
             self._masks[key] = mask
         return mask
@@ -286,6 +291,7 @@ class RegexStates:
         self._words = np.zeros(vocabulary.num_words, np.int32)
         self.start = RegexState(automaton.start, b"")
         self._states = {automaton.start: self.start}
+        self._masks: dict[int, Bits] = {}  # by id
 
     def after(self, state: RegexState, token: int) -> RegexState | None:
         """The state after a token of the model; None if it is not followed."""
@@ -336,13 +342,15 @@ class RegexStates:
             return
         state.accepts = matcher.is_accepting()
         matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        if not matcher.is_error():
-            state.mask = self._vocabulary.expand(self._words)
+        mask = None if matcher.is_error() else self._vocabulary.expand(self._words)
+        if mask is not None and (len(self._masks) < MAX_MASKS or id(mask) in self._masks):
+            state.mask = self._masks[id(mask)] = mask
 
 
 def automaton_of(text: str) -> RegexAutomaton | None:
-    """The automaton of an expression, None if it has unknown syntax or would be too large."""
+    """The automaton of an expression, None if it has unknown syntax, would be too large or is empty."""
     try:
-        return RegexAutomaton(text)
+        made = RegexAutomaton(text)
     except (_UnknownSyntaxError, RecursionError):
         return None
+    return made if made.can_follow(made.start) else None
