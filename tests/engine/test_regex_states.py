@@ -258,3 +258,28 @@ def test_answers_are_those_without_shared_masks(tiny_model, monkeypatch, name, m
     for params_of, (text, *_, reason, _) in zip(params, alone, strict=False):
         if name == "drawn" and reason == "stop" and params_of.structured_outputs.regex:
             assert re.fullmatch(params_of.structured_outputs.regex, text)
+
+
+def test_many_requests_of_a_grammar_have_several_lexers(tokenizer, monkeypatch):
+    """Copies of a matcher share its lexer, which one thread at a time can use."""
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+    monkeypatch.setattr(grammars, "_num_threads", 3)
+    names = [str(i) for i in range(40)]
+    begin(grammars, names, PARAMS)
+    deadline = time.monotonic() + 30  # other lexers may be made by another thread
+    while len(grammars._compiled["", PARAMS].lanes._made) < 3 and time.monotonic() < deadline:
+        grammars.forget(names)
+        begin(grammars, names, PARAMS)
+        time.sleep(0.01)
+    counts = [sum(state.lane[1] == i for state in grammars._states.values()) for i in range(3)]
+    assert min(counts) >= 8
+    rng = random.Random(0)
+    for _ in range(20):  # they are the same grammar
+        _, bits, ended = masks_of(grammars, names)
+        assert not ended
+        assert all((row == bits[0]).all() for row in bits)
+        token = rng.choice(allowed(bits[0]))
+        if any(grammars.accept_all([(name, [token]) for name in names])):
+            break
+    grammars.clear()
+    assert grammars._compiled["", PARAMS].lanes._counts == [0, 0, 0]

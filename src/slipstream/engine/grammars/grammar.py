@@ -26,13 +26,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.costs.hardware import available_cores
-from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.bounded_threads import BoundedThreads, start_thread
 from slipstream.engine.grammars.depth import (
     check_grammar,
     check_json_text,
@@ -117,6 +117,10 @@ PARALLEL_ROWS = 8
 """Number of masks from which on several threads compute them."""
 
 MAX_MASK_THREADS = 32
+
+MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
+"""Seconds in which another matcher of a grammar is made at once, and in another thread. One that takes longer is not made."""
+
 
 Bits = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -526,6 +530,7 @@ class GrammarState:
         self.untaken: list[int] = []
         self._spots: list[RegexState | None] = []  # before each token since the last `settle`
         self._is_borrowed = False
+        self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
         self._answer: list[int] = []
         self._allowed: Bits | None = None  # as a mask
 
@@ -823,11 +828,54 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
 
 
-Compiled: TypeAlias = (
-    "tuple[LLMatcher | None, tuple[LLMatcher, CountedStrings] | None, RegexStates | None]"
-)
-"""A grammar's matcher, the one by the lengths of strings, and the states of its expression, where
-these help. Without a grammar there is none."""
+ByLength: TypeAlias = "tuple[LLMatcher, CountedStrings] | None"
+Lane: TypeAlias = "tuple[LLMatcher, ByLength]"
+
+
+class Lanes:
+    """Matchers of one grammar, with a lexer each. Copies of a matcher share its lexer, which one thread at a time can use: so
+    masks of many requests are found in parallel only by several."""
+
+    def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
+        """`make` makes one more, in some `seconds` of a processor."""
+        self._made, self._make, self._seconds = [first], make, seconds
+        self._counts = [0]
+        self._is_growing = seconds > MAX_LANE_S
+
+    def take(self, most: int) -> tuple[int, Lane]:
+        """The lane of a new request, and its number. With too many requests for the lanes, up to `most` are made."""
+        least = min(range(len(self._made)), key=self._counts.__getitem__)
+        if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:
+            self._is_growing = True
+            if self._seconds <= MAX_LANE_AT_ONCE_S:
+                self._grow()
+            else:
+                with contextlib.suppress(EngineOverloadedError):  # later, perhaps
+                    start_thread(self._grow, name="grammar")
+            least = min(range(len(self._made)), key=self._counts.__getitem__)
+        self._counts[least] += 1
+        return least, self._made[least]
+
+    def give(self, number: int) -> None:
+        self._counts[number] -= 1
+
+    def _grow(self) -> None:
+        with contextlib.suppress(ValueError):
+            made = self._make()
+            if not made[0].is_error():
+                self._counts.append(0)
+                self._made.append(made)
+                self._is_growing = False
+
+
+class Compiled(NamedTuple):
+    """A grammar's matcher, the one by the lengths of strings, and the states of its expression, where
+    these help. Without a grammar there is none."""
+
+    matcher: LLMatcher | None
+    by_length: ByLength
+    regex: RegexStates | None
+    lanes: Lanes | None
 
 
 def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
@@ -880,7 +928,7 @@ class Grammars:
         if params is not None and (ready := self._compiled.get((request.cache_salt, params))):
             self._compiled.move_to_end((request.cache_salt, params))
         if params is None and self._tokenizer is not None:
-            ready = (None, None, None)
+            ready = Compiled(None, None, None, None)
         if ready is not None:
             self._start(request, ready)
             return True
@@ -927,15 +975,16 @@ class Grammars:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._states.pop(request_id, None)
+            state = self._states.pop(request_id, None)
+            if state is not None and state.lane is not None:
+                state.lane[0].give(state.lane[1])
             if (pending := self._pending.pop(request_id, None)) is not None and all(
                 future is not pending[1] for _, future in self._pending.values()
             ):
                 pending[1].cancel()  # if it has not begun
 
     def clear(self) -> None:
-        self.forget(list(self._pending))
-        self._states.clear()
+        self.forget([*self._pending, *self._states])
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -1150,8 +1199,10 @@ class Grammars:
             state.look_inside(mask)
 
     def _start(self, request: EngineRequest, compiled: Compiled) -> None:
-        matcher, by_length, regex = compiled
-        lengths = None
+        matcher, by_length, regex, lanes = compiled
+        lengths = number = None
+        if lanes is not None:
+            number, (matcher, by_length) = lanes.take(self._num_threads)
         if by_length is not None:
             assert self._lengths is not None
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
@@ -1167,6 +1218,8 @@ class Grammars:
             budget = ReasoningBudget(counts, vocabulary)
         own = None if matcher is None else matcher.deep_copy()
         state = GrammarState(own, shared, sampling, lengths, budget, regex)
+        if lanes is not None and number is not None:
+            state.lane = lanes, number
         self._states[request.request_id] = state
         with contextlib.suppress(GrammarError):  # the next mask says so
             state.accept(request.answer_token_ids)
@@ -1199,7 +1252,7 @@ class Grammars:
                 what = "structured outputs and budgets of reasoning need a tokenizer"
                 raise GrammarError(f"{what} (skip_tokenizer_init is set)")
             if params is None:
-                return None, None, None
+                return Compiled(None, None, None, None)
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary(self._tokenizer)
         counts = _counts(params)
@@ -1210,33 +1263,36 @@ class Grammars:
                     self._read.tokens, self._read.special_token_ids, self.num_rows
                 )
         try:
-            grammar, second = compose(params), None
-            matcher = _library(
-                _llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits()
-            )
+            grammar = compose(params)
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
                 )
-            if counts is not None and self._lengths is not None:
-                second = _library(
-                    _llguidance().LLMatcher,
-                    self._lengths.tokenizer,
-                    grammar,
-                    log_level=0,
-                    limits=limits(),
-                )
+            make, begun = partial(self._lane, grammar, counts), time.thread_time()
+            matcher, by_length = first = make()
+            lanes = Lanes(first, make, time.thread_time() - begun)
             states = None if matcher.is_error() else self._states_of(params, grammar)
-            if not matcher.is_error():  # the states of its first mask are made here: a step would wait for them, up to seconds
-                _library(matcher.compute_bitmask)
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
             raise GrammarError(_readable(matcher.get_error().splitlines()[0]))
+        return Compiled(matcher, by_length, states, lanes)
+
+    def _lane(self, grammar: str, counts: CountedStrings | None) -> Lane:
+        """The matchers of a grammar: the model's vocabulary's, and that of lengths where these help."""
+        make = partial(_library, _llguidance().LLMatcher)
+        options = {"log_level": 0, "limits": limits()}
+        matcher, second = make(self._vocabulary, grammar, **options), None
+        if counts is not None and self._lengths is not None:
+            second = make(self._lengths.tokenizer, grammar, **options)
+        if (
+            not matcher.is_error()
+        ):  # the states of its first mask are made here: a step would wait for them, up to seconds
+            _library(matcher.compute_bitmask)
         by_length = (
             None if counts is None or second is None or second.is_error() else (second, counts)
         )
-        return matcher, by_length, states
+        return matcher, by_length
 
     def _states_of(self, params: StructuredOutputsParams, grammar: str) -> RegexStates | None:
         """The shared states of a regular expression, None if they can't be followed."""
