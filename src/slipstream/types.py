@@ -493,10 +493,11 @@ class BlockCopy(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TokenMask:
     """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32
-    [len(positions), words] in the machine's byte order: token t's is bit t % 32 of word t // 32."""
+    [rows, words] in the machine's byte order: token t's is bit t % 32 of word t // 32."""
 
     positions: tuple[int, ...]  # indices among the N sampled ones, in plan order
     bits: bytes | bytearray
+    which: tuple[int, ...] | None = None  # row of bits of each position; None: the i-th has row i
 
 
 @dataclass(frozen=True, slots=True)

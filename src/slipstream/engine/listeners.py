@@ -6,7 +6,7 @@ the scheduler is a participant (`core/participants/`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.core.participants.beams import Beams
 from slipstream.core.pooled import TextSequences
@@ -101,19 +101,32 @@ class MaskingGrammars(Listener):
         if not (self._grammars or self.is_waiting):
             return outputs
         found: list[StepOutput] = []
-        for output in outputs:
-            found.append(output)
+        given: list[tuple[str, Sequence[int]]] = []
+        at: dict[int, int] = {}  # index of an output's tokens among the given ones
+        for i, output in enumerate(outputs):
             if not isinstance(output, TokenOutput):
                 continue
-            tokens, ended = output.token_ids, output.finish_reason is not None
-            if ended and len(tokens) < 2:
-                self._grammars.forget([output.request_id])
+            tokens = output.token_ids
+            if output.finish_reason is not None and len(tokens) < 2:
+                self._grammars.forget([output.request_id])  # it may be compiling, too
+            elif output.request_id in self._grammars:
+                at[i] = len(given)
+                given.append(
+                    (output.request_id, tokens[: len(tokens) - (output.stop_token_id is not None)])
+                )
+        counts = self._grammars.accept_all(given)
+        for i, output in enumerate(outputs):
+            found.append(output)
+            if i not in at:
+                continue
+            assert isinstance(output, TokenOutput)
             if output.request_id not in self._grammars:
                 continue
-            try:
-                count = self._grammars.accept(
-                    output.request_id, tokens[: len(tokens) - (output.stop_token_id is not None)]
-                )
+            tokens, ended = output.token_ids, output.finish_reason is not None
+            count = counts[at[i]]
+            if isinstance(count, GrammarError):
+                found += self._end(output.request_id, str(count))
+            else:
                 if count is not None and (count < len(tokens) or not ended):
                     found[-1] = output._replace(
                         token_ids=tokens[:count],
@@ -127,8 +140,6 @@ class MaskingGrammars(Listener):
                 elif self._grammars.is_over(output.request_id):
                     self._grammars.forget([output.request_id])
                     self._scheduler.requests.unmask(output.request_id)
-            except GrammarError as error:
-                found += self._end(output.request_id, str(error))
         return found
 
     def _end(

@@ -846,17 +846,20 @@ class OpSet(WeightOps, RankOps):
         best = logits.argmax(-1)
         return best if token_ids is None else token_ids[best]
 
-    def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    def mask_logits(
+        self, logits: Tensor, rows: Tensor, bits: Tensor, which: Tensor | None = None
+    ) -> None:
         """Writes −inf to the logits of tokens that are not allowed.
 
         Row `rows[i]` (int64 [M], without duplicates) of logits [S, V] keeps the tokens whose bits
-        are set in bits[i] (int32 [M, words], as in `TokenMask`). Tokens beyond the last word are
-        not allowed.
+        are set in bits[which[i]] (int32 [U, words], as in `TokenMask`; without `which`, bits[i]).
+        Tokens beyond the last word are not allowed.
         """
         shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
-        logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+        own = allowed if which is None else allowed[which]
+        logits[rows] = logits[rows].masked_fill(~own, float("-inf"))
 
     def block_rows(self, caches: Iterable[Tensor]) -> BlockTensors:
         """Prepares caches [B, …], which hold a part of every block each, for `copy_blocks`."""

@@ -26,13 +26,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.costs.hardware import available_cores
-from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.bounded_threads import BoundedThreads, start_thread
 from slipstream.engine.grammars.depth import (
     check_grammar,
     check_json_text,
@@ -46,10 +46,17 @@ from slipstream.engine.grammars.reasoning import (
     ReasoningVocabulary,
     counter,
 )
+from slipstream.engine.grammars.regex_states import (
+    ClassVocabulary,
+    RegexState,
+    RegexStates,
+    automaton_of,
+)
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
     LengthVocabulary,
+    OwnTokens,
     StringLengths,
     counts_only,
 )
@@ -60,6 +67,7 @@ from slipstream.types import (
     EngineRequest,
     ReasoningMarkers,
     SamplingParams,
+    ScheduledRequest,
     StepPlan,
     StructuredOutputsParams,
     TokenMask,
@@ -96,8 +104,23 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "
 """Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
 
 CACHED_GRAMMARS = 64
+MAX_COMPLETE = 256
+"""Complete masks that are kept for requests that end by the same tokens."""
+
+CACHED_ENDS = 16
+"""Sets of tokens that end answers, whose complete masks are kept."""
+
+CACHED_CLASSES = 8
+"""Vocabularies of byte classes that are kept."""
+
 PARALLEL_ROWS = 8
 """Number of masks from which on several threads compute them."""
+
+MAX_MASK_THREADS = 32
+
+MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
+"""Seconds in which another matcher of a grammar is made at once, and in another thread. One that takes longer is not made."""
+
 
 Bits = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -449,54 +472,160 @@ class GrammarError(Exception):
     """The grammar can't go on: it became too complex, or no token of the vocabulary fits."""
 
 
+class SharedMasks:
+    """Complete masks of the requests that end by the same tokens. `ends` end an answer, `never` are not allowed anywhere."""
+
+    def __init__(self, ends: Collection[int], never: Collection[int]) -> None:
+        self.ends, self.never = tuple(ends), tuple(set(never) - set(ends))
+        # by the matcher's mask, which is kept so that its id stays its own
+        self._complete: dict[tuple[int, bool], tuple[Bits, Bits | None]] = {}
+
+    def complete(self, mask: Bits, *, accepts: bool) -> Bits | None:
+        """The mask with end tokens where the answer may end. None if nothing is left."""
+        found = self._complete.get((id(mask), accepts))
+        if found is None:
+            complete = mask.copy()
+            self.write_ends(complete, accepts=accepts)
+            found = mask, None if _is_empty(complete) else complete
+            if len(self._complete) >= MAX_COMPLETE:
+                self._complete.clear()
+            self._complete[id(mask), accepts] = found
+        return found[1]
+
+    def write_ends(self, into: Bits, *, accepts: bool) -> None:
+        for token in self.never:
+            into[token >> 5] &= ~_bit(token)
+        for token in self.ends:
+            word = into[token >> 5]
+            into[token >> 5] = word | _bit(token) if accepts else word & ~_bit(token)
+
+
 class GrammarState:
     """Position of one answer in its grammar and in its budget of reasoning. Without a `matcher` the
-    budget is all. `ends` are the tokens that end the answer. Tokens of `never` are not allowed
-    anywhere. `sampling` says what else the request rules out, so that an answer for which nothing is
-    left is noticed here. `lengths` follows the same answer by the lengths of its strings, where
-    these are enough."""
+    budget is all. `shared` has the tokens that end the answer. `sampling` says what else the request
+    rules out, so that an answer for which nothing is left is noticed here. `lengths` follows the same
+    answer by the lengths of its strings, and `regex` by its expression's states, where these are enough.
+
+    `known` is the mask of this position, if it is shared with other answers. Tokens that it allows
+    are `untaken` until the matcher is needed.
+    """
 
     def __init__(
         self,
         matcher: LLMatcher | None,
-        ends: Collection[int] = (),
-        never: Collection[int] = (),
+        shared: SharedMasks,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
         lengths: StringLengths | None = None,
         budget: ReasoningBudget | None = None,
+        regex: RegexStates | None = None,
     ) -> None:
-        self.matcher, self._sampling, self.lengths = matcher, sampling, lengths
-        self.budget = budget
-        self._ends, self._never = tuple(ends), tuple(set(never) - set(ends))
+        self._matcher, self._sampling, self.lengths = matcher, sampling, lengths
+        self.budget, self.shared = budget, shared
         self._limited = sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
+        self.is_plain = matcher is not None and budget is None and not self._limited
+        self.regex = regex if self.is_plain else None
+        self.spot: RegexState | None = None if self.regex is None else self.regex.start
+        self.known: Bits | None = None
+        self._incomplete: Bits | None = None  # mask that the matcher would write
+        self.untaken: list[int] = []
+        self._spots: list[RegexState | None] = []  # before each token since the last `settle`
+        self._is_borrowed = False
+        self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
         self._answer: list[int] = []
         self._allowed: Bits | None = None  # as a mask
 
-    def copy(self) -> GrammarState:
-        matcher = None if self.matcher is None else self.matcher.deep_copy()
+    @property
+    def has_matcher(self) -> bool:
+        return self._matcher is not None
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """The matcher, which has taken in all tokens. GrammarError if it can't."""
+        assert self._matcher is not None
+        if self._is_borrowed:
+            self._matcher, self._is_borrowed = self._matcher.deep_copy(), False
+        if self.untaken:
+            tokens, self.untaken = self.untaken, []
+            if not self._matcher.consume_tokens(tokens):
+                self.check()
+                raise GrammarError("a token was drawn that the grammar does not allow")
+        return self._matcher
+
+    def take_one(self) -> tuple[LLMatcher, int]:
+        """The matcher and the one token that it has not taken in, which the caller lets it take in."""
+        assert self._matcher is not None
+        assert not self._is_borrowed
+        [token], self.untaken = self.untaken, []
+        return self._matcher, token
+
+    def copy(self, *, borrow: bool = False) -> GrammarState:
+        """A copy. If it may `borrow` the matcher until it needs one of its own, this state must not change before."""
         budget = None if self.budget is None else self.budget.copy()
-        other = GrammarState(matcher, self._ends, self._never, self._sampling, budget=budget)
+        matcher = self._matcher if borrow or self._matcher is None else self._matcher.deep_copy()
+        other = GrammarState(matcher, self.shared, self._sampling, budget=budget, regex=self.regex)
+        other._is_borrowed = borrow and matcher is not None
+        other.spot, other.known, other.untaken = self.spot, self.known, self.untaken.copy()
         other._answer[:] = self._answer
         return other
 
     def mask(self, into: Bits) -> bool:
         """Write which tokens may come next into int32 [words]. Returns False if none may, because
         the answer is complete. GrammarError if it can't go on."""
+        if (known := self.look(alone=True)) is not None:
+            into[:] = known
+            return True
         if not self.write_free(into):
-            assert self.matcher is not None
             self.matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
         return self.finish_mask(into)
+
+    def look(self, *, alone: bool = False) -> Bits | None:
+        """The shared mask of this position, if there is one. `alone`: it may be found for this answer only."""
+        if self.known is not None:
+            return self.known
+        spot, lengths = self.spot, self.lengths
+        if spot is not None:
+            if alone and not spot.is_known:
+                assert self.regex is not None
+                self.regex.find([spot])
+            if spot.mask is not None:
+                self.known = self.shared.complete(spot.mask, accepts=spot.accepts)
+        elif alone and lengths is not None and self.is_plain and lengths.may_be_inside:
+            if lengths.settle():
+                own = np.zeros(lengths.vocabulary.num_words, np.int32)
+                lengths.matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                self.look_inside(own)
+            else:
+                self.lengths = None
+        return self.known
+
+    def look_inside(self, own: Bits) -> Bits | None:
+        """The mask inside a string, from one of the vocabulary of lengths; None if the answer is at no such place."""
+        assert self.lengths is not None
+        mask = self.lengths.expand(own)
+        if mask is not None and self.is_plain:  # no answer ends inside a string
+            self.known = self.shared.complete(mask, accepts=False)
+        self._incomplete = mask
+        return mask
 
     def write_free(self, into: Bits) -> bool:
         """Write the mask of a place where the grammar has no say: within reasoning, or without one.
         False, and nothing is written, elsewhere."""
-        if self.matcher is None:
+        if self._matcher is None:
             into.fill(-1)
         elif self.budget is not None and self.budget.is_reasoning:
             self.budget.write_mask(into)
         else:
             return False
         return True
+
+    def write_known(self, into: Bits) -> bool:
+        """Write the mask of a place where the matcher need not find it. False, and nothing is written, elsewhere."""
+        if self.write_free(into):
+            return True
+        mask = self._incomplete if self.known is None else self.known
+        if mask is not None:
+            into[:] = mask
+        return mask is not None
 
     def finish_mask(self, into: Bits) -> bool:
         """Complete a mask that the matcher has written. Returns and raises what `mask` does.
@@ -505,18 +634,13 @@ class GrammarState:
         2. Tokens that the model or the request rules out are taken away. A marker that a budget
            forces is not.
         """
-        if self.matcher is None:
+        if self._matcher is None:
             if self.budget is not None:
                 self.budget.narrow(into)
             return True
-        self._check()
+        self.check()
         accepts = self.matcher.is_accepting()
-        for token in self._never:
-            into[token >> 5] &= ~_bit(token)
-        for token in self._ends:
-            into[token >> 5] = (
-                into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
-            )
+        self.shared.write_ends(into, accepts=accepts)
         is_forced = self.budget is not None and self.budget.narrow(into)
         limited = self._limited and not is_forced
         fits = not limited or not _is_empty(into)
@@ -552,6 +676,12 @@ class GrammarState:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by tokens that its masks allowed. GrammarError if it can't."""
+        if self.advance(tokens):
+            _ = self.matcher  # takes them in
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Do what `accept` does, without the matcher. Whether that must take the tokens in now: they may be wrong, or may
+        complete the answer."""
         given = tokens
         if self.budget is not None:
             given = []
@@ -559,40 +689,71 @@ class GrammarState:
                 if (own := self.budget.accept(token)) is None:
                     raise GrammarError("a token was drawn that the budget of reasoning rules out")
                 given += own
-        if self.matcher is not None and not self.matcher.consume_tokens(list(given)):
-            self._check()
-            raise GrammarError("a token was drawn that the grammar does not allow")
+        must = False
+        if self._matcher is not None:
+            self.untaken += given
+            must = bool(given) and not self._follow(given)
+        self.known = self._incomplete = None
         if self.lengths is not None:
             self.lengths.accept(given)
         if self._sampling.bad_words_token_ids:
             self._answer += tokens
+        return must
+
+    def _follow(self, tokens: Sequence[int]) -> bool:
+        """Go on by shared states. Whether the tokens are allowed for certain, and don't complete the answer."""
+        certain = self.is_plain
+        for token in tokens:
+            mask = self.look()
+            certain = certain and mask is not None and bool(mask[token >> 5] >> (token & 31) & 1)
+            if self.regex is not None:
+                self._spots.append(self.spot)
+                if self.spot is not None:
+                    self.spot = self.regex.after(self.spot, token)
+                certain = certain and self.spot is not None  # it can go on
+            else:  # it stays inside a string
+                inside = self.lengths is not None and not self.lengths.vocabulary.has_quote(token)
+                certain = certain and inside
+            certain = certain and token not in self.shared.ends
+            self.known = None
+        return certain
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
         """Tokens that must follow `num_pending` forced ones. They stop before a token that
         completes the answer. () if not even the pending ones are known."""
-        if self._limited or self.matcher is None or self.budget is not None:
+        if not self.is_plain:
             return ()  # what is forced may be ruled out
-        tokens: list[int] = self.matcher.compute_ff_tokens()
+        if self.look(alone=True) is not None:
+            return ()  # a shared mask allows several
+        matcher = self.matcher
+        tokens: list[int] = matcher.compute_ff_tokens()
+        ends, never = self.shared.ends, self.shared.never
         taken = next(
-            (i for i, token in enumerate(tokens) if token in self._ends or token in self._never),
-            len(tokens),
+            (i for i, token in enumerate(tokens) if token in ends or token in never), len(tokens)
         )
         if taken <= num_pending:
             return ()
-        if not self.matcher.consume_tokens(tokens[:taken]):
-            self._check()
+        if not matcher.consume_tokens(tokens[:taken]):
+            self.check()
             raise GrammarError("a forced token can't follow")
         complete = self.is_finished
-        self.matcher.rollback(taken)
+        matcher.rollback(taken)
         return tuple(tokens[num_pending : taken - complete])
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         num_given = num_tokens if self.budget is None else self.budget.rollback(num_tokens)
-        if self.matcher is not None:
-            self.matcher.rollback(num_given)
+        untaken = min(num_given, len(self.untaken))
+        del self.untaken[len(self.untaken) - untaken :]
+        if num_given > untaken:
+            self.matcher.rollback(num_given - untaken)
         if self.lengths is not None:
             self.lengths.rollback(num_given)
+        if self.regex is not None and num_given:
+            first = len(self._spots) - num_given
+            self.spot = self._spots[first] if first >= 0 else None
+            del self._spots[max(0, first) :]
+        self.known = self._incomplete = None
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
@@ -601,10 +762,14 @@ class GrammarState:
         counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
         ahead = (
-            self.copy() if drafts else self
+            self.copy(borrow=True) if drafts else self
         )  # a guess may be wrong, and a matcher in error stays so
         for i, token in enumerate(drafts):
-            if ahead.is_finished or not masks[i][token >> 5] & _bit(token) or token in self._ends:
+            if (
+                ahead.is_finished
+                or not masks[i][token >> 5] & _bit(token)
+                or token in self.shared.ends
+            ):
                 break
             try:
                 ahead.accept([token])
@@ -617,23 +782,27 @@ class GrammarState:
     @property
     def is_finished(self) -> bool:
         """The answer is complete, and nothing can follow."""
+        if self._matcher is None or self.spot is not None:  # a state that is followed can go on
+            return False
         matcher = self.matcher
-        return matcher is not None and bool(matcher.is_stopped() and matcher.is_accepting())
+        return bool(matcher.is_stopped() and matcher.is_accepting())
 
     def is_free(self, num_tokens: int) -> bool:
         """Whether all tokens are allowed after so many others, and after each of them."""
-        return self.matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
+        return self._matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
 
     def settle(self) -> None:
         """Take note that no token before this is taken back. A budget that is over is dropped."""
+        self._spots.clear()
         if self.budget is not None:
             self.budget.settle()
             if self.budget.is_over:
                 self.budget = None
 
-    def _check(self) -> None:
-        if self.matcher is not None and self.matcher.is_error():
-            raise GrammarError(self.matcher.get_error().splitlines()[0])
+    def check(self) -> None:
+        """Raise GrammarError if the matcher is in error."""
+        if self._matcher is not None and self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error().splitlines()[0])
 
 
 @lru_cache(maxsize=4096)
@@ -659,9 +828,54 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
 
 
-Compiled: TypeAlias = "tuple[LLMatcher | None, tuple[LLMatcher, CountedStrings] | None]"
-"""A grammar's matcher, and the one by the lengths of strings, where that helps. Without a grammar
-there is none."""
+ByLength: TypeAlias = "tuple[LLMatcher, CountedStrings] | None"
+Lane: TypeAlias = "tuple[LLMatcher, ByLength]"
+
+
+class Lanes:
+    """Matchers of one grammar, with a lexer each. Copies of a matcher share its lexer, which one thread at a time can use: so
+    masks of many requests are found in parallel only by several."""
+
+    def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
+        """`make` makes one more, in some `seconds` of a processor."""
+        self._made, self._make, self._seconds = [first], make, seconds
+        self._counts = [0]
+        self._is_growing = seconds > MAX_LANE_S
+
+    def take(self, most: int) -> tuple[int, Lane]:
+        """The lane of a new request, and its number. With too many requests for the lanes, up to `most` are made."""
+        least = min(range(len(self._made)), key=self._counts.__getitem__)
+        if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:
+            self._is_growing = True
+            if self._seconds <= MAX_LANE_AT_ONCE_S:
+                self._grow()
+            else:
+                with contextlib.suppress(EngineOverloadedError):  # later, perhaps
+                    start_thread(self._grow, name="grammar")
+            least = min(range(len(self._made)), key=self._counts.__getitem__)
+        self._counts[least] += 1
+        return least, self._made[least]
+
+    def give(self, number: int) -> None:
+        self._counts[number] -= 1
+
+    def _grow(self) -> None:
+        with contextlib.suppress(ValueError):
+            made = self._make()
+            if not made[0].is_error():
+                self._counts.append(0)
+                self._made.append(made)
+                self._is_growing = False
+
+
+class Compiled(NamedTuple):
+    """A grammar's matcher, the one by the lengths of strings, and the states of its expression, where
+    these help. Without a grammar there is none."""
+
+    matcher: LLMatcher | None
+    by_length: ByLength
+    regex: RegexStates | None
+    lanes: Lanes | None
 
 
 def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
@@ -686,9 +900,16 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._read: _Vocabulary | None = None  # what both are made of
         self._lengths: LengthVocabulary | None = None
+        self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
+            OrderedDict()
+        )
+        self._shared: dict[
+            tuple[tuple[int, ...], ...], SharedMasks
+        ] = {}  # by the ends of answers and of the model
         self._lock = threading.Lock()
         self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
+        self._num_threads = min(MAX_MASK_THREADS, max(1, available_cores() - 1))
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
             OrderedDict()
         )  # by the request's salt, too, as in `check`
@@ -707,7 +928,7 @@ class Grammars:
         if params is not None and (ready := self._compiled.get((request.cache_salt, params))):
             self._compiled.move_to_end((request.cache_salt, params))
         if params is None and self._tokenizer is not None:
-            ready = (None, None)
+            ready = Compiled(None, None, None, None)
         if ready is not None:
             self._start(request, ready)
             return True
@@ -754,15 +975,16 @@ class Grammars:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._states.pop(request_id, None)
+            state = self._states.pop(request_id, None)
+            if state is not None and state.lane is not None:
+                state.lane[0].give(state.lane[1])
             if (pending := self._pending.pop(request_id, None)) is not None and all(
                 future is not pending[1] for _, future in self._pending.values()
             ):
                 pending[1].cancel()  # if it has not begun
 
     def clear(self) -> None:
-        self.forget(list(self._pending))
-        self._states.clear()
+        self.forget([*self._pending, *self._states])
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -783,7 +1005,44 @@ class Grammars:
         """Advance a request by its new tokens. Returns how many of them complete its answer, None
         if it goes on. Tokens drawn after its end are no part of it. GrammarError if it can't go
         on."""
-        state = self._states[request_id]
+        [result] = self.accept_all([(request_id, tokens)])
+        if isinstance(result, GrammarError):
+            raise result
+        return result
+
+    def accept_all(
+        self, answers: Sequence[tuple[str, Sequence[int]]]
+    ) -> list[int | GrammarError | None]:
+        """Do what `accept` does for several requests. Their matchers take in the tokens in parallel."""
+        results: list[int | GrammarError | None] = [None] * len(answers)
+        late: list[int] = []  # those whose one token the matcher must take in
+        for i, (request_id, tokens) in enumerate(answers):
+            state = self._states[request_id]
+            try:
+                if len(tokens) == 1:
+                    if state.advance(tokens):
+                        late.append(i)
+                    else:
+                        state.settle()
+                else:
+                    results[i] = self._accept_each(state, tokens)
+            except GrammarError as error:
+                results[i] = error
+        states = [self._states[answers[i][0]] for i in late]
+        if len(late) >= PARALLEL_ROWS and self._num_threads > 1:
+            self._consume([state for state in states if len(state.untaken) == 1])
+        for i, state in zip(late, states, strict=True):
+            try:
+                _ = state.matcher  # takes in the token, unless `_consume` did
+                state.check()
+                if state.is_finished:
+                    results[i] = 1
+                state.settle()
+            except GrammarError as error:
+                results[i] = error
+        return results
+
+    def _accept_each(self, state: GrammarState, tokens: Sequence[int]) -> int | None:
         for i, token in enumerate(tokens, 1):
             state.accept([token])
             if state.is_finished:
@@ -794,7 +1053,7 @@ class Grammars:
     def is_over(self, request_id: str) -> bool:
         """Whether nothing is ruled out for the request any more."""
         state = self._states.get(request_id)
-        return state is not None and state.matcher is None and state.budget is None
+        return state is not None and not state.has_matcher and state.budget is None
 
     def masks(
         self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
@@ -824,35 +1083,74 @@ class Grammars:
             if tokens:
                 with contextlib.suppress(GrammarError):  # `finish_mask` says so below
                     state.accept(tokens)
-        words = -(-self.num_rows // 32)
-        memory = bytearray(len(positions) * words * 4)
-        bits = np.frombuffer(memory, np.int32).reshape(len(positions), words)
-        if len(positions) > len(found):
-            bits.fill(-1)  # behind a wrong guess anything is allowed
-        rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))[:-1]
-        inside = self._inside_strings(states, rows, bits)
-        matchers = list[tuple["LLMatcher", int]]()
-        for state, row in zip(states, rows, strict=True):
-            if not state.write_free(bits[row]) and row not in inside:
-                assert state.matcher is not None
-                matchers.append((state.matcher, row))
-        self._compute(matchers, bits)
+        self._find(states)
+        # A mask that other rows share is there once, behind those that rows have for themselves.
+        shared = [
+            state.known if s.num_sampled == 1 else None
+            for state, (s, _) in zip(states, found, strict=True)
+        ]
+        place = {id(mask): mask for mask in shared if mask is not None}
+        counts = [
+            s.num_sampled if mask is None else 0 for mask, (s, _) in zip(shared, found, strict=True)
+        ]
+        num_own, words = sum(counts), -(-self.num_rows // 32)
+        memory = bytearray((num_own + len(place)) * words * 4)
+        bits = np.frombuffer(memory, np.int32).reshape(num_own + len(place), words)
+        at = {}
+        for row, (key, kept) in enumerate(place.items(), num_own):
+            bits[row], at[key] = kept, row
+        rows = list(itertools.accumulate(counts, initial=0))[:-1]
+        which: list[int] = []
+        for mask, row, count in zip(shared, rows, counts, strict=True):
+            which += range(row, row + count) if mask is None else (at[id(mask)],)
+        own = [
+            (s, state, row, tokens)
+            for mask, (s, _), state, row, tokens in zip(
+                shared, found, states, rows, forced, strict=True
+            )
+            if mask is None
+        ]
+        ended = self._own_masks(own, bits, drafts)
+        for (s, _), state, tokens in zip(found, states, forced, strict=True):
+            if tokens and s.request_id not in ended:
+                state.rollback(len(tokens))
+        return TokenMask(tuple(positions), memory, which=tuple(which)), ended
+
+    def _own_masks(
+        self,
+        own: Sequence[tuple[ScheduledRequest, GrammarState, int, Sequence[int]]],
+        bits: Bits,
+        drafts: Mapping[str, Sequence[int]],
+    ) -> dict[str, str | None]:
+        """Write the masks of requests that share none, each from its row on. Returns what `masks` does."""
         ended: dict[str, str | None] = {}
-        for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=True):
+        matchers = list[tuple["LLMatcher", int]]()
+        for s, state, row, _ in own:
+            bits[row + 1 : row + s.num_sampled].fill(-1)  # behind a wrong guess anything is allowed
             try:
-                if state.finish_mask(bits[row]):
-                    state.mask_drafts(
-                        bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :]
-                    )
+                if not state.write_known(bits[row]):
+                    matchers.append((state.matcher, row))
+            except GrammarError as error:
+                ended[s.request_id] = str(error)
+        if matchers:
+            self._compute(matchers, bits)
+        for s, state, row, tokens in own:
+            try:
+                if s.request_id in ended:
+                    pass
+                elif state.known is not None or state.finish_mask(bits[row]):
+                    if s.num_sampled > 1:
+                        state.mask_drafts(
+                            bits[row : row + s.num_sampled],
+                            drafts.get(s.request_id, ())[len(tokens) :],
+                        )
                 else:
                     ended[s.request_id] = None
             except GrammarError as error:
                 ended[s.request_id] = str(error)
             if s.request_id in ended:
                 bits[row] = -1  # what is drawn is thrown away
-            elif tokens:
-                state.rollback(len(tokens))
-        return TokenMask(tuple(positions), memory), ended
+        return ended
 
     def _compute(self, matchers: list[tuple[LLMatcher, int]], bits: Bits) -> None:
         """The matchers' own masks, each into its row."""
@@ -861,45 +1159,67 @@ class Grammars:
             for matcher, row in matchers:
                 matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, size)
             return
-        self._executor = self._executor or _llguidance().LLExecutor()
-        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(bits))
+        self._threads_of_masks().unsafe_compute_mask_ptr(
+            matchers, bits.ctypes.data, size, len(bits)
+        )
 
-    def _inside_strings(
-        self, states: Sequence[GrammarState], rows: Sequence[int], bits: Bits
-    ) -> set[int]:
-        """Masks that follow from the lengths of strings. Which rows they are."""
-        own = []
-        for state, row in zip(states, rows, strict=True):
-            if (lengths := state.lengths) is not None and lengths.may_be_inside:
+    def _consume(self, states: Sequence[GrammarState]) -> None:
+        """Let matchers take in their one token, in parallel. One that can't is in error then."""
+        if states:
+            self._threads_of_masks().consume_token_par([state.take_one() for state in states])
+
+    def _threads_of_masks(self) -> LLExecutor:
+        if self._executor is None:
+            self._executor = _llguidance().LLExecutor(self._num_threads)
+        return self._executor
+
+    def _find(self, states: Sequence[GrammarState]) -> None:
+        """Find the masks that positions share with others: those of an expression's states, and those inside strings."""
+        spots: dict[RegexStates, list[RegexState]] = {}
+        for state in states:
+            if state.known is None and (spot := state.spot) is not None and not spot.is_known:
+                assert state.regex is not None
+                spots.setdefault(state.regex, []).append(spot)
+        for regex, new in spots.items():
+            regex.find(new)
+        inside = []
+        for state in states:
+            if state.look() is None and (lengths := state.lengths) is not None:
+                if not lengths.may_be_inside:
+                    continue
                 if lengths.settle():
-                    own.append((lengths, row))
+                    inside.append(state)
                 else:
                     state.lengths = None
-        if not own:
-            return set()
-        masks = np.zeros((len(own), own[0][0].vocabulary.num_words), np.int32)
-        self._compute([(lengths.matcher, i) for i, (lengths, _) in enumerate(own)], masks)
-        found = set()
-        for (lengths, row), mask in zip(own, masks, strict=True):
-            if (expanded := lengths.expand(mask)) is not None:
-                bits[row] = expanded
-                found.add(row)
-        return found
+        if not inside or self._lengths is None:
+            return
+        masks = np.zeros((len(inside), self._lengths.num_words), np.int32)
+        self._compute([(state.lengths.matcher, i) for i, state in enumerate(inside)], masks)  # type: ignore[union-attr]
+        for state, mask in zip(inside, masks, strict=True):
+            state.look_inside(mask)
 
     def _start(self, request: EngineRequest, compiled: Compiled) -> None:
-        matcher, by_length = compiled
-        lengths = None
+        matcher, by_length, regex, lanes = compiled
+        lengths = number = None
+        if lanes is not None:
+            number, (matcher, by_length) = lanes.take(self._num_threads)
         if by_length is not None:
             assert self._lengths is not None
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
+        if (shared := self._shared.get((ends, self._ends))) is None:
+            if len(self._shared) >= CACHED_ENDS:
+                self._shared.clear()
+            shared = self._shared[ends, self._ends] = SharedMasks(ends, self._ends)
         budget, sampling = None, request.sampling
         if sampling.thinking_token_budget is not None and sampling.reasoning is not None:
             counts = self._counter(sampling.reasoning, sampling.thinking_token_budget)
             vocabulary = None if matcher is None else self._texts_of(counts)
             budget = ReasoningBudget(counts, vocabulary)
         own = None if matcher is None else matcher.deep_copy()
-        state = GrammarState(own, ends, self._ends, sampling, lengths, budget)
+        state = GrammarState(own, shared, sampling, lengths, budget, regex)
+        if lanes is not None and number is not None:
+            state.lane = lanes, number
         self._states[request.request_id] = state
         with contextlib.suppress(GrammarError):  # the next mask says so
             state.accept(request.answer_token_ids)
@@ -932,7 +1252,7 @@ class Grammars:
                 what = "structured outputs and budgets of reasoning need a tokenizer"
                 raise GrammarError(f"{what} (skip_tokenizer_init is set)")
             if params is None:
-                return None, None
+                return Compiled(None, None, None, None)
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary(self._tokenizer)
         counts = _counts(params)
@@ -943,32 +1263,65 @@ class Grammars:
                     self._read.tokens, self._read.special_token_ids, self.num_rows
                 )
         try:
-            grammar, second = compose(params), None
-            matcher = _library(
-                _llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits()
-            )
+            grammar = compose(params)
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
                 )
-            if counts is not None and self._lengths is not None:
-                second = _library(
-                    _llguidance().LLMatcher,
-                    self._lengths.tokenizer,
-                    grammar,
-                    log_level=0,
-                    limits=limits(),
-                )
-            if not matcher.is_error():  # the states of its first mask are made here: a step would wait for them, up to seconds
-                _library(matcher.compute_bitmask)
+            make, begun = partial(self._lane, grammar, counts), time.thread_time()
+            matcher, by_length = first = make()
+            lanes = Lanes(first, make, time.thread_time() - begun)
+            states = None if matcher.is_error() else self._states_of(params, grammar)
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
             raise GrammarError(_readable(matcher.get_error().splitlines()[0]))
-        return matcher, None if counts is None or second is None or second.is_error() else (
-            second,
-            counts,
+        return Compiled(matcher, by_length, states, lanes)
+
+    def _lane(self, grammar: str, counts: CountedStrings | None) -> Lane:
+        """The matchers of a grammar: the model's vocabulary's, and that of lengths where these help."""
+        make = partial(_library, _llguidance().LLMatcher)
+        options = {"log_level": 0, "limits": limits()}
+        matcher, second = make(self._vocabulary, grammar, **options), None
+        if counts is not None and self._lengths is not None:
+            second = make(self._lengths.tokenizer, grammar, **options)
+        if (
+            not matcher.is_error()
+        ):  # the states of its first mask are made here: a step would wait for them, up to seconds
+            _library(matcher.compute_bitmask)
+        by_length = (
+            None if counts is None or second is None or second.is_error() else (second, counts)
         )
+        return matcher, by_length
+
+    def _states_of(self, params: StructuredOutputsParams, grammar: str) -> RegexStates | None:
+        """The shared states of a regular expression, None if they can't be followed."""
+        if params.regex is None or params.around is not None:
+            return None
+        if (automaton := automaton_of(params.regex)) is None:
+            return None
+        key = frozenset(automaton.sets)
+        with self._lock:
+            if (classes := self._classes.get(key)) is None:
+                assert self._read is not None
+                vocabulary = ClassVocabulary(
+                    self._read.tokens, self._read.special_token_ids, self.num_rows, key
+                )
+                library = _llguidance()
+                tokenizer = library.LLTokenizer(
+                    library.TokenizerWrapper(OwnTokens(vocabulary.bytes)),
+                    n_vocab=len(vocabulary.bytes),
+                    eos_token=[0],
+                    slices=SLICES,
+                )
+                classes = self._classes[key] = vocabulary, tokenizer
+                while len(self._classes) > CACHED_CLASSES:
+                    self._classes.popitem(last=False)
+            self._classes.move_to_end(key)
+        matcher = _library(
+            _llguidance().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
+        )
+        return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
 
     def _make_vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
         # llguidance wants an end token also of a model that has none.

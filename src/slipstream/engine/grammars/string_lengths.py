@@ -159,7 +159,7 @@ class LengthVocabulary:
         import llguidance  # late: it would take a tenth of every start
 
         self.tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Own(own)), n_vocab=len(own), eos_token=[0]
+            llguidance.TokenizerWrapper(OwnTokens(own)), n_vocab=len(own), eos_token=[0]
         )
         plain = np.zeros(256, bool)
         plain[[byte for byte in range(0x20, 0x7F) if chr(byte) not in '"\\']] = True
@@ -202,7 +202,7 @@ def _characters(text: bytes) -> int:
     return sum(byte & 0xC0 != 0x80 for byte in text)
 
 
-class _Own:
+class OwnTokens:
     """The interface that llguidance needs of a tokenizer."""
 
     eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)

@@ -322,8 +322,11 @@ class CpuOps(ReferenceOps):
 
     # --- Sampling ---
 
-    def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        sampling.mask_logits(to_array(logits), rows.numpy(), bits.numpy())
+    def mask_logits(
+        self, logits: Tensor, rows: Tensor, bits: Tensor, which: Tensor | None = None
+    ) -> None:
+        places = None if which is None else which.numpy()
+        sampling.mask_logits(to_array(logits), rows.numpy(), bits.numpy(), places)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         return torch.from_numpy(sampling.sample(logits.float().numpy(), params, self._largest))

@@ -443,22 +443,30 @@ def best_logprobs(
 
 
 @triton.jit
-def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK: tl.constexpr):
+def _mask_kernel(
+    logits_ptr, rows_ptr, bits_ptr, which_ptr, vocab, row_stride, words, BLOCK: tl.constexpr
+):
     """Mask one span of one row's tokens. Only forbidden tokens are written."""
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + i).to(tl.int64)
-    word = tl.load(bits_ptr + i.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)
+    place = tl.load(which_ptr + i).to(tl.int64)
+    word = tl.load(bits_ptr + place * words + at // 32, mask=at // 32 < words, other=0)
     allowed = (word >> (at % 32)) & 1
     tl.store(logits_ptr + row * row_stride + at, float("-inf"), mask=(at < vocab) & (allowed == 0))
 
 
-def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor, *, block: int = 4096) -> None:
+def mask_logits(
+    logits: Tensor, rows: Tensor, bits: Tensor, which: Tensor | None = None, *, block: int = 4096
+) -> None:
     """`OpSet.mask_logits`"""
+    if which is None:
+        which = torch.arange(len(rows), device=rows.device)
     grid = (len(rows), triton.cdiv(logits.shape[1], block))
     _mask_kernel[grid](
         logits,
         rows,
         bits,
+        which,
         logits.shape[1],
         logits.stride(0),
         bits.shape[1],

@@ -79,6 +79,7 @@ class Constrain(msgspec.Struct, tag=True):
 
     positions: tuple[int, ...]
     bits: bytes
+    which: tuple[int, ...] | None = None
 
 
 class Forget(msgspec.Struct, tag=True):

@@ -240,11 +240,11 @@ class ProcessExecutor(Executor):
     def constrain(self, step: Launched, mask: TokenMask) -> None:
         assert isinstance(step, RemoteStep)
         if not step.parts:
-            self._broadcast(Constrain(mask.positions, bytes(mask.bits)))
+            self._broadcast(Constrain(mask.positions, bytes(mask.bits), mask.which))
         else:
             assert isinstance(step.plan, StepPlan)
             masks = masks_of_parts(step.parts, step.plan, mask)
-            self._send_each([Constrain(own.positions, bytes(own.bits)) for own in masks])
+            self._send_each([Constrain(own.positions, bytes(own.bits), own.which) for own in masks])
         step.awaits_mask = False
 
     def proposed(self) -> Sequence[int]:

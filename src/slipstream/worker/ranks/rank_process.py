@@ -165,7 +165,7 @@ class RankProcess:
             self._launch(message.plan)
         elif isinstance(message, Constrain):
             if isinstance(self._newest, AwaitingMask):  # otherwise another stage draws
-                self._newest.constrain(TokenMask(message.positions, message.bits))
+                self._newest.constrain(TokenMask(message.positions, message.bits, message.which))
         elif isinstance(message, Forget):
             self._steps.clear()
             executor.forget()

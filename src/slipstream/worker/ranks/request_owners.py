@@ -78,14 +78,22 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
         rank = rank_of[s.request_id]
         places += [(rank, counts[rank] + i) for i in range(s.num_sampled)]
         counts[rank] += s.num_sampled
-    size = len(mask.bits) // max(1, len(mask.positions))
+    which = mask.which or tuple(range(len(mask.positions)))
+    size = len(mask.bits) // (max(which, default=0) + 1)
     positions: list[list[int]] = [[] for _ in parts]
+    rows: list[dict[int, int]] = [{} for _ in parts]  # of bits: a part's row of the plan's
+    own_rows: list[list[int]] = [[] for _ in parts]
     bits = [bytearray() for _ in parts]
-    for i, position in enumerate(mask.positions):
+    for row, position in zip(which, mask.positions, strict=True):
         rank, place = places[position]
         positions[rank].append(place)
-        bits[rank] += mask.bits[i * size : (i + 1) * size]
-    return [TokenMask(tuple(own), own_bits) for own, own_bits in zip(positions, bits, strict=True)]
+        if row not in rows[rank]:
+            bits[rank] += mask.bits[row * size : (row + 1) * size]
+        own_rows[rank].append(rows[rank].setdefault(row, len(rows[rank])))
+    return [
+        TokenMask(tuple(own), own_bits, tuple(own_which))
+        for own, own_bits, own_which in zip(positions, bits, own_rows, strict=True)
+    ]
 
 
 def joined_result(

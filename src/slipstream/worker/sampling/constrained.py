@@ -74,14 +74,16 @@ class AwaitingMask:
 
 
 def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Positions, and one row of bits per position."""
+    """Positions and the row of bits of each as [2, N], and the rows of bits."""
     # torch needs writable memory
     memory = mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)
-    bits = np.frombuffer(memory, np.int32).reshape(len(mask.positions), -1)
-    return np.array(mask.positions, np.int64), bits
+    which = range(len(mask.positions)) if mask.which is None else mask.which
+    bits = np.frombuffer(memory, np.int32).reshape(max(which) + 1, -1)
+    return np.array([mask.positions, which], np.int64), bits
 
 
 def apply_mask(logits: Tensor, mask: TokenMask, ops: OpSet, platform: Platform) -> None:
     """Mask `logits` in place."""
     positions, bits = mask_bits(mask)
-    ops.mask_logits(logits, platform.upload(positions), platform.upload(bits))
+    rows, which = platform.upload(positions)
+    ops.mask_logits(logits, rows, platform.upload(bits), which)

@@ -1,0 +1,356 @@
+"""States of a regular expression, shared by all requests that have it. No torch.
+
+llguidance finds a mask by walking through the vocabulary, and each copy of a matcher makes the
+states of its lexer anew: 0.4 ms a row for `[a-z ]{400,}` and 128,000 tokens. Two facts save that.
+
+1. Answers after which the same texts may follow have the same mask. A `RegexAutomaton` follows an
+   answer by sets of positions in the expression: equal sets, equal texts. Most expressions have a
+   few hundred sets, whatever the number of requests.
+2. Bytes that no set of characters of the expression tells apart can stand for each other. So each
+   token of the model becomes a token of a `ClassVocabulary`, in which the least byte of each class
+   stands for all. These are far fewer tokens, and their mask says which of the model's are allowed.
+
+The masks themselves are llguidance's, found once for each state by one matcher. Where llguidance
+forces a token, its mask has that token alone, and depends on the token before: there a state has no
+shared mask, and each request asks its own matcher.
+
+Characters beyond ASCII are not followed: an answer with one goes on by its own matcher. So does an
+expression with syntax that is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Bits: TypeAlias = npt.NDArray[np.int32]
+
+MAX_NODES = 20_000
+"""Nodes of an automaton, with repetitions written out."""
+
+MAX_POSITIONS = 64
+"""Nodes that an answer may be at, at once."""
+
+MAX_STATES = 4096
+"""States of an expression that are kept."""
+
+MAX_MASKS = 128
+"""Different masks of an expression that are kept, 16 KB each for 128,000 tokens. States with others have no shared mask."""
+
+WALK_S = 0.002
+"""Seconds of a step that one expression's new states may take. Others wait for the next step, and the requests' own matchers
+serve them in this one."""
+
+_ALL = (1 << 128) - 1
+
+
+def _chars(first: int, last: int) -> int:
+    return ((1 << (last + 1)) - 1) & ~((1 << first) - 1)
+
+
+_DIGITS = _chars(48, 57)
+_WORD = _DIGITS | _chars(65, 90) | _chars(97, 122) | 1 << 95
+_SPACE = _chars(9, 13) | 1 << 32
+_ESCAPES = {"d": _DIGITS, "w": _WORD, "s": _SPACE, "n": 1 << 10, "r": 1 << 13, "t": 1 << 9}
+_ESCAPES |= {name.upper(): _ALL & ~_ESCAPES[name] for name in "dws"}
+_ITEM = re.compile(
+    r"\\(?P<escape>.)|\[(?P<negated>\^?)(?P<set>(?:\\.|[^\]\\\[])+)\]|(?P<open>\((?:\?:)?)(?!\?)|(?P<close>\))|(?P<bar>\|)"
+    r"|(?P<times>[*+?]|\{\d+(?:,\d*)?\})(?!\?)|(?P<dot>\.)|(?P<literal>[^\\\[\]{}()|*+?.^$])",
+    re.DOTALL,
+)
+_MEMBER = re.compile(r"\\(.)|(.)", re.DOTALL)
+
+Part: TypeAlias = "tuple[str, Any]"
+"""("set", bits), ("all", parts in order), ("any", parts), or ("times", (part, least, most or None))."""
+
+
+class _UnknownSyntaxError(Exception):
+    pass
+
+
+def _escaped(char: str) -> int:
+    """Set of characters of an escape, as bits of ASCII. Those beyond it are left out."""
+    if char in _ESCAPES:
+        return _ESCAPES[char]
+    if char.isalnum() or not char.isascii():
+        raise _UnknownSyntaxError
+    return 1 << ord(char)
+
+
+def _members(text: str) -> int:
+    """Set of a class in brackets."""
+    if any(operator in text for operator in ("&&", "--", "~~")):
+        raise _UnknownSyntaxError
+    items = list(_MEMBER.finditer(text))
+    found, i = 0, 0
+    while i < len(items):
+        escape, char = items[i].groups()
+        if i + 2 < len(items) and items[i + 1][2] == "-":
+            ends = [item[1] or item[2] for item in (items[i], items[i + 2])]
+            if any(item[1] and item[1].isalnum() for item in (items[i], items[i + 2])):
+                raise _UnknownSyntaxError
+            first, last = map(ord, ends)
+            if first < 128:
+                found |= _chars(first, min(last, 127))
+            i += 3
+            continue
+        if escape is not None:
+            found |= _escaped(escape)
+        elif char.isascii():
+            found |= 1 << ord(char)
+        i += 1
+    return found
+
+
+def parse(text: str) -> Part:
+    """An expression's parts. `_UnknownSyntaxError` if there is syntax that is not known here."""
+    stack: list[list[list[Part]]] = [[[]]]  # groups, their alternatives, their parts
+    at = 0
+    while at < len(text):
+        item = _ITEM.match(text, at)
+        if item is None:
+            raise _UnknownSyntaxError
+        at, parts = item.end(), stack[-1][-1]
+        match item.lastgroup:
+            case "escape":
+                parts.append(("set", _escaped(item["escape"])))
+            case "set":
+                bits = _members(item["set"])
+                parts.append(("set", _ALL & ~bits if item["negated"] else bits))
+            case "open":
+                stack.append([[]])
+            case "close":
+                if len(stack) == 1:
+                    raise _UnknownSyntaxError
+                group = stack.pop()
+                stack[-1][-1].append(("any", [("all", own) for own in group]))
+            case "bar":
+                stack[-1].append([])
+            case "times":
+                if not parts or (parts[-1][0] == "times" and not item["times"].startswith("{")):
+                    raise _UnknownSyntaxError
+                least, _, most = item["times"].strip("{}").partition(",")
+                known = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(item["times"])
+                if known is None:
+                    known = (
+                        int(least),
+                        (int(most) if most else None) if "," in item["times"] else int(least),
+                    )
+                parts.append(("times", (parts.pop(), *known)))
+            case "dot":
+                parts.append(("set", _ALL & ~(1 << 10)))
+            case _:
+                char = item["literal"]
+                parts.append(("set", 1 << ord(char) if char.isascii() else 0))
+    if len(stack) > 1:
+        raise _UnknownSyntaxError
+    return "any", [("all", own) for own in stack[0]]
+
+
+class RegexAutomaton:
+    """Positions in an expression. `closed` sets of them follow an answer."""
+
+    def __init__(self, text: str) -> None:
+        self._empty: list[list[int]] = []  # edges without a character
+        self._edges: list[list[tuple[int, int]]] = []  # (set of characters, target)
+        self.sets: set[int] = set()
+        first, self._last = self._node(), self._node()
+        self._build(parse(text), first, self._last)
+        self.start = self.closed([first])
+
+    def _node(self) -> int:
+        if len(self._edges) >= MAX_NODES:
+            raise _UnknownSyntaxError
+        self._empty.append([])
+        self._edges.append([])
+        return len(self._edges) - 1
+
+    def _build(self, part: Part, first: int, last: int) -> None:
+        kind, own = part
+        if kind == "set":
+            self.sets.add(own)
+            self._edges[first].append((own, last))
+        elif kind == "any":
+            for each in own:
+                self._build(each, first, last)
+        elif kind == "all":
+            for each in own[:-1]:
+                self._build(each, first, first := self._node())
+            if own:
+                self._build(own[-1], first, last)
+            else:
+                self._empty[first].append(last)
+        else:
+            inner, least, most = own
+            for _ in range(least):
+                self._build(inner, first, first := self._node())
+            if (
+                most is None
+            ):  # its own node, since an edge back to `first` would be one of what is before it
+                loop = self._node()
+                self._empty[first].append(loop)
+                self._build(inner, loop, again := self._node())
+                self._empty[again].append(loop)
+                self._empty[loop].append(last)
+            else:
+                for _ in range(most - least):
+                    self._empty[first].append(last)
+                    self._build(inner, first, first := self._node())
+                self._empty[first].append(last)
+
+    def closed(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Nodes that have edges with characters (or are the last), reached without one."""
+        seen, todo = set(nodes), list(nodes)
+        while todo:
+            for other in self._empty[todo.pop()]:
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        return frozenset([n for n in seen if self._edges[n] or n == self._last])
+
+    def after(self, nodes: frozenset[int], byte: int) -> frozenset[int] | None:
+        """The set after a character of ASCII. None if nothing can follow it, or if the set is too large."""
+        found = self.closed({to for n in nodes for own, to in self._edges[n] if own >> byte & 1})
+        return found if self.can_follow(found) else None
+
+    def can_follow(self, nodes: frozenset[int]) -> bool:
+        return len(nodes) <= MAX_POSITIONS and any(self._edges[n] for n in nodes)
+
+
+class ClassVocabulary:
+    """A vocabulary in which the least byte of each class stands for the class. Token 0 is an end, and
+    from 32 on come 256 tokens of one byte each, then longer ones."""
+
+    def __init__(
+        self, tokens: Sequence[bytes], special: Sequence[int], num_rows: int, sets: Iterable[int]
+    ) -> None:
+        """`tokens`: the model's. `num_rows`: of its embedding. `sets` of characters, as bits of ASCII."""
+        sets, least = sorted(sets), dict[tuple[int, ...], int]()
+        table = bytearray(range(256))
+        for byte in range(128):
+            table[byte] = least.setdefault(tuple([own >> byte & 1 for own in sets]), byte)
+        own = [b"</s>", *[b""] * 31, *(bytes([byte]) for byte in range(256))]
+        places = {token: i for i, token in enumerate(own) if i >= 32}
+        ruled_out = set(special)
+        self.place = [0] * (-(-num_rows // 32) * 32)
+        translation = bytes(table)
+        for i, token in enumerate(tokens):
+            if token and i not in ruled_out:
+                self.place[i] = places.setdefault(token.translate(translation), len(places) + 32)
+        own += [token for token, place in places.items() if place >= len(own)]
+        self.bytes, self.num_words = own, -(-len(own) // 32)
+        self._places = np.array(self.place)
+        self._masks: dict[bytes, Bits] = {}
+
+    def expand(self, own: Bits) -> Bits | None:
+        """A mask of the model's vocabulary from one of this. None if a token may be forced: fewer than two characters can
+        follow."""
+        if np.unpackbits(own[1:9].view(np.uint8)).sum() < 2:
+            return None
+        key = own.tobytes()
+        if (mask := self._masks.get(key)) is None:
+            allowed = np.unpackbits(own.view(np.uint8), bitorder="little")
+            allowed[0] = 0
+            mask = np.packbits(allowed[self._places], bitorder="little").view(np.int32)
+            if len(self._masks) >= 8 * MAX_MASKS:
+                self._masks.clear()
+            self._masks[key] = mask
+        return mask
+
+
+class RegexState:
+    """A state. `text` is a short answer that leads to it, in representatives. `mask` is that of the
+    model's vocabulary once `is_known`; None where there is no shared one. `accepts` whether the
+    answer may end here."""
+
+    __slots__ = "accepts", "is_known", "mask", "next", "nodes", "text"
+
+    def __init__(self, nodes: frozenset[int], text: bytes) -> None:
+        self.nodes, self.text = nodes, text
+        self.next: dict[int, RegexState | None] = {}  # by a byte; None: it is not followed
+        self.is_known = self.accepts = False
+        self.mask: Bits | None = None
+
+
+class RegexStates:
+    """The states of one expression. `matcher` is of the `vocabulary`; it walks from state to state."""
+
+    def __init__(
+        self, automaton: RegexAutomaton, vocabulary: ClassVocabulary, matcher: LLMatcher
+    ) -> None:
+        self._automaton, self._vocabulary, self._matcher = automaton, vocabulary, matcher
+        self._at = b""  # where the matcher is
+        self._words = np.zeros(vocabulary.num_words, np.int32)
+        self.start = RegexState(automaton.start, b"")
+        self._states = {automaton.start: self.start}
+        self._masks: dict[int, Bits] = {}  # by id
+
+    def after(self, state: RegexState, token: int) -> RegexState | None:
+        """The state after a token of the model; None if it is not followed."""
+        place = self._vocabulary.place[token]
+        if not place:
+            return None
+        found: RegexState | None = state
+        for byte in self._vocabulary.bytes[place]:
+            assert found is not None
+            found = found.next[byte] if byte in found.next else self._step(found, byte)
+            if found is None:
+                return None
+        return found
+
+    def _step(self, state: RegexState, byte: int) -> RegexState | None:
+        found, nodes = None, None if byte > 127 else self._automaton.after(state.nodes, byte)
+        if nodes is not None:
+            found = self._states.get(nodes)
+            if found is None and len(self._states) < MAX_STATES:
+                found = RegexState(nodes, state.text + bytes([byte]))
+                self._states[nodes] = found
+        state.next[byte] = found
+        return found
+
+    def find(self, states: Iterable[RegexState]) -> None:
+        """Find the masks of states that are not known, as many as there is time for."""
+        until = time.monotonic() + WALK_S
+        for state in sorted({s for s in states if not s.is_known}, key=lambda s: s.text):
+            self._walk(state)
+            if time.monotonic() > until:
+                return
+
+    def _walk(self, state: RegexState) -> None:
+        matcher, text = self._matcher, state.text
+        if matcher.is_error():
+            state.is_known = True
+            return
+        same = next(
+            (i for i, (a, b) in enumerate(zip(text, self._at, strict=False)) if a != b),
+            min(len(text), len(self._at)),
+        )
+        if same < len(self._at):
+            matcher.rollback(len(self._at) - same)
+        if same < len(text):
+            matcher.consume_tokens([32 + byte for byte in text[same:]])
+        self._at, state.is_known = text, True
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        state.accepts = matcher.is_accepting()
+        matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        mask = None if matcher.is_error() else self._vocabulary.expand(self._words)
+        if mask is not None and (len(self._masks) < MAX_MASKS or id(mask) in self._masks):
+            state.mask = self._masks[id(mask)] = mask
+
+
+def automaton_of(text: str) -> RegexAutomaton | None:
+    """The automaton of an expression, None if it has unknown syntax, would be too large or is empty."""
+    try:
+        made = RegexAutomaton(text)
+    except (_UnknownSyntaxError, RecursionError):
+        return None
+    return made if made.can_follow(made.start) else None
