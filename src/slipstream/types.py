@@ -129,6 +129,7 @@ class CacheHints:
     weight: float = 1.0  # of its blocks among others'
     ends: bool = False  # no request will continue this one
     calls: bool = False  # its answer may be a tool call, which the next request answers
+    call_tokens: tuple[int, ...] = ()  # one of which every such answer has; none: that is unknown
 
 
 NO_HINTS = CacheHints()

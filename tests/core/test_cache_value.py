@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,9 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.cache_value import ValueOrder
 from slipstream.core.sessions import EDGES, IN_USE, NUM_BUCKETS, OwnPace, Pauses, Sessions, rate
+from slipstream.spec.cache import attention_depth
+from slipstream.spec.description import read_spec
 from slipstream.types import CacheHints
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, request
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 def engine(**more) -> Engine:
@@ -190,6 +196,34 @@ def test_a_session_that_its_client_ends_is_evicted_first():
     run(e, "d", prompt(3, 6 * BLOCK))
     assert run(e, "again", prompt(0)) == 8 * BLOCK
     assert run(e, "again b", prompt(1)) < 8 * BLOCK
+
+
+def test_the_kind_of_a_pause_is_by_whether_the_answer_called_a_tool():
+    """Without a token that tells, an answer that may call one counts as if it did."""
+    e = engine(num_blocks=60)
+    run(e, "s/0", prompt(0), 3)
+    answer = e.tokens["s/0"]
+    for calls, tokens, kind in (
+        (True, [], "call"),
+        (True, [99, answer[1]], "call"),
+        (True, [99], "text"),
+        (False, answer, "text"),
+    ):
+        hints = CacheHints(calls=calls, call_tokens=tuple(tokens))
+        run(e, f"s/{tokens}", prompt(0), 3, cache_hints=hints, cache_salt=f"{calls}{tokens}")
+        assert e.tokens[f"s/{tokens}"] == answer
+        assert [*e.scheduler.kv.sessions.idle][-1].kind == kind
+
+
+def test_the_depth_of_attention_is_counted_from_the_spec():
+    spec = read_spec(CONFIGS / "llama-3-8b").spec
+    weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert attention_depth(spec) == 2 * weights / (4 * 4096)
+    experts, chosen, active = 3 * 2048 * 768, 8, 2048 * 128
+    moe = read_spec(CONFIGS / "qwen3-30b-a3b").spec
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    assert attention_depth(moe) == 2 * (attention + chosen * experts + active) / (4 * 4096)
+    assert attention_depth(read_spec(CONFIGS / "starcoder2-3b").spec) == math.inf  # windows alone
 
 
 def test_hints_never_keep_a_request_from_running():

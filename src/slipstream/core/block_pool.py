@@ -119,6 +119,13 @@ class BlockPool:
             if self.ref_counts[block] == 0:
                 self._link(block)
 
+    def num_blank(self, most: int) -> int:
+        """Number of free blocks outside the order, at most `most`."""
+        block, count = self._next[self._end], 0
+        while block != self._end and count < most:
+            block, count = self._next[block], count + 1
+        return count
+
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
 

@@ -20,8 +20,8 @@ MAX_NAME = 512
 """Number of characters of a `prompt_cache_key` that count."""
 
 
-def cache_hints(body: Any, priority: int) -> CacheHints:
-    """Hints of an OpenAI body, or of one that was made of another protocol's."""
+def cache_hints(body: Any, priority: int, call_tokens: tuple[int, ...] = ()) -> CacheHints:
+    """Hints of an OpenAI body, or of one that was made of another protocol's. `call_tokens`: see `CacheHints`."""
     offers = bool(getattr(body, "tools", None)) and getattr(body, "tool_choice", None) != "none"
     return CacheHints(
         session=(_text(body.prompt_cache_key) or "")[:MAX_NAME],
@@ -29,6 +29,7 @@ def cache_hints(body: Any, priority: int) -> CacheHints:
         weight=URGENT if priority < 0 else LATER if priority > 0 else 1.0,
         ends=bool(body.end_of_branch),
         calls=offers,
+        call_tokens=call_tokens if offers else (),
     )
 
 

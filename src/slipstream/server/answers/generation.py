@@ -130,6 +130,7 @@ class Answer:
     id_prefix: ClassVar[str]
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # a stream's
     whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
+    call_tokens: tuple[int, ...] = ()  # see `CacheHints`
     ends_with_context = False  # max_tokens was cut to what is left of the context
     is_plain: ClassVar[bool] = True  # events of more text differ only in the text
 
@@ -288,7 +289,7 @@ class Answer:
         priority = effective_priority(self.record, self.body.priority)
         options = RequestOptions(
             priority=priority,
-            cache_hints=cache_hints(self.body, priority),
+            cache_hints=cache_hints(self.body, priority, self.call_tokens),
             cache_salt=prefix_salt(key, self.body.cache_salt),
             lora_request=self.state.engine.adapters.get(self.body.model or ""),
             share=None if key is None else Share(key.id, key.weight),
