@@ -175,6 +175,7 @@ def rate_after(seconds: float, hints: CacheHints) -> float:
     now = [0.0]
     sessions = Sessions(lambda: now[0], 32768)
     session = sessions.arrived([], hints)
+    session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
     sessions.ended(session, [b"1", b"2"], 0, 2)
     now[0] = seconds
     sessions.tick()
@@ -185,6 +186,43 @@ def test_a_time_to_live_raises_the_value_until_it_is_over():
     plain = CacheHints()
     assert rate_after(299, CacheHints(ttl_s=300.0)) == pytest.approx(4 * rate_after(299, plain))
     assert rate_after(301, CacheHints(ttl_s=300.0)) == rate_after(301, plain)
+
+
+def test_what_is_before_a_breakpoint_is_kept_and_what_follows_is_not():
+    """Two sessions of eight blocks; of the first, half is marked. Six blocks are evicted."""
+    e = engine(num_blocks=21)
+    hints = CacheHints(breakpoints=((0.5, 300.0),))
+    run(e, "a", prompt(0), cache_hints=hints)
+    (session,) = e.scheduler.kv.sessions.idle
+    runs = sorted((r.start, len(r.blocks)) for r in session.runs)
+    assert runs == [(0, 5), (5 * BLOCK, 3)]  # 17 of 34 tokens
+    run(e, "b", prompt(1))
+    pass_time(e, 60)
+    pool, text = e.scheduler.pool, prompt(0)
+    run(e, "c", prompt(2, 9 * BLOCK + 2))
+    del e.plans[:]
+    assert run(e, "a/2", [*text[: 7 * BLOCK], 1, 2, 3]) >= 4 * BLOCK
+    pool.check()
+    pass_time(e, 400)
+    session = e.scheduler.kv.sessions
+    marked = [s for s in session.idle if s.hints.breakpoints or s.kept]
+    assert all(session.rate_of(s, 4 * BLOCK) == session.rate_of(s, 9 * BLOCK) for s in marked)
+
+
+@pytest.mark.parametrize("depth", [1, 16, 17, 100])
+def test_the_value_is_raised_up_to_the_breakpoint_for_its_time(depth):
+    now = [0.0]
+    sessions = Sessions(lambda: now[0], 32768)
+    session = sessions.arrived([], CacheHints())
+    session.kept = ((16, 3600.0), (100, 300.0))
+    sessions.ended(session, [b"1", b"2"], 0, 2)
+    for seconds, ends in ((299, 100), (301, 16), (3601, 0)):
+        now[0] = seconds
+        sessions.tick()
+        plain = sessions.rate_of(session, 101)
+        assert sessions.rate_of(session, depth) == pytest.approx(
+            plain * (4 if depth <= ends else 1)
+        )
 
 
 def test_a_session_that_its_client_ends_is_evicted_first():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import Raw
 
-from slipstream.server.answers.cache_hints import cache_hints, longest_ttl
+from slipstream.server.answers.cache_hints import breakpoints, cache_hints
 from slipstream.server.openai.protocol import ChatRequest, Message
 from slipstream.types import CacheHints
 
@@ -39,11 +39,19 @@ def test_priority_weighs_a_session_and_is_bounded():
     assert weights == [2.0, 2.0, 1.0, 0.5, 0.5]
 
 
-def test_the_longest_time_to_live_of_all_breakpoints_counts():
-    one, plain = Raw(b'{"type":"ephemeral","ttl":"1h"}'), Raw(b'{"type":"ephemeral"}')
-    assert longest_ttl([{"cache_control": plain}, {"cache_control": one}, {"text": "x"}]) == "1h"
-    assert longest_ttl([{"cache_control": plain}]) == "5m"
-    assert longest_ttl([{"cache_control": Raw(b"null")}, {}]) is None
+def test_breakpoints_are_shares_of_the_prompt_with_their_times_to_live():
+    hour, plain = Raw(b'{"type":"ephemeral","ttl":"1h"}'), Raw(b'{"type":"ephemeral"}')
+    text = {"text": Raw(b"x" * 10)}
+    assert breakpoints(
+        [text | {"cache_control": hour}, text, text | {"cache_control": plain}, text]
+    ) == (
+        (0.25, 3600.0),
+        (0.75, 300.0),
+    )
+    assert breakpoints([text, {"cache_control": plain}]) == ((1.0, 300.0),)
+    assert breakpoints([text | {"cache_control": Raw(b"null")}, {}]) == ()
+    assert breakpoints([text | {"cache_control": Raw(b'{"ttl":"9y"}')}]) == ()
+    assert len(breakpoints([text | {"cache_control": plain}] * 9)) == 4
 
 
 @pytest.mark.parametrize("ttl", [None, "5m", "1h"])

@@ -223,6 +223,14 @@ class ValueOrder:
             self._give(run, block)
         return run
 
+    def part(self, session: Session) -> None:
+        """Split a session's runs where what it is to keep ends."""
+        for end, _ in session.kept:
+            for run in [*session.runs]:
+                index = (end - run.start) / self._size
+                if run.order is self and 0 < index < len(run.blocks):
+                    self._split(run, int(index))
+
     def demote(self, run: Run) -> None:
         """Let a run pause that its session has no more use for."""
         if run.session is not None:
@@ -267,7 +275,7 @@ class ValueOrder:
     def value_of(self, session: Session, depth: int) -> float:
         """Value of a session's blocks that end after `depth` tokens."""
         cost = 1 + depth / 2 / self.sessions.attention_tokens
-        return self.sessions.rate_of(session) * cost * (depth if self._is_whole else 1)
+        return self.sessions.rate_of(session, depth) * cost * (depth if self._is_whole else 1)
 
     def num_below(self, value: float) -> int:
         """Number of free blocks that are worth less than `value`. Some behind others are not counted."""

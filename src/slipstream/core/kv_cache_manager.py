@@ -19,6 +19,7 @@ Ranks with requests of their own have a manager each (`Request.kv`). Two manager
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -297,7 +298,14 @@ class KVCacheManager:
         """Let the request's session pause. Its blocks were released."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
-            num_prompt = request.num_prompt_tokens // self.block_size
+            size, hints = self.block_size, request.spec.cache_hints
+            num_prompt = request.num_prompt_tokens // size
+            session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
+            for share, seconds in hints.breakpoints:  # a block is kept whole
+                end = math.ceil(share * request.num_prompt_tokens / size) * size
+                session.kept += ((end, seconds),)
+            if self.order is not None and hints.breakpoints:
+                self.order.part(session)
             self.sessions.ended(
                 session, request.block_keys, request.num_shared, num_prompt, request.calls
             )

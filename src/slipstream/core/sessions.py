@@ -191,6 +191,7 @@ class Session:
         "ends",
         "hints",
         "idle_since",
+        "kept",
         "keys",
         "kind",
         "mark",
@@ -211,6 +212,9 @@ class Session:
         self.num_turns = 0
         self.runs: dict[Run, None] = {}
         self.hints: CacheHints = NO_HINTS
+        self.kept: tuple[
+            tuple[float, float], ...
+        ] = ()  # tokens and seconds that are hinted to be kept
         self.due: tuple[float, int, Session] | None = None  # its entry among the timers
         self.ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
         self.mark: Run | None = None  # the state that its next request goes on from
@@ -357,9 +361,7 @@ class Sessions:
         after = EDGES[session.bucket + 1]
         if session.runs:
             after = min(after, age * STEP)
-        ttl_s = session.hints.ttl_s
-        if ttl_s is not None and age < ttl_s < after:
-            after = ttl_s
+        after = min((s for _, s in session.kept if age < s < after), default=after)
         if session.keys:
             after = min(after, session.returns_at)
         at = session.idle_since + after
@@ -408,8 +410,8 @@ class Sessions:
         for run in session.runs:
             run.order.revalue(run)
 
-    def rate_of(self, session: Session) -> float:
-        """Rate of returns of a session, with the weight of its hints."""
+    def rate_of(self, session: Session, depth: float = inf) -> float:
+        """Rate of returns of a session, with the weight of its hints for blocks that end after `depth` tokens."""
         if session.num_open:
             return IN_USE
         hints = session.hints
@@ -419,5 +421,5 @@ class Sessions:
             return FIRST_HAZARD / WIDTHS[-1] * hints.weight
         age = self.clock() - session.idle_since
         found = self._kinds[session.kind].rate_at(age, session.pace)
-        lives = hints.ttl_s is not None and age < hints.ttl_s
+        lives = any(depth <= end and age < seconds for end, seconds in session.kept)
         return found * hints.weight * (HINTED if lives else 1.0)

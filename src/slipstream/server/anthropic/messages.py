@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
-from slipstream.server.answers.cache_hints import longest_ttl
+from slipstream.server.answers.cache_hints import TTLS_S, Breakpoints, breakpoints
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
@@ -71,7 +71,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A mark of a prefix to cache. All are cached; the longest `ttl` of a body raises the value of its session."""
+    """A mark of a prefix to cache. All are cached; up to the mark the value is raised for the time of its `ttl`."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -453,19 +453,20 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
             )
 
     @cached_property
-    def cache_ttl(self) -> str | None:
-        """The longest time to live that a breakpoint asks for, as in the body; None without breakpoints."""
+    def breakpoints(self) -> Breakpoints:
+        """The breakpoints of tools, system prompt and messages, the order that Anthropic documents."""
         own = (
             {} if self.cache_control is None else {"cache_control": Raw(encode(self.cache_control))}
         )
-        contents = (self.system, *(message.content for message in self.messages))
-        blocks = (block for content in contents if isinstance(content, list) for block in content)
-        return longest_ttl((own, *blocks, *(self.tools or ())))
+        parts = [*(self.tools or ())]
+        for content in (self.system, *(message.content for message in self.messages)):
+            parts += (
+                content if isinstance(content, list) else [{"text": Raw(encode(content or ""))}]
+            )
+        return breakpoints([*parts, own])
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
-        if ttl := self.cache_ttl:
-            given["prompt_cache_retention"] = Raw(encode(ttl))
         return super().chat(
             state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more
         )
@@ -636,7 +637,6 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
 
 class MessageAnswer(BlockAnswer):
     id_prefix = "msg_"
-    cache_ttl: str | None = None  # of the body's breakpoints
 
     def opening(self) -> bytes:
         return sse("message_start", {"message": self._message([], None, None, 0)})
@@ -695,14 +695,16 @@ class MessageAnswer(BlockAnswer):
         cache, written = self.state.engine.config.cache, 0
         if cache.enable_prefix_caching:  # whole blocks are cached
             written = max(0, num_prompt // cache.block_size * cache.block_size - cached)
-        lives = "1h" if self.cache_ttl == "1h" else "5m"
+        lives = max((s for _, s in self.breakpoints), default=0.0)
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
         return {
             "input_tokens": num_prompt - cached - written,
             "cache_creation_input_tokens": written,
             "cache_creation": {
-                f"ephemeral_{ttl}_input_tokens": written if ttl == lives else 0
+                f"ephemeral_{ttl}_input_tokens": written
+                if (lives > TTLS_S["5m"]) == (ttl == "1h")
+                else 0
                 for ttl in ("5m", "1h")
             },
             "cache_read_input_tokens": cached,
@@ -800,7 +802,7 @@ async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRec
         made.check()
         answer = await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
     assert isinstance(answer, MessageAnswer)
-    answer.cache_ttl = body.cache_ttl
+    answer.breakpoints = body.breakpoints
     return answer
 
 
