@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.answers.cache_hints import TTLS_S, Breakpoints, breakpoints
+from slipstream.server.answers.changing_lines import BILLING
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
@@ -339,13 +340,18 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     def _place(self, index: int, part: int) -> str:
         """Path in this body of a picture: of `part` in the chat's message `index`."""
-        index -= bool(_system(self.system))
+        index -= bool(self.prompt)
         for i, message in enumerate(self.messages):
             made, places = _messages(message, f"messages[{i}]")
             if index < len(made):
                 return places[part]
             index -= len(made)
         return "messages"
+
+    @cached_property
+    def prompt(self) -> str:
+        """The system prompt. `chat` sets it by the server's settings."""
+        return _system(self.system, billing=False)
 
     @cached_property
     def functions(self) -> tuple[list[AnthropicTool], list[str]]:
@@ -383,7 +389,8 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         """This body as a chat."""
-        messages = [Message(role="system", content=text)] if (text := _system(self.system)) else []
+        self.prompt = _system(self.system, billing=state.settings.changing_lines == "keep")
+        messages = [Message(role="system", content=self.prompt)] if self.prompt else []
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")[0]
         choice, output = self.tool_choice, self.output_config
@@ -543,18 +550,13 @@ def _parts(
     return found
 
 
-BILLING = "x-anthropic-billing-header:"
-"""First characters of a block that Claude Code puts before the system prompt. Its text differs by
-session, so no two sessions could share a prefix."""
-
-
-def _system(content: str | list[dict[str, Raw]] | None) -> str:
-    """The system prompt's text, without the billing blocks."""
+def _system(content: str | list[dict[str, Raw]] | None, *, billing: bool) -> str:
+    """The system prompt's text, with or without the billing blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = _parts(content, "system", "system")
     texts = [part.text for part in parts if isinstance(part, TextBlock)]
-    return "".join(text for text in texts if not text.startswith(BILLING))
+    return "".join(text for text in texts if billing or not text.startswith(BILLING))
 
 
 def _texts_and_pictures(
