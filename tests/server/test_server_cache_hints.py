@@ -26,12 +26,25 @@ def body(**more) -> ChatRequest:
         ({"prompt_cache_key": b'"thread"'}, CacheHints(session="thread")),
         ({"prompt_cache_retention": b'"24h"'}, CacheHints(ttl_s=86400.0)),
         ({"prompt_cache_retention": b'"in_memory"'}, CacheHints(ttl_s=300.0)),
+        ({"prompt_cache_options": b'{"ttl":"12h"}'}, CacheHints(ttl_s=43200.0)),
+        ({"prompt_cache_options": b'{"mode":"implicit"}'}, CacheHints()),
         ({"prompt_cache_retention": b'"forever"', "prompt_cache_key": b"7"}, CacheHints()),
         ({"end_of_branch": True}, CacheHints(ends=True)),
     ],
 )
 def test_fields_of_a_body_become_hints(given, hints):
     assert cache_hints(body(**given), 0) == hints
+
+
+@pytest.mark.parametrize("mark", ["cache_control", "prompt_cache_breakpoint"])
+def test_breakpoints_of_a_chat_count_by_position(mark):
+    text = {"type": Raw(b'"text"'), "text": Raw(b'"' + b"x" * 92 + b'"')}
+    said = [
+        Message(role="user", content=[text | {mark: Raw(b'{"ttl":"30m"}')}]),
+        Message(role="assistant", content="y" * 100),
+        Message(role="user", content=None),
+    ]
+    assert cache_hints(ChatRequest(messages=said), 0).breakpoints == ((0.5, 1800.0),)
 
 
 def test_priority_weighs_a_session_and_is_bounded():

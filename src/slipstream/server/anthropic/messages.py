@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
-from slipstream.server.answers.cache_hints import TTLS_S, Breakpoints, breakpoints
+from slipstream.server.answers.cache_hints import Breakpoints, breakpoints
 from slipstream.server.answers.changing_lines import BILLING
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.answers.hints import HINT, given_hints
@@ -107,6 +107,9 @@ class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url")
 class ImageBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["image"]
     source: Base64Source | UrlSource
+    transformations: Raw = (
+        HINT  # of pictures that are too large; ours are resized by the model's own rules
+    )
 
 
 class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
@@ -179,6 +182,7 @@ class ToolUsePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     name: str
     input: dict[str, Any]
     caller: Raw = OFF
+    toolset_name: Raw = HINT  # a label
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"caller": (b"null", b'{"type":"direct"}')}
 
@@ -188,6 +192,7 @@ class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     tool_use_id: str
     content: str | list[dict[str, Raw]] = ""
     is_error: bool = False
+    toolset_name: Raw = HINT
 
 
 _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
@@ -253,11 +258,12 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
     """Settings of thinking. `budget_tokens` is an upper limit that holds exactly."""
 
-    hints: ClassVar[tuple[str, ...]] = ("display",)
+    hints: ClassVar[tuple[str, ...]] = ("display", "block_binding")
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None  # reasoning is always sent in full
+    display: str | None = None  # reasoning is always sent in full
+    block_binding: Raw = HINT  # thoughts that come back are not checked
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -292,15 +298,23 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     speed: Raw = HINT
     inference_geo: Raw = HINT
     user_profile_id: Raw = HINT
+    workspace_id: Raw = HINT
+    diagnostics: Raw = HINT
+    billing_policy: Raw = HINT
+    fallbacks: Raw = HINT  # other models for what this one refuses for its provider's policies
+    fallback_credit_token: Raw = HINT
+    compaction: Raw = OFF
     container: Raw = OFF
     mcp_servers: Raw = OFF
     thread: Raw = OFF  # see `error_body`
 
     hints: ClassVar[tuple[str, ...]] = (
         *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
-        *("inference_geo", "user_profile_id", "metadata", "service_tier"),
+        *("inference_geo", "user_profile_id", "metadata", "service_tier", "workspace_id"),
+        *("diagnostics", "billing_policy", "fallbacks", "fallback_credit_token"),
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "compaction": (b"null",),
         "container": (b"null",),
         "mcp_servers": (b"null", b"[]"),
         "thread": (b"null",),
@@ -704,9 +718,7 @@ class MessageAnswer(BlockAnswer):
             "input_tokens": num_prompt - cached - written,
             "cache_creation_input_tokens": written,
             "cache_creation": {
-                f"ephemeral_{ttl}_input_tokens": written
-                if (lives > TTLS_S["5m"]) == (ttl == "1h")
-                else 0
+                f"ephemeral_{ttl}_input_tokens": written if (lives > 300.0) == (ttl == "1h") else 0
                 for ttl in ("5m", "1h")
             },
             "cache_read_input_tokens": cached,
