@@ -60,7 +60,10 @@ Included = Literal[
 always have."""
 
 
-_CALLED = {"allowed_callers": (b"null", b'["direct"]'), "is_async": (b"null", b"false")}
+_CALLED: dict[str, tuple[bytes, ...]] = {
+    "allowed_callers": (b"null", b'["direct"]'),
+    "is_async": (b"null", b"false"),
+}
 
 
 class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
