@@ -56,6 +56,8 @@ class TierStats:
     disk_hit_tokens: int = 0
     declined_tokens: int = 0  # found, but computed again because loading takes longer
     late_loads: int = 0  # for which a request stopped waiting
+    prefetched_tokens: int = 0  # of pausing sessions, brought back to the device
+    prefetch_hit_tokens: int = 0  # of these, found by the session's next request
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,9 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.cache_value import ValueOrder
 from slipstream.core.sessions import EDGES, IN_USE, NUM_BUCKETS, OwnPace, Pauses, Sessions, rate
+from slipstream.spec.cache import attention_depth
+from slipstream.spec.description import read_spec
 from slipstream.types import CacheHints
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, request
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 def engine(**more) -> Engine:
@@ -169,6 +175,7 @@ def rate_after(seconds: float, hints: CacheHints) -> float:
     now = [0.0]
     sessions = Sessions(lambda: now[0], 32768)
     session = sessions.arrived([], hints)
+    session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
     sessions.ended(session, [b"1", b"2"], 0, 2)
     now[0] = seconds
     sessions.tick()
@@ -181,6 +188,43 @@ def test_a_time_to_live_raises_the_value_until_it_is_over():
     assert rate_after(301, CacheHints(ttl_s=300.0)) == rate_after(301, plain)
 
 
+def test_what_is_before_a_breakpoint_is_kept_and_what_follows_is_not():
+    """Two sessions of eight blocks; of the first, half is marked. Six blocks are evicted."""
+    e = engine(num_blocks=21)
+    hints = CacheHints(breakpoints=((0.5, 300.0),))
+    run(e, "a", prompt(0), cache_hints=hints)
+    (session,) = e.scheduler.kv.sessions.idle
+    runs = sorted((r.start, len(r.blocks)) for r in session.runs)
+    assert runs == [(0, 5), (5 * BLOCK, 3)]  # 17 of 34 tokens
+    run(e, "b", prompt(1))
+    pass_time(e, 60)
+    pool, text = e.scheduler.pool, prompt(0)
+    run(e, "c", prompt(2, 9 * BLOCK + 2))
+    del e.plans[:]
+    assert run(e, "a/2", [*text[: 7 * BLOCK], 1, 2, 3]) >= 4 * BLOCK
+    pool.check()
+    pass_time(e, 400)
+    session = e.scheduler.kv.sessions
+    marked = [s for s in session.idle if s.hints.breakpoints or s.kept]
+    assert all(session.rate_of(s, 4 * BLOCK) == session.rate_of(s, 9 * BLOCK) for s in marked)
+
+
+@pytest.mark.parametrize("depth", [1, 16, 17, 100])
+def test_the_value_is_raised_up_to_the_breakpoint_for_its_time(depth):
+    now = [0.0]
+    sessions = Sessions(lambda: now[0], 32768)
+    session = sessions.arrived([], CacheHints())
+    session.kept = ((16, 3600.0), (100, 300.0))
+    sessions.ended(session, [b"1", b"2"], 0, 2)
+    for seconds, ends in ((299, 100), (301, 16), (3601, 0)):
+        now[0] = seconds
+        sessions.tick()
+        plain = sessions.rate_of(session, 101)
+        assert sessions.rate_of(session, depth) == pytest.approx(
+            plain * (4 if depth <= ends else 1)
+        )
+
+
 def test_a_session_that_its_client_ends_is_evicted_first():
     assert rate_after(1, CacheHints(ends=True)) == 0
     e = engine(num_blocks=30)
@@ -190,6 +234,34 @@ def test_a_session_that_its_client_ends_is_evicted_first():
     run(e, "d", prompt(3, 6 * BLOCK))
     assert run(e, "again", prompt(0)) == 8 * BLOCK
     assert run(e, "again b", prompt(1)) < 8 * BLOCK
+
+
+def test_the_kind_of_a_pause_is_by_whether_the_answer_called_a_tool():
+    """Without a token that tells, an answer that may call one counts as if it did."""
+    e = engine(num_blocks=60)
+    run(e, "s/0", prompt(0), 3)
+    answer = e.tokens["s/0"]
+    for calls, tokens, kind in (
+        (True, [], "call"),
+        (True, [99, answer[1]], "call"),
+        (True, [99], "text"),
+        (False, answer, "text"),
+    ):
+        hints = CacheHints(calls=calls, call_tokens=tuple(tokens))
+        run(e, f"s/{tokens}", prompt(0), 3, cache_hints=hints, cache_salt=f"{calls}{tokens}")
+        assert e.tokens[f"s/{tokens}"] == answer
+        assert [*e.scheduler.kv.sessions.idle][-1].kind == kind
+
+
+def test_the_depth_of_attention_is_counted_from_the_spec():
+    spec = read_spec(CONFIGS / "llama-3-8b").spec
+    weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert attention_depth(spec) == 2 * weights / (4 * 4096)
+    experts, chosen, active = 3 * 2048 * 768, 8, 2048 * 128
+    moe = read_spec(CONFIGS / "qwen3-30b-a3b").spec
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    assert attention_depth(moe) == 2 * (attention + chosen * experts + active) / (4 * 4096)
+    assert attention_depth(read_spec(CONFIGS / "starcoder2-3b").spec) == math.inf  # windows alone
 
 
 def test_hints_never_keep_a_request_from_running():

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.core.tiers import PROBE_BLOCKS, RATE_AGE_S, Rates
 from slipstream.errors import ContextLengthError
-from slipstream.types import FinishReason
+from slipstream.types import CacheHints, FinishReason
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, check_holders, request
 
@@ -509,3 +509,111 @@ def test_a_slow_disk_is_left_alone_and_tried_again():
     run(made)
     assert tiers.stats().loaded_blocks == 19  # the measured rate says yes
     assert made.tokens["l/3"] == made.tokens["l/2"] == made.tokens["l/1"]
+
+
+# --- Sessions that pause ----------------------------------------------------------------------------------------------------
+
+
+def paused(num_slots=40, num_turns=6, **settings):
+    """An engine, and a session that has paused for ten seconds each time. Its blocks are in a tier, and not on the device."""
+    made = engine(Store(num_slots, {}), **{"num_blocks": 24, "max_model_len": 200, **settings})
+    text = [*PROMPT]
+    for turn in range(num_turns):
+        made.scheduler.add(request(f"turn{turn}", text))
+        run(made)
+        text = [*text, *range(3)]
+        if turn < num_turns - 1:
+            made.now += 10.0
+    made.scheduler.pool.forget_all()
+    return made, text
+
+
+def wait(made, seconds):
+    made.now += seconds
+    made.scheduler.tend()
+    settle(made)
+
+
+@pytest.mark.parametrize("num_slots", [0, 40])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, window(6)), (window(6),)])
+def test_a_session_whose_return_is_near_finds_its_blocks_on_the_device(num_slots, groups):
+    made, text = paused(num_slots, groups=groups, num_blocks=40)
+    wait(made, 1.0)
+    assert made.scheduler.stats().tiers.prefetched_tokens == 0
+    wait(made, 5.0)
+    before = made.scheduler.stats()
+    assert before.tiers.prefetched_tokens > 4 * BLOCK
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+    made.scheduler.add(request("next", text))
+    made.step()
+    assert made.scheduler.num_running == 1, "it waits for no tier"
+    run(made)
+    after = made.scheduler.stats()
+    hits = after.prefix_hits - before.prefix_hits
+    assert hits == after.tiers.prefetch_hit_tokens == before.tiers.prefetched_tokens
+    check_holders(made.scheduler)
+
+
+def test_without_a_learned_pace_nothing_is_brought_back():
+    made, _ = paused(num_turns=2)
+    for _ in range(40):
+        wait(made, 1.0)
+    assert made.scheduler.stats().tiers.prefetched_tokens == 0
+
+
+def test_blocks_that_are_worth_more_are_not_evicted_for_a_session():
+    """The device is full of a session that its client wants to be kept."""
+    made, _ = paused()
+    hints = CacheHints(ttl_s=3600.0, weight=8.0)
+    made.scheduler.add(request("kept", range(500, 500 + 22 * BLOCK), 1, cache_hints=hints))
+    run(made)
+    kept = made.scheduler.pool.cached_keys()
+    for _ in range(40):
+        wait(made, 1.0)
+    assert made.scheduler.stats().tiers.prefetched_tokens == 0
+    assert made.scheduler.pool.cached_keys() == kept
+    assert all(
+        not session.keys for session in made.scheduler.kv.sessions.idle if session.bucket > 5
+    )
+
+
+def test_blocks_that_are_worth_less_make_room():
+    made, text = paused()
+    made.scheduler.add(
+        request("ended", range(500, 500 + 22 * BLOCK), 1, cache_hints=CacheHints(ends=True))
+    )
+    run(made)
+    wait(made, 6.0)
+    assert made.scheduler.stats().tiers.prefetched_tokens > 4 * BLOCK
+    made.scheduler.pool.check()
+    made.scheduler.add(request("next", text))
+    made.step()
+    assert made.scheduler.num_running == 1
+    run(made)
+
+
+def test_a_request_that_comes_while_its_blocks_are_brought_back_waits_for_them():
+    made, text = paused()
+    made.now += 6.0
+    made.scheduler.tend()
+    assert made.scheduler.tiers.is_copying
+    made.scheduler.add(request("next", text))
+    made.step()
+    assert made.scheduler.num_running == 0
+    run(made)
+    tiers = made.scheduler.stats().tiers
+    assert tiers.prefetch_hit_tokens == tiers.prefetched_tokens
+    assert tiers.host_hit_tokens == 0
+    check_holders(made.scheduler)
+
+
+def test_brought_back_blocks_are_forgotten_with_all_others():
+    made, text = paused()
+    made.now += 6.0
+    made.scheduler.tend()
+    made.scheduler.reset_prefix_cache()
+    settle(made)
+    assert not made.scheduler.pool.cached_keys()
+    made.scheduler.pool.check()
+    made.scheduler.add(request("next", text))
+    run(made)

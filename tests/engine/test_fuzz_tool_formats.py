@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.engine.text.tool_formats import FORMATS
-from tests.fuzz_tool_formats import fuzz
+from tests.fuzz_tool_formats import PARSERS, fuzz
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_random_answers_are_read_and_pieces_change_nothing(name):
     assert fuzz(name, 60) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_many_random_answers_are_read_and_pieces_change_nothing(name):
     assert fuzz(name, 3000, seed=1) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import Raw
 
-from slipstream.server.answers.cache_hints import cache_hints, longest_ttl
+from slipstream.server.answers.cache_hints import breakpoints, cache_hints
 from slipstream.server.openai.protocol import ChatRequest, Message
 from slipstream.types import CacheHints
 
@@ -26,6 +26,8 @@ def body(**more) -> ChatRequest:
         ({"prompt_cache_key": b'"thread"'}, CacheHints(session="thread")),
         ({"prompt_cache_retention": b'"24h"'}, CacheHints(ttl_s=86400.0)),
         ({"prompt_cache_retention": b'"in_memory"'}, CacheHints(ttl_s=300.0)),
+        ({"prompt_cache_options": b'{"ttl":"12h"}'}, CacheHints(ttl_s=43200.0)),
+        ({"prompt_cache_options": b'{"mode":"implicit"}'}, CacheHints()),
         ({"prompt_cache_retention": b'"forever"', "prompt_cache_key": b"7"}, CacheHints()),
         ({"end_of_branch": True}, CacheHints(ends=True)),
     ],
@@ -34,16 +36,35 @@ def test_fields_of_a_body_become_hints(given, hints):
     assert cache_hints(body(**given), 0) == hints
 
 
+@pytest.mark.parametrize("mark", ["cache_control", "prompt_cache_breakpoint"])
+def test_breakpoints_of_a_chat_count_by_position(mark):
+    text = {"type": Raw(b'"text"'), "text": Raw(b'"' + b"x" * 92 + b'"')}
+    said = [
+        Message(role="user", content=[text | {mark: Raw(b'{"ttl":"30m"}')}]),
+        Message(role="assistant", content="y" * 100),
+        Message(role="user", content=None),
+    ]
+    assert cache_hints(ChatRequest(messages=said), 0).breakpoints == ((0.5, 1800.0),)
+
+
 def test_priority_weighs_a_session_and_is_bounded():
     weights = [cache_hints(body(), priority).weight for priority in (-(2**31), -1, 0, 1, 2**31)]
     assert weights == [2.0, 2.0, 1.0, 0.5, 0.5]
 
 
-def test_the_longest_time_to_live_of_all_breakpoints_counts():
-    one, plain = Raw(b'{"type":"ephemeral","ttl":"1h"}'), Raw(b'{"type":"ephemeral"}')
-    assert longest_ttl([{"cache_control": plain}, {"cache_control": one}, {"text": "x"}]) == "1h"
-    assert longest_ttl([{"cache_control": plain}]) == "5m"
-    assert longest_ttl([{"cache_control": Raw(b"null")}, {}]) is None
+def test_breakpoints_are_shares_of_the_prompt_with_their_times_to_live():
+    hour, plain = Raw(b'{"type":"ephemeral","ttl":"1h"}'), Raw(b'{"type":"ephemeral"}')
+    text = {"text": Raw(b"x" * 10)}
+    assert breakpoints(
+        [text | {"cache_control": hour}, text, text | {"cache_control": plain}, text]
+    ) == (
+        (0.25, 3600.0),
+        (0.75, 300.0),
+    )
+    assert breakpoints([text, {"cache_control": plain}]) == ((1.0, 300.0),)
+    assert breakpoints([text | {"cache_control": Raw(b"null")}, {}]) == ()
+    assert breakpoints([text | {"cache_control": Raw(b'{"ttl":"9y"}')}]) == ()
+    assert len(breakpoints([text | {"cache_control": plain}] * 9)) == 4
 
 
 @pytest.mark.parametrize("ttl", [None, "5m", "1h"])

@@ -32,10 +32,12 @@ PYTHON = {
     "langchain": ("langchain", "langchain-openai", "langchain-anthropic", "langchain-ollama"),
     "llama_index": ("llama-index-llms-openai-like", "llama-index-llms-ollama"),
     "litellm": ("litellm",),
+    "ollama": ("ollama",),
 }
 NODE = {
     "openai_js": ("openai",),
     "anthropic_js": ("@anthropic-ai/sdk",),
+    "ollama_js": ("ollama",),
     "ai_sdk": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"),
 }
 PROGRAMS = {  # agent: (its package, arguments of one turn, the call that it is given)

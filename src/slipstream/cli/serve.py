@@ -105,6 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "(default: as the chat template says); none: off"
     add("--tool-call-parser", f"format of tool calls {text}", metavar="NAME")
     add("--reasoning-parser", f"format of reasoning {text}", metavar="NAME")
+    text = "of system prompts, so that they share their prefix: keep; billing: leave out Claude Code's billing block; "
+    text += "dates: the same, and lines with a date or time go to the end (default: billing)"
+    add("--changing-lines", Rare(text), choices=("keep", "billing", "dates"))
     text = "a function of an installed package (entry point of slipstream.logits_processors) that requests may name in "
     add_several("--logits-processors", "NAME", Rare(text + "logits_processors; slow"))
     text = "a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too"

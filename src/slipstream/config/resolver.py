@@ -36,7 +36,7 @@ from slipstream.config.settings import (
 )
 from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
-from slipstream.spec.cache import state_interval
+from slipstream.spec.cache import attention_depth, state_interval
 from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
@@ -230,6 +230,7 @@ def _cache_section(
         eviction=args.cache_eviction,
         state_slots=_state_slots(args, spec),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]),
+        attention_tokens=attention_depth(spec),
     )
     return config, chosen.origins
 

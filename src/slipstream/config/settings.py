@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -384,9 +385,7 @@ class CacheConfig:
     )
     state_interval: int = 0  # tokens of a prompt between kept states
     eviction: str = "value"  # or "lru"
-    attention_tokens: float = (
-        32768.0  # depth at which attention costs as much as the rest of a token
-    )
+    attention_tokens: float = math.inf  # `spec.cache.attention_depth`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,6 +123,13 @@ class BlockPool:
         if free:
             self._link(free)
 
+    def num_blank(self, most: int) -> int:
+        """Number of free blocks outside the order, at most `most`."""
+        block, count = self._next[self._end], 0
+        while block != self._end and count < most:
+            block, count = self._next[block], count + 1
+        return count
+
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
 

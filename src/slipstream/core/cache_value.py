@@ -226,6 +226,14 @@ class ValueOrder:
             self._give(run, block)
         return run
 
+    def part(self, session: Session) -> None:
+        """Split a session's runs where what it is to keep ends."""
+        for end, _ in session.kept:
+            for run in [*session.runs]:
+                index = (end - run.start) / self._size
+                if run.order is self and 0 < index < len(run.blocks):
+                    self._split(run, int(index))
+
     def demote(self, run: Run) -> None:
         """Let a run pause that its session has no more use for."""
         if run.session is not None:
@@ -265,9 +273,22 @@ class ValueOrder:
             heapify(self._heap)
 
     def _value(self, run: Run, session: Session) -> float:
-        depth = run.start + len(run.blocks) * self._size
+        return self.value_of(session, run.start + len(run.blocks) * self._size)
+
+    def value_of(self, session: Session, depth: int) -> float:
+        """Value of a session's blocks that end after `depth` tokens."""
         cost = 1 + depth / 2 / self.sessions.attention_tokens
-        return self.sessions.rate_of(session) * cost * (depth if self._is_whole else 1)
+        return self.sessions.rate_of(session, depth) * cost * (depth if self._is_whole else 1)
+
+    def num_below(self, value: float) -> int:
+        """Number of free blocks that are worth less than `value`. Some behind others are not counted."""
+        self._refresh()
+        counts, found = self._ref_counts, len(self._loose)
+        for entry in self._heap:
+            run = entry[2]
+            if entry[0] < value and run.entry is entry and not run.num_below:
+                found += 0 if counts[run.blocks[-1]] else run.num_free
+        return found
 
     def _session(self, block: int) -> Session | None:
         run = self._owners[block]

@@ -19,6 +19,7 @@ Ranks with requests of their own have a manager each (`Request.kv`). Two manager
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,7 +27,14 @@ from functools import partial
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache_value import ValueOrder
-from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key, salted
+from slipstream.core.prefix_cache import (
+    KEY_BYTES,
+    extend_keys,
+    group_key,
+    longest_hit,
+    root_key,
+    salted,
+)
 from slipstream.core.request import Request, Status
 from slipstream.core.sessions import Session, Sessions
 from slipstream.core.states import StateSlots
@@ -91,6 +99,8 @@ class KVCacheManager:
             self.tiers = Tiers(
                 store, self.pool, self.own, dict(self.windows), cache.block_size, clock
             )
+            if sessions is not None and self.states is None:  # states are in no tier
+                sessions.keeps_keys = True
         self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
 
@@ -288,8 +298,17 @@ class KVCacheManager:
         """Let the request's session pause. Its blocks were released."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
-            num_prompt = request.num_prompt_tokens // self.block_size
-            self.sessions.ended(session, request.block_keys, request.num_shared, num_prompt)
+            size, hints = self.block_size, request.spec.cache_hints
+            num_prompt = request.num_prompt_tokens // size
+            session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
+            for share, seconds in hints.breakpoints:  # a block is kept whole
+                end = math.ceil(share * request.num_prompt_tokens / size) * size
+                session.kept += ((end, seconds),)
+            if self.order is not None and hints.breakpoints:
+                self.order.part(session)
+            self.sessions.ended(
+                session, request.block_keys, request.num_shared, num_prompt, request.calls
+            )
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
@@ -323,6 +342,49 @@ class KVCacheManager:
             return False
         return self.tiers.wants(request, cached, computed, spare)
 
+    def prefetch(self, spare: int) -> None:
+        """Bring back blocks of pausing sessions whose return is near, from a tier to the device.
+
+        Blocks that are evicted for them are worth less. `spare` blocks of the device stay free.
+        """
+        sessions, order, tiers = self.sessions, self.order, self.tiers
+        if sessions is None or order is None or tiers is None or not sessions.keeps_keys:
+            return
+        sessions.tick()
+        while sessions.returning:
+            session = sessions.returning.pop()
+            joined = session.keys
+            keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+            worth = order.value_of(session, len(keys) * self.block_size)
+
+            def has_room(count: int, worth: float = worth, order: ValueOrder = order) -> bool:
+                blank = self.pool.num_blank(count + spare)
+                return blank + order.num_below(worth) >= count + spare <= self.pool.num_free
+
+            done = tiers.bring_back(keys, has_room, partial(self._brought_back, session, keys))
+            if done or session.returns_at > session.returns_by:
+                sessions.drop_keys(session)
+
+    def _brought_back(
+        self, session: Session, keys: list[bytes], loaded: Sequence[bytes], begin: int, end: int
+    ) -> None:
+        """Let a session's blocks that came from a tier wait with it."""
+        session.prefetched = begin, end
+        if self.order is None or session.due is None:
+            return  # its request has come, and takes them
+        if self.full is not None:
+            found = [self.pool.lookup(group_key(key, self.full)) for key in keys]
+            table = [
+                block
+                for block in found[: found.index(None) if None in found else None]
+                if block is not None
+            ]
+            for shared in self.order.enter(table, session, "")[1]:
+                self.order.sessions.close(shared, "shared")
+        own = {block for block in map(self.pool.lookup, loaded) if block is not None}
+        if ends := own.difference(() if self.full is None else table):
+            self.order.apart(session, ends, end)
+
     def adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks of `tables`, which other requests wrote.
 
@@ -334,8 +396,13 @@ class KVCacheManager:
             request.blocks[g], request.num_passed[g] = list(table), passed
         if self.order is not None:
             self.arrived(request)
-            if request.session is not None:
-                self._enter_order(self.order, request, request.blocks, request.session)
+            if (session := request.session) is not None:
+                self._enter_order(self.order, request, request.blocks, session)
+                begin, end = session.prefetched
+                if end and self.tiers is not None:
+                    hit = len(tables[self.own[0]]) * self.block_size
+                    self.tiers.count_used(max(0, min(hit, end) - begin))
+                    session.prefetched = 0, 0
 
     def register(self, request: Request, step_id: int) -> None:
         """Offer blocks to the prefix cache and the tiers.

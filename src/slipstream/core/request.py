@@ -165,6 +165,15 @@ class Request:
         return 1 if computed < self.num_given else self.end
 
     @property
+    def calls(self) -> bool:
+        """Whether its answer calls a tool, as far as its tokens tell: otherwise, whether it may."""
+        hints = self.spec.cache_hints
+        answer = self.token_ids[self.num_prompt_tokens :]
+        return hints.calls and (
+            not hints.call_tokens or not frozenset(hints.call_tokens).isdisjoint(answer)
+        )
+
+    @property
     def num_tokens(self) -> int:
         """Number of known and pending tokens."""
         return len(self.token_ids) + self.num_pending

@@ -280,9 +280,9 @@ class Scheduler:
         for request in self.tiers.take():
             if request.status is Status.LOADING:
                 self.requests.wait(request)
-        self.tiers.store(
-            self.in_flight.last_ended, self._watermark if self.requests.by_id else 0, at_once
-        )
+        spare = self._watermark if self.requests.by_id else 0
+        self.kv.prefetch(spare)
+        self.tiers.store(self.in_flight.last_ended, spare, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 

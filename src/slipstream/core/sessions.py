@@ -10,6 +10,9 @@
    is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
    age, as under LRU.
 
+4. A session is *returning* once it has paused for half as long as its pace lets expect. With tiers below the device its blocks
+   are then brought back (`KVCacheManager.prefetch`).
+
 `core/cache_value.py` evicts blocks by these rates.
 """
 
@@ -17,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from math import exp, frexp, log
+from math import exp, frexp, inf, log
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.types import NO_HINTS, CacheHints
 
 if TYPE_CHECKING:
@@ -53,6 +57,15 @@ MAX_SESSIONS = 32768
 
 MAX_NAMES = 4096
 """Maximum number of names (`prompt_cache_key`) whose pauses are remembered."""
+
+RETURNING, RETRY, MAX_WAIT = 0.5, 1.25, 2.0
+"""Shares of the expected pause after which a session's blocks are first and last brought back, and the factor between tries."""
+
+MIN_PAUSES = 4
+"""Least number of pauses of a kind by which the length of the next is expected."""
+
+MAX_KEYS = 1 << 20
+"""Maximum number of keys of pausing sessions that are remembered, 16 bytes each."""
 
 IN_USE = 1e9
 """Rate of a session with a request that waits or runs."""
@@ -120,6 +133,12 @@ class Pauses:
         pace.count = min(pace.count + 1, OWN_MEMORY)
         pace.mean += (length - pace.mean) / pace.count
 
+    def length(self, pace: OwnPace) -> float | None:
+        """Seconds that a session of that pace is expected to pause. None: too few pauses are known."""
+        if self.count < MIN_PAUSES:
+            return None
+        return exp(self.mean + pace.deviation(self.mean) * self.slope)
+
     @property
     def slope(self) -> float:
         """Share of the deviation of a session's pauses that its next one is expected to have."""
@@ -172,11 +191,16 @@ class Session:
         "ends",
         "hints",
         "idle_since",
+        "kept",
+        "keys",
         "kind",
         "mark",
         "num_open",
         "num_turns",
         "pace",
+        "prefetched",
+        "returns_at",
+        "returns_by",
         "runs",
     )
 
@@ -188,9 +212,15 @@ class Session:
         self.num_turns = 0
         self.runs: dict[Run, None] = {}
         self.hints: CacheHints = NO_HINTS
+        self.kept: tuple[
+            tuple[float, float], ...
+        ] = ()  # tokens and seconds that are hinted to be kept
         self.due: tuple[float, int, Session] | None = None  # its entry among the timers
         self.ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
         self.mark: Run | None = None  # the state that its next request goes on from
+        self.keys = b""  # of its blocks, one after the other, while they may be brought back
+        self.returns_at = self.returns_by = 0.0  # ages for the next and the last try
+        self.prefetched = 0, 0  # tokens that were brought back: from, to
 
 
 class Sessions:
@@ -211,6 +241,10 @@ class Sessions:
         self.idle: dict[
             Session, None
         ] = {}  # sessions that pause, the one that has paused longest first
+        self.keeps_keys = False  # for `returning`
+        self._num_keys = 0
+        self.returning: list[Session] = []
+        """Pausing sessions with keys whose return is near. Whoever brings their blocks back empties it."""
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -236,8 +270,10 @@ class Sessions:
         keys: list[bytes],
         num_shared: int,
         num_prompt_blocks: int,
+        calls: bool = False,
     ) -> None:
-        """Begin a pause of a session, one of whose requests has ended. Others begin with its first `num_shared` blocks."""
+        """Begin a pause of a session, one of whose requests has ended. Others begin with its first `num_shared` blocks.
+        `calls`: a tool's result is due."""
         self.tick()
         first = max(num_shared, num_prompt_blocks - 2)
         ends = (*keys[first:num_prompt_blocks], *keys[num_prompt_blocks:][-1:])
@@ -245,10 +281,25 @@ class Sessions:
         session.ends = ends
         for end in ends:
             self._by_end[end] = session
-        kinds: tuple[Kind, Kind] = (
-            ("call", "later call") if session.hints.calls else ("text", "later text")
-        )
-        self.close(session, kinds[session.num_turns > 1])
+        kinds: tuple[Kind, Kind] = ("call", "later call") if calls else ("text", "later text")
+        kind = kinds[session.num_turns > 1]
+        session.prefetched = 0, 0
+        if self.keeps_keys and session.num_open == 1 and not session.hints.ends:
+            self._expect(session, kind, keys)
+        self.close(session, kind)
+
+    def _expect(self, session: Session, kind: Kind, keys: Sequence[bytes]) -> None:
+        """Remember the keys of a session's blocks until it returns, if its pace lets expect when."""
+        length = self._kinds[kind].length(session.pace)
+        if length is not None and self._num_keys + len(keys) <= MAX_KEYS:
+            session.keys = b"".join(keys)
+            session.returns_at, session.returns_by = RETURNING * length, MAX_WAIT * length
+            self._num_keys += len(keys)
+
+    def drop_keys(self, session: Session) -> None:
+        """Bring a session's blocks back no more."""
+        self._num_keys -= len(session.keys) // KEY_BYTES
+        session.keys = b""
 
     def _of_name(self, name: tuple[str, str]) -> OwnPace:
         self._named[name] = pace = self._named.pop(name, None) or OwnPace()
@@ -271,6 +322,7 @@ class Sessions:
             return
         if session.due is not None:
             session.due = None
+            self.drop_keys(session)
             del self.idle[session]
             seconds = self.clock() - session.idle_since
             self._kinds[session.kind].end(session.bucket, seconds, session.pace)
@@ -309,9 +361,9 @@ class Sessions:
         after = EDGES[session.bucket + 1]
         if session.runs:
             after = min(after, age * STEP)
-        ttl_s = session.hints.ttl_s
-        if ttl_s is not None and age < ttl_s < after:
-            after = ttl_s
+        after = min((s for _, s in session.kept if age < s < after), default=after)
+        if session.keys:
+            after = min(after, session.returns_at)
         at = session.idle_since + after
         self._number += 1
         session.due = at, self._number, session
@@ -332,6 +384,11 @@ class Sessions:
                 session.bucket += 1
                 if session.bucket < NUM_BUCKETS:
                     self._kinds[session.kind].reach(session.bucket)
+            if session.keys and session.idle_since + session.returns_at <= now:
+                self.returning.append(session)
+                session.returns_at = max(now - session.idle_since, EDGES[1]) * RETRY
+                if session.returns_at > session.returns_by:
+                    session.returns_at = inf
             if session.bucket < NUM_BUCKETS:
                 self._wait(session)
                 self._changed(session)
@@ -344,6 +401,7 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         """Stop to expect a session."""
         session.due = None
+        self.drop_keys(session)
         self.idle.pop(session, None)
         self._forget_ends(session)
         self._changed(session)
@@ -352,8 +410,8 @@ class Sessions:
         for run in session.runs:
             run.order.revalue(run)
 
-    def rate_of(self, session: Session) -> float:
-        """Rate of returns of a session, with the weight of its hints."""
+    def rate_of(self, session: Session, depth: float = inf) -> float:
+        """Rate of returns of a session, with the weight of its hints for blocks that end after `depth` tokens."""
         if session.num_open:
             return IN_USE
         hints = session.hints
@@ -363,5 +421,5 @@ class Sessions:
             return FIRST_HAZARD / WIDTHS[-1] * hints.weight
         age = self.clock() - session.idle_since
         found = self._kinds[session.kind].rate_at(age, session.pace)
-        lives = hints.ttl_s is not None and age < hints.ttl_s
+        lives = any(depth <= end and age < seconds for end, seconds in session.kept)
         return found * hints.weight * (HINTED if lives else 1.0)

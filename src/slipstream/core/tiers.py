@@ -14,6 +14,7 @@
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
+5. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
 
 The worker carries out the copies (`BlockStore`).
 """
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
 from typing import Protocol
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
@@ -177,9 +180,10 @@ class TierLoad:
     """Blocks that are being loaded to the device for a request."""
 
     def __init__(
-        self, request: Request, held: list[int], now: float, patience_s: float, era: int
+        self, request: Request | None, held: list[int], now: float, patience_s: float, era: int
     ) -> None:
-        self.request: Request | None = request  # None: the request is gone or waits no longer
+        self.request = request  # None: it is gone or waits no longer, or its session pauses
+        self.arrived: Callable[[], None] | None = None  # called when all blocks are cached
         self.others: list[Request] = []  # other requests that want blocks of this load
         # device blocks that the request will find, in addition to those being loaded
         self.held = held
@@ -238,6 +242,7 @@ class Tiers:
                     "queried_tokens",
                 ),
                 *("host_hit_tokens", "disk_hit_tokens", "declined_tokens", "late_loads"),
+                *("prefetched_tokens", "prefetch_hit_tokens"),
             ),
             0,
         )
@@ -360,15 +365,15 @@ class Tiers:
         if request.looked_up:
             return False
         request.looked_up = True
-        size, reach = self._size, self._reach(request)
+        size, keys = self._size, request.block_keys
+        reach = self._reach(keys)
         self._counts["queried_tokens"] += request.num_tokens - num_cached
         if reach * size <= num_cached:
             return False
         found = {
-            g: [self._pool.lookup(key) for key in self._keys_of(request, g)[:reach]]
-            for g in self._own
+            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
         }
-        wanted, gained = self._missing(request, found, reach, num_cached)
+        wanted, gained = self._missing(keys, request.num_tokens, found, reach, num_cached)
         if not wanted:
             return False
         if (
@@ -379,9 +384,8 @@ class Tiers:
             return True
         pays = self._pays(wanted, gained)
         if pays is None:
-            wanted, gained = self._missing(
-                request, found, num_cached // size + PROBE_BLOCKS, num_cached
-            )
+            most = num_cached // size + PROBE_BLOCKS
+            wanted, gained = self._missing(keys, request.num_tokens, found, most, num_cached)
         held = [block for table in tables for block in table if block != NULL_BLOCK]
         revived = sum(not self._pool.ref_counts[block] for block in held)
         if pays is False or not wanted or len(wanted) + revived + spare > self._pool.num_free:
@@ -389,7 +393,41 @@ class Tiers:
         self._begin(request, wanted, held, gained).probes = pays is None
         return True
 
-    def _reach(self, request: Request) -> int:
+    def bring_back(
+        self,
+        keys: Sequence[bytes],
+        has_room: Callable[[int], bool],
+        arrived: Callable[[Sequence[bytes], int, int], None],
+    ) -> bool:
+        """Load blocks of a chain that no request waits for, if `has_room` for so many.
+
+        Calls `arrived` with the keys of the blocks, and the tokens from and to which they are, before they are let go. Returns
+        False if it may be tried again.
+        """
+        size, end = self._size, len(keys) * self._size + 2
+        reach = self._reach(keys)
+        found = {
+            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
+        }
+        cached = usable_prefix(found, self._windows, end, size)[1] * size
+        wanted, gained = self._missing(keys, end, found, reach, cached)
+        if not wanted or any(key in self._loading for key in wanted):
+            return True
+        if self._pays(wanted, gained) is False:
+            return True
+        held = [block for blocks in found.values() for block in blocks if block is not None]
+        self._pool.hold(held)
+        if fits := has_room(len(wanted)):
+            load = self._begin(None, wanted, held, gained)
+            load.arrived = partial(arrived, wanted, cached, cached + gained)
+        self._pool.release(held)
+        return fits
+
+    def count_used(self, num_tokens: int) -> None:
+        """Count tokens that were brought back, and were found by the next request of their session."""
+        self._counts["prefetch_hit_tokens"] += num_tokens
+
+    def _reach(self, keys: Sequence[bytes]) -> int:
         """Upper bound on the number of prefix blocks that the device and the tiers have.
 
         Most prompts are in no tier. One look shows that, and it must be fast because the GPU waits
@@ -398,25 +436,26 @@ class Tiers:
         # a group that needs all blocks of a prefix
         whole = next((g for g in self._own if g not in self._windows), None)
         if whole is not None:
-            for i, key in enumerate(request.block_keys):
+            for i, key in enumerate(keys):
                 own = group_key(key, whole)
                 if self._pool.lookup(own) is None and not self.has(own):
                     return i
-        return len(request.block_keys)
+        return len(keys)
 
     def _missing(
         self,
-        request: Request,
+        chain: Sequence[bytes],
+        num_tokens: int,
         found: Mapping[int, Sequence[int | None]],
         most: int,
         num_cached: int,
     ) -> tuple[list[bytes], int]:
-        """Choose the blocks to load for the longest prefix of at most `most` blocks.
+        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks.
 
         Returns (keys of the blocks, number of tokens gained over `num_cached`). `found` has the
         device's blocks by group.
         """
-        keys = {g: self._keys_of(request, g)[:most] for g in found}
+        keys = {g: [group_key(key, g) for key in chain[:most]] for g in found}
         there = {
             g: [
                 f or (ELSEWHERE if self.has(k) else None)
@@ -424,7 +463,7 @@ class Tiers:
             ]
             for g in found
         }
-        begins, n = usable_prefix(there, self._windows, request.num_tokens, self._size)
+        begins, n = usable_prefix(there, self._windows, num_tokens, self._size)
         gained = n * self._size - num_cached
         if gained <= 0:
             return [], 0
@@ -435,9 +474,6 @@ class Tiers:
             if there[g][i] == ELSEWHERE
         ], gained
 
-    def _keys_of(self, request: Request, group: int) -> list[bytes]:
-        return [group_key(key, group) for key in request.block_keys]
-
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
         """`Rates.pays` for the blocks with these keys."""
         num_host = sum(self._tier_of(key) == "host" for key in keys)
@@ -447,9 +483,9 @@ class Tiers:
         return found
 
     def _begin(
-        self, request: Request, keys: Sequence[bytes], held: Sequence[int], num_tokens: int
+        self, request: Request | None, keys: Sequence[bytes], held: Sequence[int], num_tokens: int
     ) -> TierLoad:
-        """Start to load the blocks with these keys, which saves the request `num_tokens` tokens.
+        """Start to load the blocks with these keys, which saves the request `num_tokens` tokens. None: it is to come.
 
         The `held` blocks stay on the device meanwhile. The device must have enough free blocks.
         """
@@ -458,7 +494,9 @@ class Tiers:
             BLIND_PATIENCE_S if computing is None else max(MIN_PATIENCE_S, PATIENCE * computing)
         )
         self._pool.hold(held)
-        if (probe := self._arrived.pop(request, None)) is not None:
+        if request is None:
+            patience = inf
+        elif (probe := self._arrived.pop(request, None)) is not None:
             # its blocks are among the held ones
             self._pool.release(probe.held)
         load = TierLoad(request, list(held), now, patience, self._era)
@@ -469,9 +507,12 @@ class Tiers:
             copies.append(self._bring(load, block, key))
         load.num_host = sum(copy.source == "host" for copy in copies)
         load.num_disk = len(copies) - load.num_host
-        tokens = num_tokens * load.num_host // len(copies)
-        self._counts["host_hit_tokens"] += tokens
-        self._counts["disk_hit_tokens"] += num_tokens - tokens
+        if request is None:
+            self._counts["prefetched_tokens"] += num_tokens
+        else:
+            tokens = num_tokens * load.num_host // len(copies)
+            self._counts["host_hit_tokens"] += tokens
+            self._counts["disk_hit_tokens"] += num_tokens - tokens
         self._store.submit([copy for copy in copies if copy.source != copy.target])
         for copy in copies:
             if copy.source == copy.target:
@@ -545,6 +586,8 @@ class Tiers:
             rate.learn(load.num_host + load.num_disk, now - load.begun, now)
         self._loads.remove(load)
         self._ready += load.others
+        if load.arrived is not None:
+            load.arrived()
         if load.request is not None and load.probes:
             load.request.looked_up = False
         if load.request is None:

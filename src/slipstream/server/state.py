@@ -200,6 +200,8 @@ class ServerSettings:
     # A name in `tool_formats.FORMATS`, or "none"; None: by the chat template
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None  # the same for REASONING
+    # What becomes of lines of system prompts that differ between requests: `answers.changing_lines`
+    changing_lines: Literal["keep", "billing", "dates"] = "billing"
     # "module:function" by the name that requests give
     logits_processors: dict[str, str] = field(default_factory=dict)
     grpc_port: int | None = None  # port of KServe's protocol over gRPC; None: no gRPC
@@ -277,6 +279,11 @@ class ServerSettings:
                 field="audit_log",
             )
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
+        require(
+            self.changing_lines in ("keep", "billing", "dates"),
+            "changing_lines",
+            "'keep', 'billing' or 'dates'",
+        )
         assert self.formats  # checks both parsers' names
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")
         hosts = self.allowed_media_hosts

@@ -76,6 +76,27 @@ def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: int) -> int:
     return min(8192, max(256, 1 << round(math.log2(max(1.0, ratio)))))
 
 
+def attention_depth(spec: ModelSpec) -> float:
+    """Depth in tokens at which a token's attention to all before it costs as many operations as the rest of the token. Layers
+    with a window are part of the rest. Infinite if no layer attends to all tokens."""
+    rest = of_each = 0.0
+    for layer in spec.layers:
+        share = getattr(layer.mlp, "num_experts_per_token", 1) / getattr(
+            layer.mlp, "num_experts", 1
+        )
+        for name, shape in layer.shapes(spec.hidden_size).items():
+            if name.endswith("weight") and len(shape) == 2:
+                rest += 2 * math.prod(shape) * (share if name.startswith("experts.") else 1)
+    for a in spec.attentions:
+        window: int | None = getattr(a, "window", None)  # latent attention has none
+        pair = 2 * a.num_heads * (a.head_dim + getattr(a, "kv_rank", a.head_dim))
+        if window is None or window >= spec.max_position:
+            of_each += pair
+        else:
+            rest += pair * window
+    return rest / of_each if of_each else math.inf
+
+
 def group_layers(
     attentions: Mapping[int, AttentionKind], max_position: int, *, divide: bool
 ) -> list[CacheGroup]:

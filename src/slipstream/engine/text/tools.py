@@ -186,6 +186,17 @@ class Reading:
             shows_special=self.shows(tokenizer),
         )
 
+    def call_tokens(self, tokenizer: GrammarTokenizer) -> tuple[int, ...]:
+        """Tokens of which every answer with a call has one. Empty: no token tells, or there are no tools."""
+        form, found = self.form, set[int]()
+        if form is None or not self.offered:
+            return ()
+        for mark in (form.trigger,) if form.trigger else form.call_marks:
+            ids = tokenizer.encode(mark, add_special_tokens=False)
+            special = [i for i in ids if i in tokenizer.special_ids]
+            found.update(ids if len(ids) == 1 else special[-1:])
+        return tuple(sorted(found))
+
     def applied(self, sampling: SamplingParams, tokenizer: GrammarTokenizer) -> SamplingParams:
         """Sampling parameters of an answer that is read so. RequestError for a budget of reasoning of
         a model that has none."""

@@ -33,7 +33,7 @@ from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.server.answers.beams import named_as_in_body
-from slipstream.server.answers.cache_hints import cache_hints
+from slipstream.server.answers.cache_hints import Breakpoints, cache_hints
 from slipstream.server.answers.hints import given_hints
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -130,6 +130,8 @@ class Answer:
     id_prefix: ClassVar[str]
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # a stream's
     whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
+    call_tokens: tuple[int, ...] = ()  # see `CacheHints`, as the next
+    breakpoints: Breakpoints = ()
     ends_with_context = False  # max_tokens was cut to what is left of the context
     is_plain: ClassVar[bool] = True  # events of more text differ only in the text
 
@@ -288,7 +290,7 @@ class Answer:
         priority = effective_priority(self.record, self.body.priority)
         options = RequestOptions(
             priority=priority,
-            cache_hints=cache_hints(self.body, priority),
+            cache_hints=cache_hints(self.body, priority, self.call_tokens, self.breakpoints),
             cache_salt=prefix_salt(key, self.body.cache_salt),
             lora_request=self.state.engine.adapters.get(self.body.model or ""),
             share=None if key is None else Share(key.id, key.weight),

@@ -25,7 +25,8 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
-from slipstream.server.answers.cache_hints import longest_ttl
+from slipstream.server.answers.cache_hints import Breakpoints, breakpoints
+from slipstream.server.answers.changing_lines import BILLING
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
@@ -71,7 +72,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A mark of a prefix to cache. All are cached; the longest `ttl` of a body raises the value of its session."""
+    """A mark of a prefix to cache. All are cached; up to the mark the value is raised for the time of its `ttl`."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -106,6 +107,9 @@ class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url")
 class ImageBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["image"]
     source: Base64Source | UrlSource
+    transformations: Raw = (
+        HINT  # of pictures that are too large; ours are resized by the model's own rules
+    )
 
 
 class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
@@ -178,6 +182,7 @@ class ToolUsePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     name: str
     input: dict[str, Any]
     caller: Raw = OFF
+    toolset_name: Raw = HINT  # a label
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"caller": (b"null", b'{"type":"direct"}')}
 
@@ -187,6 +192,7 @@ class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     tool_use_id: str
     content: str | list[dict[str, Raw]] = ""
     is_error: bool = False
+    toolset_name: Raw = HINT
 
 
 _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
@@ -252,11 +258,12 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
     """Settings of thinking. `budget_tokens` is an upper limit that holds exactly."""
 
-    hints: ClassVar[tuple[str, ...]] = ("display",)
+    hints: ClassVar[tuple[str, ...]] = ("display", "block_binding")
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None  # reasoning is always sent in full
+    display: str | None = None  # reasoning is always sent in full
+    block_binding: Raw = HINT  # thoughts that come back are not checked
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -291,15 +298,23 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     speed: Raw = HINT
     inference_geo: Raw = HINT
     user_profile_id: Raw = HINT
+    workspace_id: Raw = HINT
+    diagnostics: Raw = HINT
+    billing_policy: Raw = HINT
+    fallbacks: Raw = HINT  # other models for what this one refuses for its provider's policies
+    fallback_credit_token: Raw = HINT
+    compaction: Raw = OFF
     container: Raw = OFF
     mcp_servers: Raw = OFF
     thread: Raw = OFF  # see `error_body`
 
     hints: ClassVar[tuple[str, ...]] = (
         *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
-        *("inference_geo", "user_profile_id", "metadata", "service_tier"),
+        *("inference_geo", "user_profile_id", "metadata", "service_tier", "workspace_id"),
+        *("diagnostics", "billing_policy", "fallbacks", "fallback_credit_token"),
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "compaction": (b"null",),
         "container": (b"null",),
         "mcp_servers": (b"null", b"[]"),
         "thread": (b"null",),
@@ -339,13 +354,18 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     def _place(self, index: int, part: int) -> str:
         """Path in this body of a picture: of `part` in the chat's message `index`."""
-        index -= bool(_system(self.system))
+        index -= bool(self.prompt)
         for i, message in enumerate(self.messages):
             made, places = _messages(message, f"messages[{i}]")
             if index < len(made):
                 return places[part]
             index -= len(made)
         return "messages"
+
+    @cached_property
+    def prompt(self) -> str:
+        """The system prompt. `chat` sets it by the server's settings."""
+        return _system(self.system, billing=False)
 
     @cached_property
     def functions(self) -> tuple[list[AnthropicTool], list[str]]:
@@ -383,7 +403,8 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         """This body as a chat."""
-        messages = [Message(role="system", content=text)] if (text := _system(self.system)) else []
+        self.prompt = _system(self.system, billing=state.settings.changing_lines == "keep")
+        messages = [Message(role="system", content=self.prompt)] if self.prompt else []
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")[0]
         choice, output = self.tool_choice, self.output_config
@@ -453,19 +474,20 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
             )
 
     @cached_property
-    def cache_ttl(self) -> str | None:
-        """The longest time to live that a breakpoint asks for, as in the body; None without breakpoints."""
+    def breakpoints(self) -> Breakpoints:
+        """The breakpoints of tools, system prompt and messages, the order that Anthropic documents."""
         own = (
             {} if self.cache_control is None else {"cache_control": Raw(encode(self.cache_control))}
         )
-        contents = (self.system, *(message.content for message in self.messages))
-        blocks = (block for content in contents if isinstance(content, list) for block in content)
-        return longest_ttl((own, *blocks, *(self.tools or ())))
+        parts = [*(self.tools or ())]
+        for content in (self.system, *(message.content for message in self.messages)):
+            parts += (
+                content if isinstance(content, list) else [{"text": Raw(encode(content or ""))}]
+            )
+        return breakpoints([*parts, own])
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
-        if ttl := self.cache_ttl:
-            given["prompt_cache_retention"] = Raw(encode(ttl))
         return super().chat(
             state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more
         )
@@ -542,18 +564,13 @@ def _parts(
     return found
 
 
-BILLING = "x-anthropic-billing-header:"
-"""First characters of a block that Claude Code puts before the system prompt. Its text differs by
-session, so no two sessions could share a prefix."""
-
-
-def _system(content: str | list[dict[str, Raw]] | None) -> str:
-    """The system prompt's text, without the billing blocks."""
+def _system(content: str | list[dict[str, Raw]] | None, *, billing: bool) -> str:
+    """The system prompt's text, with or without the billing blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = _parts(content, "system", "system")
     texts = [part.text for part in parts if isinstance(part, TextBlock)]
-    return "".join(text for text in texts if not text.startswith(BILLING))
+    return "".join(text for text in texts if billing or not text.startswith(BILLING))
 
 
 def _texts_and_pictures(
@@ -636,7 +653,6 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
 
 class MessageAnswer(BlockAnswer):
     id_prefix = "msg_"
-    cache_ttl: str | None = None  # of the body's breakpoints
 
     def opening(self) -> bytes:
         return sse("message_start", {"message": self._message([], None, None, 0)})
@@ -695,14 +711,14 @@ class MessageAnswer(BlockAnswer):
         cache, written = self.state.engine.config.cache, 0
         if cache.enable_prefix_caching:  # whole blocks are cached
             written = max(0, num_prompt // cache.block_size * cache.block_size - cached)
-        lives = "1h" if self.cache_ttl == "1h" else "5m"
+        lives = max((s for _, s in self.breakpoints), default=0.0)
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
         return {
             "input_tokens": num_prompt - cached - written,
             "cache_creation_input_tokens": written,
             "cache_creation": {
-                f"ephemeral_{ttl}_input_tokens": written if ttl == lives else 0
+                f"ephemeral_{ttl}_input_tokens": written if (lives > 300.0) == (ttl == "1h") else 0
                 for ttl in ("5m", "1h")
             },
             "cache_read_input_tokens": cached,
@@ -800,7 +816,7 @@ async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRec
         made.check()
         answer = await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
     assert isinstance(answer, MessageAnswer)
-    answer.cache_ttl = body.cache_ttl
+    answer.breakpoints = body.breakpoints
     return answer
 
 

@@ -314,6 +314,8 @@ async def prepare(
         given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
     made = answer(reading, state, body, [given], sampling, record)
     made.ends_with_context = is_cut
+    if reading is not None and tokenizer is not None:
+        made.call_tokens = reading.call_tokens(tokenizer)
     if prompt.told is not None:
         made.more_usage = {"prompt_compression": prompt.told}
     return made

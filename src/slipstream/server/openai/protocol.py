@@ -87,7 +87,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
 
     hints: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "store", "safety_identifier", "service_tier"),
-        *("prompt_cache_options", "prediction"),
+        "prediction",
     )
 
     model: str | None = None  # default: the first served name, as in vLLM
@@ -290,7 +290,8 @@ def one_kind(given: Any, name: str) -> list[str | list[int]]:
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
-    cache_control: Raw = HINT
+    cache_control: Raw = HINT  # see `answers.cache_hints`, as the next
+    prompt_cache_breakpoint: Raw = HINT
 
 
 class RefusalPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -314,6 +315,7 @@ class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
 class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
     image_url: ImageUrl | str  # a plain URL is vLLM's short form
     cache_control: Raw = HINT
+    prompt_cache_breakpoint: Raw = HINT
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -367,6 +369,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     modalities: Raw = OFF
     audio: Raw = OFF
     web_search_options: Raw = OFF
+    moderation: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "functions": (b"null", b"[]"),
@@ -374,6 +377,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         "modalities": (b"null", b'["text"]'),
         "audio": (b"null",),
         "web_search_options": (b"null",),
+        "moderation": (b"null",),
     }
 
     def check(self) -> None:
@@ -615,6 +619,7 @@ def refuse_unless_off(body: Struct, off: Mapping[str, tuple[bytes, ...]], path: 
         raw = bytes(getattr(body, name))
         if raw and (len(raw) > 100 or msgspec.json.format(raw, indent=-1) not in allowed):
             only = " or ".join(value.decode() for value in allowed)
+            name = body.__struct_encode_fields__[body.__struct_fields__.index(name)]
             raise bad_request(f"{name} is not supported yet; leave it out or {only}", path + name)
 
 

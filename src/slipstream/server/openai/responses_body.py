@@ -60,6 +60,12 @@ Included = Literal[
 always have."""
 
 
+_CALLED: dict[str, tuple[bytes, ...]] = {
+    "allowed_callers": (b"null", b'["direct"]'),
+    "is_async": (b"null", b"false"),
+}
+
+
 class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     name: Name
@@ -67,8 +73,12 @@ class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: Raw = HINT  # hint: the model is told of all tools at once
+    output_schema: Raw = HINT  # the model is not told of it
+    allowed_callers: Raw = OFF
+    is_async: Raw = msgspec.field(default_factory=Raw, name="async")
 
-    hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
+    hints: ClassVar[tuple[str, ...]] = ("defer_loading", "output_schema")
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = _CALLED
 
 
 class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -79,8 +89,11 @@ class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     format: dict[str, Any] | None = None  # a grammar of the text; the model is told of it
     defer_loading: Raw = HINT
+    allowed_callers: Raw = OFF
+    is_async: Raw = msgspec.field(default_factory=Raw, name="async")
 
     hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = _CALLED
 
 
 class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -140,12 +153,13 @@ class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
 class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     """Settings of reasoning. It is always returned in full, never summarised."""
 
-    hints: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context")
+    hints: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context", "mode")
 
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
     context: Raw = HINT
+    mode: Raw = HINT
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -328,12 +342,15 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     conversation: Raw = OFF
     prompt: Raw = OFF
     context_management: Raw = HINT  # nothing is edited
+    image: Raw = HINT  # how pictures may be compressed; none is
+    background_options: Raw = HINT
+    access_programs: Raw = HINT
     moderation: Raw = OFF
 
     hints: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "safety_identifier", "client_metadata", "service_tier"),
-        *("prompt_cache_options", "max_tool_calls"),
-        "context_management",
+        *("max_tool_calls", "context_management", "image", "background_options"),
+        "access_programs",
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "background": (b"null", b"false"),
@@ -358,6 +375,7 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
         given = {name: getattr(self, name) for name in _SAME}
         for name in ("prompt_cache_key", "prompt_cache_retention"):
             given[name] = Raw(msgspec.json.encode(getattr(self, name)))
+        given["prompt_cache_options"] = self.prompt_cache_options
         found = super().chat(
             messages, max_completion_tokens=self.max_output_tokens, **given, **more
         )
@@ -404,6 +422,7 @@ def _add_tool(
         return
     if kind == "custom":
         custom = decode(CustomTool, raw, f"{path}.")
+        refuse_unless_off(custom, custom.off, f"{path}.")
         known = full_name(custom.name, namespace)
         function = FunctionSpec(
             name=known, description=_described(custom), parameters=TEXT_PARAMETERS
@@ -414,6 +433,7 @@ def _add_tool(
             hints.append("tools.format")  # the model is told of the grammar, but it is not enforced
     elif kind == "function":
         own = decode(ResponseTool, raw, f"{path}.")
+        refuse_unless_off(own, own.off, f"{path}.")
         known = full_name(own.name, namespace)
         function = FunctionSpec(
             name=known, description=own.description, parameters=own.parameters, strict=own.strict
@@ -464,6 +484,7 @@ class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class ItemImage(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -471,6 +492,7 @@ class ItemImage(Struct, forbid_unknown_fields=True, kw_only=True):
     image_url: str | None = None
     detail: Literal["auto", "low", "high"] | None = None
     file_id: str | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class Item(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -491,6 +513,8 @@ class FunctionCallItem(Item, forbid_unknown_fields=True, kw_only=True):
     name: str
     arguments: str
     namespace: str | None = None
+    caller: dict[str, Any] | None = None  # labels, as the next
+    is_async: bool | None = msgspec.field(default=None, name="async")
 
 
 class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
@@ -499,6 +523,8 @@ class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
     name: str
     input: str
     namespace: str | None = None
+    caller: dict[str, Any] | None = None
+    is_async: bool | None = msgspec.field(default=None, name="async")
 
 
 class ItemReference(Item, forbid_unknown_fields=True, kw_only=True):
@@ -511,6 +537,9 @@ class FunctionOutputItem(Item, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | list[dict[str, Raw]]
+    name: str | None = None  # labels, as the next
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
 
 
 class ReasoningItem(Item, forbid_unknown_fields=True, kw_only=True):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from slipstream.engine.processor import in_thread_if_long
 from slipstream.engine.vision.pictures import PreparedPicture, with_pictures
 from slipstream.errors import ContextLengthError
+from slipstream.server.answers.changing_lines import in_order
 from slipstream.server.answers.media import read_pictures
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
@@ -46,6 +47,8 @@ async def pictured_tokens(
     `template_tokens`'s other arguments."""
     parts = list[PicturePart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
+    if state.settings.changing_lines == "dates":
+        plain = in_order(plain)
     pictures = await read_pictures(state, parts)
     tokens = await template_tokens(
         state, plain, add_generation_prompt=add_generation_prompt, pictures=pictures, **given

@@ -187,6 +187,18 @@ _TIER_METRICS = (
     ),
     ("late_loads", "kv_tier_late_loads", True, "Requests that waited no longer for their blocks"),
     (
+        "prefetched_tokens",
+        "kv_tier_prefetched_tokens",
+        True,
+        "Tokens of pausing sessions that were brought back to the device",
+    ),
+    (
+        "prefetch_hit_tokens",
+        "kv_tier_prefetch_hits",
+        True,
+        "Of these, tokens that the session's next request found",
+    ),
+    (
         "host_bytes_per_s",
         "kv_host_tier_bytes_per_second",
         False,

@@ -19,6 +19,10 @@ tools = [{"type": "function", "function": function}]
 PROVIDERS = {
     "openai": "/v1",
     "hosted_vllm": "/v1",
+    "custom_openai": "/v1",
+    "lm_studio": "/v1",
+    "litellm_proxy": "/v1",
+    "llamafile": "/v1",
     "openai/responses": "/v1",
     "anthropic": "",
     "ollama_chat": "",

@@ -516,6 +516,9 @@ class ToolFormat(ABC):
     """Regular expression of all answers without calls, for formats without a trigger, where calls
     are the whole answer."""
 
+    call_marks: ClassVar[tuple[str, ...]] = ()
+    """Texts of which each call has one, for formats without a trigger."""
+
     reasons: ClassVar[bool] = False
     """Reasoning is part of the format."""
 

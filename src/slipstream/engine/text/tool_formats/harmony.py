@@ -17,6 +17,7 @@ _CALL = re.compile(r"to=functions\.([\w.-]{1,256})")
 class Harmony(ToolFormat):
     name = "harmony"
     markers = (CHANNEL, MESSAGE, CONSTRAIN, START, *ENDS)
+    call_marks = (CONSTRAIN, "<|call|>")
     reasons = True
 
     @classmethod
