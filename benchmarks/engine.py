@@ -5,6 +5,7 @@
     python benchmarks/engine.py --study starts      # starts of versions on a GPU, in turns, by phase
     python benchmarks/engine.py --study versions    # two versions of Slipstream on a CPU, in turns
     python benchmarks/engine.py --study batching    # in-flight beside static batching on a CPU, and wasted KV memory
+    python benchmarks/engine.py --study long        # long contexts on a GPU: steps, prompts, few tokens after cached ones
 
 `--help` behind a study prints what it does and its options.
 """
