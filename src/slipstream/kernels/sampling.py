@@ -109,6 +109,20 @@ def best_logprobs(
     return chosen, rank, ids, values
 
 
+def packed_logprobs(logits: Floats, tokens: Longs, num_top: int) -> npt.NDArray[np.int32]:
+    """Applies `OpSet.packed_logprobs`."""
+    chosen, rank, ids, values = best_logprobs(logits, tokens, num_top)
+    parts = chosen[:, None].view(np.int32), rank[:, None], ids, values.view(np.int32)
+    return np.concatenate(parts, axis=1, dtype=np.int32, casting="unsafe")
+
+
+def unpacked_logprobs(packed: npt.NDArray[np.int32]) -> tuple[npt.NDArray[Any], ...]:
+    """Returns arrays like `best_logprobs` from what `packed_logprobs` makes of them."""
+    chosen, rank, best = packed[:, :1].view(np.float32)[:, 0], packed[:, 1], packed[:, 2:]
+    ids, values = np.split(best, 2, axis=1)
+    return chosen, rank.astype(np.int64), ids.astype(np.int64), values.view(np.float32)
+
+
 def uniform(seeds: npt.NDArray[Any], counters: npt.NDArray[Any]) -> Floats:
     """Returns `reference.uniform`'s numbers in (0, 1), which depend on (seed, counter) alone, with
     the same bits."""

@@ -251,6 +251,7 @@ class HostOps:
         return sampling.sample(logits, params, self.largest)
 
     best_logprobs = staticmethod(sampling.best_logprobs)
+    packed_logprobs = staticmethod(sampling.packed_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
 
     # --- The file of packed products ---
