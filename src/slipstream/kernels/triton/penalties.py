@@ -72,12 +72,13 @@ def _penalties_kernel(
                 )
             tl.debug_barrier()
         # additions in memory: what a thread block has in its own cache is older
-        for first in range(start, end, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            token = tl.load(history + at, mask=at < end, other=-1)
-            there = (token >= 0) & (token < vocab)
-            added = tl.zeros((BLOCK,), tl.float32) - frequency
-            tl.atomic_add(row_ptr + token, added, mask=there & (frequency != 0.0), sem="relaxed")
+        if frequency != 0.0:
+            for first in range(start, end, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                token = tl.load(history + at, mask=at < end, other=-1)
+                added = tl.zeros((BLOCK,), tl.float32) - frequency
+                there = (token >= 0) & (token < vocab)
+                tl.atomic_add(row_ptr + token, added, mask=there, sem="relaxed")
         tl.debug_barrier()
         if presence != 0.0:
             for first in range(start, end, BLOCK):
