@@ -495,6 +495,9 @@ def draw(logits: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tenso
     classes = dict(CLASSES=NUM_CLASSES, LIST=MAX_LISTED, **own)
     grid = num_rows, num_splits
     _extent_kernel[grid](logits, *extent, counts, state, *sizes, CLASSES=NUM_CLASSES, **base)
+    classes["num_warps"] = (
+        16  # 8 would leave room for few warps beside: the searches take many registers
+    )
     _classes_kernel[grid](*given, *extent, counts, state, *sizes, **classes)
     _cuts_kernel[grid](*given, *extent, listed, state, *sizes, **classes)
     places = params.seeds, params.history_lens
