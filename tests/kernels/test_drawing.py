@@ -11,21 +11,7 @@ from slipstream.kernels.reference import apply_bias_and_penalties
 from slipstream.kernels.sampling import uniform
 from slipstream.kernels.triton import drawing, penalties
 from tests.kernels import cases
-from tests.kernels.draws import Wants, may_draw, random_case
-
-
-def tensors(wants: list[Wants], seeds=None, rows=None) -> SamplingTensors:
-    count = len(wants)
-    floats = {
-        n: torch.tensor([getattr(w, n) for w in wants]) for n in ("temperature", "top_p", "min_p")
-    }
-    return SamplingTensors(
-        **floats,
-        top_k=torch.tensor([w.top_k for w in wants]),
-        seeds=torch.arange(count) if seeds is None else seeds,
-        history_lens=torch.arange(count if rows is None else len(rows), dtype=torch.int32),
-        rows=rows,
-    )
+from tests.kernels.draws import Wants, are_draws_of, kept_weights, may_draw, random_case, tensors
 
 
 def check(rng, num_rows, vocab, block):
@@ -77,24 +63,18 @@ def test_draws_do_not_depend_on_the_batch(monkeypatch, num_rows):
     assert many[1] == drawing.draw(x, one, block=256)[0]
 
 
-@pytest.mark.parametrize(
-    "wants", [Wants(0.8), Wants(1.0, 0, 0.7), Wants(1.5, 6), Wants(1.0, 9, 0.8, 0.05)]
-)
-def test_draws_are_distributed_as_the_kept_probabilities(wants):
-    """Chi-square of 4,000 draws of one row of logits."""
-    from tests.kernels.draws import kept_weights
+KEPT = [Wants(0.8), Wants(1.0, 0, 0.7), Wants(1.5, 6), Wants(1.0, 9, 0.8, 0.05)]
 
-    count = 4000
+
+@pytest.mark.parametrize("count", [250, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wants", KEPT)
+def test_draws_are_distributed_as_the_kept_probabilities(wants, count):
+    """Chi-square of draws of one row of logits."""
     x = np.random.default_rng(3).standard_normal(24).astype(np.float32)
-    w = kept_weights(x, wants, float(np.float32(wants.top_p)))
-    params = tensors([wants] * count)
-    found = drawing.draw(torch.from_numpy(x).expand(count, 24).contiguous(), params)
-    drawn, expected = np.bincount(found.numpy(), minlength=24), count * w / w.sum()
-    assert not drawn[w == 0].any()
-    there = w > 0
-    statistic = ((drawn - expected)[there] ** 2 / expected[there]).sum()
-    freedom = there.sum() - 1
-    assert statistic < freedom + 5 * np.sqrt(2 * freedom) + 5
+    found = drawing.draw(
+        torch.from_numpy(x).expand(count, 24).contiguous(), tensors([wants] * count)
+    )
+    assert are_draws_of(kept_weights(x, wants, float(np.float32(wants.top_p))), found.numpy())
 
 
 def test_nan_and_infinite_logits_draw_a_token():

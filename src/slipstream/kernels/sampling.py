@@ -21,10 +21,17 @@ NUCLEUS_STEPS = (64, 1024)
 """Numbers of most likely tokens that top-p looks at before it sorts all of them."""
 
 
-def sample(logits: Floats, params: SamplingTensors, argmax: Callable[[Floats], Longs]) -> Longs:
+def sample(
+    logits: Floats,
+    params: SamplingTensors,
+    argmax: Callable[[Floats], Longs],
+    draws: Callable[[Floats, SamplingTensors], Longs] | None = None,
+) -> Longs:
     """Samples from float32 [S, V], which is overwritten → int64 [S]. `params` has arrays. `argmax`
-    gives the first maximum of each row."""
+    gives the first maximum of each row. `draws`, if given, draws all rows."""
     apply_bias_and_penalties(logits, params)
+    if draws is not None and not params.all_greedy:
+        return draws(logits, params)
     tokens = argmax(logits)
     if params.all_greedy:
         return tokens
