@@ -80,6 +80,7 @@ class HostOps:
     rounded = NATIVE_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
     shares_prefixes = False
+    takes_rows = False
     output_multiple = 1
 
     def __init__(
