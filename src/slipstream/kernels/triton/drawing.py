@@ -37,7 +37,7 @@ MAX_PROGRAMS = 1056
 """Thread blocks that more rows are shared out to, eight for each of an H200's multiprocessors."""
 
 ONE = tl.constexpr(float(2**42))
-"""What a weight of 1 counts. Sums of up to 2²⁰ tokens fit into 63 bits."""
+"""Count of a weight of 1. Sums of up to 2²⁰ tokens fit into 63 bits."""
 ONE_BITS = tl.constexpr(0x3F800000)
 """The bits of 1.0. Weights are ordered like their bits."""
 LOWEST_KEY = tl.constexpr(-(2**31))

@@ -41,7 +41,7 @@ NUM_LOGPROBS = (0, 5, 20)
 
 
 class EndKind(NamedTuple):
-    """What an end does beyond finding the likeliest tokens."""
+    """Work of an end beyond finding the likeliest tokens."""
 
     draws: bool = False
     changes: bool = False  # applies biases and penalties
@@ -95,7 +95,7 @@ class StepEnds:
         self.places[1] = rows.capacity
         # Those that are not used have the value 0.
         places = torch.zeros(2, MAX_BIASES, dtype=torch.int64, device=hidden.device)
-        self._biases = Biases(*places, torch.zeros(MAX_BIASES, device=hidden.device))
+        self._biases = Biases(places[0], places[1], torch.zeros(MAX_BIASES, device=hidden.device))
         self._num_biases = 0
         self._captured: dict[tuple[int, EndKind], tuple[Graph, Values]] = {}
         self._complete: set[EndKind] = set()  # kinds for which no memory is left

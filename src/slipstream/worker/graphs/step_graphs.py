@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,9 +102,9 @@ class Graphs:
 
     def _record(
         self,
-        work: Callable[[], Tensor],
+        work: Callable[[], Any],
         compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> tuple[Graph, Tensor]:
+    ) -> tuple[Graph, Any]:
         assert self._recorder is not None
         return self._recorder.capture(work, compiling)
 

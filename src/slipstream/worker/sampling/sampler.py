@@ -84,7 +84,9 @@ def tensors_of_rows(
     """
     if table.ops.takes_rows:
         floats, ints = table.sampling_floats, table.sampling_ints
-        history, own, lens = table.tokens, rows, positions
+        own: Tensor | None = rows
+        history: Tensor | None = table.tokens
+        lens = positions
     else:
         floats, ints = (
             table.columns(t, rows) for t in (table.sampling_floats, table.sampling_ints)
