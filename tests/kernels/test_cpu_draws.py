@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.programs import Draws
+from slipstream.kernels.cpu.programs import RowDraws
 from slipstream.kernels.sampling import uniform
 from tests.kernels.draws import (
     Wants,
@@ -33,10 +33,10 @@ def test_draws_are_those_of_sorting(isa, vocab, num_rows):
     )
     u = uniform(params.seeds.numpy(), params.history_lens.numpy())
     logits = np.stack([x for x, _ in cases])
-    found = Draws(POOLS[isa], vocab)(logits, params)
+    found = RowDraws(POOLS[isa], vocab)(logits, params)
     for x, (_, want), number, token in zip(logits, cases, u.tolist(), found.tolist(), strict=True):
         assert may_draw(x, want, number, token), (want, number, token)
-    alone = Draws(POOLS[isa], vocab)
+    alone = RowDraws(POOLS[isa], vocab)
     for i in range(0, num_rows, 37):  # the same alone
         one = tensors([cases[i][1]], params.seeds[i : i + 1])
         one.history_lens[0] = params.history_lens[i]
@@ -50,7 +50,7 @@ def test_draws_of_ten_thousand_rows_are_those_of_sorting(isa):
     params = tensors([w for _, w in cases])
     u = uniform(params.seeds.numpy(), params.history_lens.numpy())
     logits = np.stack([x for x, _ in cases])
-    found = Draws(POOLS[isa], 300)(logits, params)
+    found = RowDraws(POOLS[isa], 300)(logits, params)
     wrong = [
         (want, token)
         for x, (_, want), number, token in zip(
@@ -67,13 +67,13 @@ def test_draws_of_ten_thousand_rows_are_those_of_sorting(isa):
 def test_draws_are_distributed_as_the_kept_probabilities(wants):
     count, pool = 50_000, next(iter(POOLS.values()))
     x = np.random.default_rng(3).standard_normal(24).astype(np.float32)
-    found = Draws(pool, 24)(np.broadcast_to(x, (count, 24)), tensors([wants] * count))
+    found = RowDraws(pool, 24)(np.broadcast_to(x, (count, 24)), tensors([wants] * count))
     assert are_draws_of(kept_weights(x, wants, float(np.float32(wants.top_p))), found)
 
 
 def test_nan_and_infinite_logits_draw_a_token():
     x = np.zeros((5, 50), np.float32)
     x[0], x[1, 7], x[2], x[3, 9], x[4, :40] = np.nan, np.nan, -np.inf, np.inf, -np.inf
-    found = Draws(next(iter(POOLS.values())), 50)(x, tensors([Wants(1.0, 3, 0.9)] * 5))
+    found = RowDraws(next(iter(POOLS.values())), 50)(x, tensors([Wants(1.0, 3, 0.9)] * 5))
     assert ((found >= 0) & (found < 50)).all()
     assert (found[3], found[1] != 7, found[4] >= 40) == (9, True, True)

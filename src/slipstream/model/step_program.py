@@ -31,9 +31,9 @@ from slipstream.kernels.cpu.native import (
     activation_of,
 )
 from slipstream.kernels.cpu.programs import (
-    Draws,
     LinearArgmax,
     LinearProgram,
+    RowDraws,
     add_attention,
     add_linear,
     add_norm,
@@ -127,9 +127,9 @@ class StepProgram:
                 self.count_experts(i, layer.expert_counts)
 
     @cached_property
-    def _draws(self) -> Draws:
+    def _draws(self) -> RowDraws:
         assert self._head_weight is not None
-        return Draws(self.pool, self._head_weight.out_features, self._head_weight)
+        return RowDraws(self.pool, self._head_weight.out_features, self._head_weight)
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -32,7 +32,7 @@ from slipstream.kernels.cpu.mla import pack_head_weight
 from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
 from slipstream.kernels.cpu.native import Arena, NativeLinear, Packed, ThreadPool, stand_in
 from slipstream.kernels.cpu.packed_file import read_packed, write_packed
-from slipstream.kernels.cpu.programs import Argmax, Draws, LinearProgram
+from slipstream.kernels.cpu.programs import Argmax, LinearProgram, RowDraws
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
@@ -97,7 +97,7 @@ class HostOps:
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
         self._argmax: dict[int, Argmax] = {}  # by vocabulary size
-        self._draws: dict[int, Draws] = {}
+        self._draws: dict[int, RowDraws] = {}
         self._dense_from: int | None = (
             0  # 0: not measured yet, which the first sparse weight triggers; None: never
         )
@@ -258,7 +258,7 @@ class HostOps:
         """Draws from logits [S, V] after biases and penalties."""
         size = logits.shape[1]
         if size not in self._draws:
-            self._draws[size] = Draws(self.pool, size)
+            self._draws[size] = RowDraws(self.pool, size)
         return self._draws[size](logits, params)
 
     best_logprobs = staticmethod(sampling.best_logprobs)

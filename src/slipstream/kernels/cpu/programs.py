@@ -121,7 +121,7 @@ def draw_params(params: SamplingTensors) -> npt.NDArray[np.void]:
     return made
 
 
-class Draws:
+class RowDraws:
     """A token of each row, float32 [T, V] → int64 [T].
 
     With a weight, the rows are those of a product, float32 [T, in].
