@@ -26,6 +26,12 @@ struct LinearArgs {
     uint8_t* unfolded = nullptr;        // where a product with S8 leaves a pair of panels as I8 for the tokens that follow (linear.h)
 };
 
+struct DrawParams {  // ss_draw_params
+    double u;
+    float temperature, top_p, min_p;
+    int32_t top_k;
+};
+
 struct Activated {  // ACT_CLAMPED_SWIGLU and ACT_XIELU alone have alpha and limit
     int32_t kind;
     float alpha, limit;
@@ -187,6 +193,7 @@ struct Kernels {
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     float (*largest)(const float* x, int64_t size);
     int64_t (*argmax)(const float* x, int64_t size);
+    int64_t (*draw)(const DrawParams&, const float* x, int64_t size, float* scratch);  // 2 · size + 32 floats
     float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
     int64_t (*ceiling_macs)(int32_t what);
     int64_t (*decode_scratch)(const AttentionArgs&);  // floats

@@ -162,6 +162,15 @@ struct Argmax : RowOp {
     void row(Program& p, int64_t t, float*) override { *(int64_t*)p.row(out, t) = p.kernels().argmax((float*)p.row(x, t), size); }
 };
 
+struct Draw : RowOp {
+    int32_t x, params, out;
+    int64_t size;
+    int64_t scratch_floats(Program&) override { return 2 * size + 32; }
+    void row(Program& p, int64_t t, float* scratch) override {
+        *(int64_t*)p.row(out, t) = p.kernels().draw(*(const DrawParams*)p.row(params, t), (float*)p.row(x, t), size, scratch);
+    }
+};
+
 struct CeilingOp : Op {  // every thread does the same work on its own share of the data
     int32_t what;
     const uint8_t* data;
@@ -673,6 +682,11 @@ int64_t ss_ceiling_macs(ss_engine* engine, int32_t what, int64_t rounds) {
 void ss_add_argmax(ss_program* p, int32_t x, int32_t out, int64_t size) {
     auto* op = add<Argmax>(p);
     op->x = x, op->out = out, op->size = size;
+}
+
+void ss_add_draw(ss_program* p, int32_t x, int32_t params, int32_t out, int64_t size) {
+    auto* op = add<Draw>(p);
+    op->x = x, op->params = params, op->out = out, op->size = size;
 }
 
 void ss_add_linear_argmax(ss_program* p, int32_t x, int32_t out, int32_t kind, int64_t rows, int64_t inner, const void* packed,

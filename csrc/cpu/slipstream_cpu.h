@@ -170,6 +170,14 @@ SS_API void ss_add_argmax(ss_program*, int32_t x, int32_t out, int64_t size);
 SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t kind, int64_t rows, int64_t inner, const void* packed,
                                  const float* bias);
 
+typedef struct {  // how a row's token is drawn
+    double u;  // in (0, 1)
+    float temperature, top_p, min_p;  // 0 is greedy, 1 is off, 0 is off
+    int32_t top_k;  // 0 is off
+} ss_draw_params;
+// A token of each row of logits, int64. `params` has a row's ss_draw_params.
+SS_API void ss_add_draw(ss_program*, int32_t x, int32_t params, int32_t out, int64_t size);
+
 typedef struct {
     void *k, *v;  // [B, K, block_size, D]; with latents v points into the first key
     const float *k_scale, *v_scale;

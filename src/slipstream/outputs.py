@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -25,12 +25,39 @@ class Logprob:
         return self.token
 
 
+class _Late:
+    """Memory for what an object's fields are made of when they are first read."""
+
+    __slots__ = ("_late",)
+    _late: tuple[Callable[[Any], tuple[Any, ...]], Any]
+
+
 @dataclass(frozen=True, slots=True)
-class PositionLogprobs:
+class PositionLogprobs(_Late):
     """The token at one position and its best alternatives."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
+
+    @classmethod
+    def late(
+        cls, made: Callable[[Any], tuple[Logprob, tuple[Logprob, ...]]], given: Any
+    ) -> PositionLogprobs:
+        """Log-probabilities whose fields are `made(given)`, once somebody reads them.
+
+        Their texts take several microseconds, which a step of many requests has not got.
+        """
+        self = object.__new__(cls)
+        object.__setattr__(self, "_late", (made, given))
+        return self
+
+    def __getattr__(self, name: str) -> Any:  # of a field that is not made yet
+        if name not in ("chosen", "top"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        made, given = self._late
+        for field_name, value in zip(("chosen", "top"), made(given), strict=True):
+            object.__setattr__(self, field_name, value)
+        return getattr(self, name)
 
     def __getitem__(self, token_id: int) -> Logprob:
         """Log-probability by token id, as in vLLM: `logprobs[i][token_id].logprob`. KeyError for a

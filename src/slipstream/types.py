@@ -521,8 +521,7 @@ class TextsPlan:
 Plan: TypeAlias = StepPlan | TextsPlan
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: its token's (rank 1 is the most likely), and the best
     ones."""
 

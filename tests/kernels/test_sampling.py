@@ -122,3 +122,13 @@ def test_nucleus_of_a_flat_distribution_is_found_beyond_the_first_tokens(top_p):
         sampling.least_of_top_p(np.random.default_rng(0).permutation(weights), top_p)
         == weights[last]
     )
+
+
+@pytest.mark.parametrize("vocab", [5, 640, 1000])
+def test_log_probabilities_of_long_rows_with_ties(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 4, (20, vocab)).astype(np.float32)
+    logits[3, : vocab // 2] = -np.inf
+    *_, ids, values = sampling.best_logprobs(logits, rng.integers(0, vocab, 20), 5)
+    assert ids.tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :5].tolist()
+    assert (values[:, :-1] >= values[:, 1:]).all()

@@ -35,13 +35,14 @@ from slipstream.worker.graphs.graph_inputs import (
     GraphInput,
     SharedPrefixInput,
 )
-from slipstream.worker.graphs.greedy_ends import GreedyEnds
 from slipstream.worker.graphs.ladder import LONGER, PATIENCE
 from slipstream.worker.graphs.mixed_inputs import MixedInputs, mixed_inputs
+from slipstream.worker.graphs.step_ends import StepEnds
 from slipstream.worker.graphs.step_graphs import (
     StepGraphs,
 )
 from slipstream.worker.input_batch import (
+    SampledRows,
     _gather_inputs_after_upload,
     _gather_inputs_on_host,
     _upload_together,
@@ -96,59 +97,99 @@ def kinds(graphs):
     return {"mixed" if prompts else "decodes" for _, prompts in graphs.used}
 
 
-def replay(runner, greedy_ends=False):
+def replay(runner, ends=False):
     """Make the runner's steps such graphs."""
     graphs = Replayed(runner.forwards, runner.kv, runner.rows, runner.config)
-    if greedy_ends:
+    if ends:
         graphs._ends = Ends(runner.forwards, runner.rows, graphs._hidden, graphs.sizes, recorded)
     runner.forwards.add(graphs)
     return graphs
 
 
 def recorded(work):
-    output = work()
-    return types.SimpleNamespace(replay=lambda: output.copy_(work())), output
+    tokens, logprobs = work()
+
+    def replay():
+        for ours, theirs in zip((tokens, logprobs), work(), strict=True):
+            if ours is not None:
+                ours.copy_(theirs)
+
+    return types.SimpleNamespace(replay=replay), (tokens, logprobs)
 
 
-class Ends(GreedyEnds):
+class Ends(StepEnds):
     """They keep of each step: the tokens that are wanted, the room of the step's graph, and whether an end had them."""
 
-    def run(self, count, room):
-        found = super().run(count, room)
-        self.__dict__.setdefault("ran", []).append((count, room, found is not None))
+    def run(self, sampled, room):
+        found = super().run(sampled, room)
+        ran = len(sampled.rows), room, found is not None
+        self.__dict__.setdefault("ran", []).append(ran)
         return found
 
 
+PLAIN = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+DRAWN = dataclasses.replace(PLAIN, temperature=0.9, seed=3)
+KINDS = {
+    "greedy": [PLAIN] * 5,
+    "drawn": [PLAIN, DRAWN, dataclasses.replace(DRAWN, top_k=5, top_p=0.8), PLAIN, DRAWN],
+    "changed": [
+        PLAIN,
+        dataclasses.replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.4),
+        dataclasses.replace(PLAIN, logit_bias={9: 3.0, 17: 2.5}, max_tokens=9),
+        dataclasses.replace(PLAIN, presence_penalty=0.5, bad_words_token_ids=((5,), (6, 7))),
+        dataclasses.replace(DRAWN, min_tokens=6, stop_token_ids=[8, 9], ignore_eos=False),
+    ],
+    "told": [
+        dataclasses.replace(DRAWN, logprobs=3),
+        PLAIN,
+        dataclasses.replace(PLAIN, logprobs=0, max_tokens=7),
+        dataclasses.replace(DRAWN, presence_penalty=0.5, logprobs=7, max_tokens=12),
+        PLAIN,
+    ],
+}
+
+
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("draws", [False, True])
-def test_greedy_steps_end_in_graphs(tmp_path, drafts, draws):
-    """Decodes, prompts of which some are not complete, and drafts: the same tokens. A step in which some request draws ends op
-    by op."""
-    tiny_models.write(tmp_path, "llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_end_in_graphs_whatever_their_requests_want(tmp_path, drafts, kind):
+    """Decodes, prompts of which some are not complete, and drafts: the same tokens and log-probabilities."""
+    found, ends = ended(tmp_path, KINDS[kind], drafts)
+    assert found[0] == found[1]
+    assert all(done for count, room, done in ends.ran if count <= 8 <= room)
+    assert len(ends.ran) > 20
+    assert drafts or all(count <= 8 for count, _, _ in ends.ran)
+    if kind == "greedy":
+        assert any(count > 8 for count, _, _ in ends.ran) == drafts
+
+
+def test_allowed_tokens_and_samplers_of_their_own_end_op_by_op(tmp_path):
+    sampling = [PLAIN] * 5
+    for name, value in (("allowed_token_ids", [5, 6, 7, 8]), ("typical_p", 0.5)):
+        sampling[2] = dataclasses.replace(DRAWN, max_tokens=10, **{name: value})
+        found, ends = ended(tmp_path, sampling, False)
+        assert found[0] == found[1]
+        assert 10 <= sum(not done for count, _, done in ends.ran if count <= 8) <= 20 + 6
+
+
+def ended(folder, sampling, drafts):
+    """Answers of two rounds, by ends op by op and by graphs; these ends."""
+    tiny_models.write(folder, "llama")
     more = {
         "max_num_batched_tokens": 80,
         "speculative_config": {"method": "suffix", "num_speculative_tokens": 5},
     }
-    sampling = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 5
-    if draws:
-        sampling[2] = SamplingParams(temperature=0.7, seed=3, max_tokens=10, ignore_eos=True)
     given = [
         {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 100, 1, 33)
     ]
     found = []
     for ends in (False, True):
-        with LLM(str(tmp_path), **SETTINGS | (more if drafts else {})) as llm:
+        with LLM(str(folder), **SETTINGS | (more if drafts else {})) as llm:
             runner = llm.core.executor.runner
             runner.graphs = replay(runner, ends)
-            found.append(
-                [o.outputs[0].token_ids for _ in range(2) for o in llm.generate(given, sampling)]
-            )
+            answers = [o.outputs[0] for _ in range(2) for o in llm.generate(given, sampling)]
+            found.append([(x.token_ids, x.logprobs) for x in answers])
             graphs = runner.graphs
-    assert found[0] == found[1]
-    assert all(ended for count, room, ended in graphs._ends.ran if count <= 8 <= room)
-    assert any(count > 8 for count, _, _ in graphs._ends.ran) == drafts
-    others = len(graphs.used) - len(graphs._ends.ran)
-    assert others >= 10 if draws else others <= 4  # of the latter no prompt was complete
+    return found, graphs._ends
 
 
 def test_an_end_is_no_larger_than_its_step(tmp_path):
@@ -161,25 +202,33 @@ def test_an_end_is_no_larger_than_its_step(tmp_path):
         )
         assert ends.sizes == [1, 2, 4, 8, 16]
         at, before = torch.arange(16, dtype=torch.int32), runner.rows.tokens.fill_(-1).clone()
-        assert ends.run(3, 4).shape == (3,)
+
+        def run(count, room):
+            drawn = ends.run(SampledRows(requests=(), rows=at[:count], positions=at[:count]), room)
+            return None if drawn is None else drawn[0].shape
+
+        assert run(3, 4) == (3,)
         assert torch.equal(before[:-1], runner.rows.tokens[:-1])  # the null row's is the last
         ends.take(torch.stack([at, at, at + 5]))
-        assert ends.run(5, 6) is None  # 8 are more than the step has
-        assert ends.run(17, 64) is None
-        assert ends.run(5, 8).shape == (5,)
-        assert ends.run(5, 6) is None  # though it is captured now
-        assert ends.run(2, 64).shape == (2,)  # by the end of 4
+        assert run(5, 6) is None  # 8 are more than the step has
+        assert ends.run(SampledRows(requests=(), rows=torch.arange(17), positions=at), 64) is None
+        assert run(5, 8) == (5,)
+        assert run(5, 6) is None  # though it is captured now
+        assert run(2, 64) == (2,)  # by the end of 4
         assert ends.num_captured == 2
         assert (runner.rows.tokens[:-1] >= 0).nonzero().tolist() == [[i, i + 5] for i in range(8)]
 
+        tried = []
+
         def none(work):
+            tried.append(work)
             raise torch.OutOfMemoryError
 
         ends._record = none
-        assert ends.run(9, 16) is None
-        assert ends.sizes == [4, 8]
-        assert ends.run(1, 16).shape == (1,)
+        assert run(9, 16) is None
+        assert run(1, 16) == (1,)
         assert not ends.capture(2)
+        assert len(tried) == 1
 
 
 def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings):
@@ -290,7 +339,7 @@ class RankThreads:
         loaded = list(self.pool.map(made, range(2)))
         self.runners = [own.allocate(config, num_blocks) for own in loaded]
         for own in self.runners:
-            own.graphs = replay(own, greedy_ends=True) if by_graphs else None
+            own.graphs = replay(own, ends=True) if by_graphs else None
 
     def launch(self, plan):
         def of_rank(runner, part):

@@ -39,7 +39,12 @@ from tests import naive_samplers
 VOCAB, START, LENGTH, NUM_DRAFTS = 5, (0, 3), 3, 2
 CPU, OPS = torch.device("cpu"), ReferenceOps()
 SAMPLER = Sampler(
-    OPS.sample, lambda logits, mask: None, OPS.best_logprobs, lambda x: x, lambda x: x.numpy()
+    OPS.sample,
+    lambda logits, mask: None,
+    OPS.best_logprobs,
+    OPS.packed_logprobs,
+    lambda x: x,
+    lambda x: x.numpy(),
 )
 LOGITS = (
     torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2

@@ -39,7 +39,10 @@ GRAPH_BYTES = 4 * 2**20
 """Driver memory of one graph of about 300 launches: 0 to 4 MiB on an H200, activations excluded."""
 
 END_BYTES = 2**18
-"""Driver memory of the graph of a step's greedy end, which has about five launches."""
+"""Driver memory of the graph of a step's end, which has about five launches, or ten."""
+
+NUM_ENDS = 4
+"""Kinds of ends to reserve memory for: greedy, drawn, and two that only some steps have."""
 
 GRAPH_LAYERS = 32
 """Number of layers whose step has about 300 launches."""
@@ -162,8 +165,8 @@ steps keep the GPU busy for longer than the host."""
 
 
 def end_sizes(decodes: Sequence[int]) -> list[int]:
-    """Returns the numbers of sampled tokens with a graph of the greedy end, ascending, from the
-    sizes of decode graphs."""
+    """Returns the numbers of sampled tokens with graphs of a step's end, ascending, from the sizes
+    of decode graphs."""
     return [n for n in decodes if n <= MAX_SAMPLED]
 
 
@@ -180,7 +183,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     gathered = config.parallel.stage.num_caches  # experts see the tokens of all ranks
     numbers = largest * spec.hidden_size + activation_numbers(spec, gathered * largest, decodes[-1])
     found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
-    found += len(end_sizes(decodes)) * END_BYTES
+    found += NUM_ENDS * len(end_sizes(decodes)) * END_BYTES
     return found if config.lora is None else 2 * found
 
 

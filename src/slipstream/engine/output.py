@@ -49,8 +49,9 @@ class Sink(Protocol):
 class _Choice:
     index: int
     detokenizer: IncrementalDetokenizer | None
-    can_wait: bool  # the request has no stop string and no log-probabilities
+    can_wait: bool  # the request has no stop string
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
+    waiting_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_drafted: int = 0  # for them, and how many of them are accepted drafts
     num_accepted: int = 0
     done: bool = False
@@ -90,7 +91,7 @@ class OutputProcessor:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use; choose another", field="request_id"
             )
-        can_wait = not request.sampling.stop and request.sampling.logprobs is None
+        can_wait = not request.sampling.stop
         choices = {
             r.request_id: _Choice(i, self._detokenizer(r), can_wait)
             for i, r in enumerate(request.engine_requests)
@@ -156,6 +157,7 @@ class OutputProcessor:
         for output in outputs:
             if (known := waits.get(output.request_id)) is not None and output.finish_reason is None:
                 known.waiting += output.token_ids
+                known.waiting_logprobs += output.logprobs
                 if output.num_drafted:
                     known.num_drafted += output.num_drafted
                     known.num_accepted += output.num_accepted
@@ -170,8 +172,11 @@ class OutputProcessor:
             choice.num_drafted += output.num_drafted
             choice.num_accepted += output.num_accepted
             if choice.waiting:
-                output = output._replace(token_ids=(*choice.waiting, *output.token_ids))
-                choice.waiting = []
+                output = output._replace(
+                    token_ids=(*choice.waiting, *output.token_ids),
+                    logprobs=(*choice.waiting_logprobs, *output.logprobs),
+                )
+                choice.waiting, choice.waiting_logprobs = [], []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
                 choice.done = True
@@ -187,6 +192,7 @@ class OutputProcessor:
                     if (
                         state.on_token is not None
                         and choice.can_wait
+                        and state.request.sampling.logprobs is None
                         and choice.detokenizer
                         and len(state.choices) == 1
                     ):
@@ -195,7 +201,7 @@ class OutputProcessor:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if (of_prompt := output.prompt_logprobs) is not None:
                 state.prompt_logprobs[of_prompt.start :] = [
-                    self._decode_logprobs(p) for p in of_prompt.logprobs
+                    PositionLogprobs.late(self._entries, p) for p in of_prompt.logprobs
                 ]
             delta = news.get(owner)
             if delta is None:
@@ -261,7 +267,7 @@ class OutputProcessor:
             index=choice.index,
             text=text,
             token_ids=tokens,
-            logprobs=[self._decode_logprobs(p) for p in logprobs]
+            logprobs=[PositionLogprobs.late(self._entries, p) for p in logprobs]
             if state.request.sampling.logprobs is not None
             else None,
             finish_reason=None if reason is None else str(reason),
@@ -290,12 +296,13 @@ class OutputProcessor:
             state.sent_prompt_logprobs = True
         return delta
 
-    def _decode_logprobs(self, position: TokenLogprobs) -> PositionLogprobs:
+    def _entries(self, position: TokenLogprobs) -> tuple[Logprob, tuple[Logprob, ...]]:
+        """Fields of `PositionLogprobs`."""
         chosen = self._logprob(position.token_id, position.logprob, position.rank)
         top = tuple(
             self._logprob(t, value, rank) for rank, (t, value) in enumerate(position.top, 1)
         )
-        return PositionLogprobs(chosen, top)
+        return chosen, top
 
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
         if self.tokenizer is None:

@@ -346,6 +346,9 @@ class ExpertCounters:
 class SamplingTensors:
     """Sampling parameters of S rows of logits. Flags let an op skip what no row asks for.
 
+    With `rows` (`OpSet.takes_rows`) row i has the parameters, the seed and the history rows[i] of
+    tables of any length. Only `history_lens` and what names rows itself are of the S rows.
+
     `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them,
     of which the first prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r],
     history_lens[r]) and its logits.
@@ -357,6 +360,7 @@ class SamplingTensors:
     min_p: Tensor  # float32 [S]
     seeds: Tensor  # int64 [S]
     history_lens: Tensor  # int32 [S]
+    rows: Tensor | None = None  # int32 or int64 [S]
     prompt_lens: Tensor | None = None  # int32 [S], with penalties
     history: Tensor | None = None  # int32 [S, L], with penalties
     repetition_penalty: Tensor | None = None  # float32 [S]

@@ -73,6 +73,9 @@ class OpSet(WeightOps, RankOps):
     shares_prefixes = False
     """True if `attention` reads shared prefixes once (`AttentionMetadata.shared`)."""
 
+    takes_rows = False
+    """True if `sample` finds parameters by `SamplingTensors.rows`."""
+
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         """Tells whether values of a cache of type `dtype` have the layout `by_dim`. Otherwise they
         have the keys' layout."""
@@ -839,6 +842,16 @@ class OpSet(WeightOps, RankOps):
         rank = (scores > chosen).sum(dim=-1) + 1
         values, ids = scores.topk(num_top, dim=-1)
         return (chosen - log_z)[:, 0], rank, ids, values - log_z
+
+    def packed_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+        """Packs `best_logprobs` for one copy to the host: int32 [N, 2 + 2 · num_top].
+
+        A row has the bits of the token's log-probability, its rank, the most likely tokens, and the
+        bits of their log-probabilities (`sampling.unpacked_logprobs`).
+        """
+        chosen, rank, ids, values = self.best_logprobs(logits, tokens, num_top)
+        parts = chosen[:, None].view(torch.int32), rank[:, None].int(), ids.int()
+        return torch.cat((*parts, values.contiguous().view(torch.int32)), dim=1)
 
     def argmax(self, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """[S, V] → int64 [S]: the first maximum of each row. `token_ids` int64 [V] maps each column

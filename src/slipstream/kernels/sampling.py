@@ -21,10 +21,21 @@ NUCLEUS_STEPS = (64, 1024)
 """Numbers of most likely tokens that top-p looks at before it sorts all of them."""
 
 
-def sample(logits: Floats, params: SamplingTensors, argmax: Callable[[Floats], Longs]) -> Longs:
+STRETCH = 64
+"""Tokens of a stretch in `_bound_of_top`."""
+
+
+def sample(
+    logits: Floats,
+    params: SamplingTensors,
+    argmax: Callable[[Floats], Longs],
+    draws: Callable[[Floats, SamplingTensors], Longs] | None = None,
+) -> Longs:
     """Samples from float32 [S, V], which is overwritten → int64 [S]. `params` has arrays. `argmax`
-    gives the first maximum of each row."""
+    gives the first maximum of each row. `draws`, if given, draws all rows."""
     apply_bias_and_penalties(logits, params)
+    if draws is not None and not params.all_greedy:
+        return draws(logits, params)
     tokens = argmax(logits)
     if params.all_greedy:
         return tokens
@@ -108,10 +119,34 @@ def best_logprobs(
         log_z = largest + np.log(np.exp(row - largest).sum(dtype=np.float64))
         chosen[i], rank[i] = row[token] - log_z, np.count_nonzero(row > row[token]) + 1
         if num_top:
-            at = np.flatnonzero(row >= np.partition(row, -num_top)[-num_top])
+            at = np.flatnonzero(row >= _bound_of_top(row, num_top))
             ids[i] = at[np.argsort(-row[at], kind="stable")[:num_top]]
             values[i] = row[ids[i]] - log_z
     return chosen, rank, ids, values
+
+
+def _bound_of_top(row: Floats, count: int) -> np.float32:
+    """Returns a number that at least `count` of a row reach, and few more.
+
+    The maxima of stretches show one without ordering the row.
+    """
+    stretches = row[: len(row) // STRETCH * STRETCH].reshape(-1, STRETCH)
+    found = row if len(stretches) < count else stretches.max(axis=1)
+    return np.float32(np.partition(found, -count)[-count])
+
+
+def packed_logprobs(logits: Floats, tokens: Longs, num_top: int) -> npt.NDArray[np.int32]:
+    """Applies `OpSet.packed_logprobs`."""
+    chosen, rank, ids, values = best_logprobs(logits, tokens, num_top)
+    parts = chosen[:, None].view(np.int32), rank[:, None], ids, values.view(np.int32)
+    return np.concatenate(parts, axis=1, dtype=np.int32, casting="unsafe")
+
+
+def unpacked_logprobs(packed: npt.NDArray[np.int32]) -> tuple[npt.NDArray[Any], ...]:
+    """Returns arrays like `best_logprobs` from what `packed_logprobs` makes of them."""
+    chosen, rank, best = packed[:, :1].view(np.float32)[:, 0], packed[:, 1], packed[:, 2:]
+    ids, values = np.split(best, 2, axis=1)
+    return chosen, rank.astype(np.int64), ids.astype(np.int64), values.view(np.float32)
 
 
 def uniform(seeds: npt.NDArray[Any], counters: npt.NDArray[Any]) -> Floats:

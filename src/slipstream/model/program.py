@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.cpu.native import Program, RunningStep
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step
 from slipstream.model.trace import SPLIT, STREAMED
@@ -92,11 +92,15 @@ class CpuProgram:
         found = self.step.greedy(self.platform.values.array(hidden))
         return None if found is None else self.platform.upload(found)
 
-    def begin_greedy(
-        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    def begin(
+        self,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        params: SamplingTensors | None,
     ) -> tuple[Tensor, Tensor, RunningStep] | None:
-        """Runs `StepProgram.begin_greedy`."""
-        begun = self.step.begin_greedy(token_ids, kv, meta)
+        """Runs `StepProgram.begin`."""
+        begun = self.step.begin(token_ids, kv, meta, params)
         if begun is None:
             return None
         tokens, states, running = begun

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
@@ -36,6 +37,7 @@ from slipstream.kernels.cpu.native import (
 from slipstream.kernels.cpu.programs import (
     LinearArgmax,
     LinearProgram,
+    RowDraws,
     add_attention,
     add_linear,
     add_norm,
@@ -58,7 +60,7 @@ from slipstream.kernels.layouts import (
     NormParams,
     QKVLayout,
 )
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.kernels.states import (
     ConvParams,
@@ -130,9 +132,15 @@ class StepProgram:
         # needs logits would then take the first of them, and this program the larger.
         if len(head) == 1 and len(head[0].arguments["w"].parts) == 1:
             self._argmax = LinearArgmax(pool, head[0].arguments["w"])
+        self._head_weight = head[0].arguments["w"] if self._argmax is not None else None
         for i, layer in enumerate(decoder.layers):
             if layer.expert_counts is not None:
                 self.count_experts(i, layer.expert_counts)
+
+    @cached_property
+    def _draws(self) -> RowDraws:
+        assert self._head_weight is not None
+        return RowDraws(self.pool, self._head_weight.out_features, self._head_weight)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -183,19 +191,28 @@ class StepProgram:
         """
         return None if self._argmax is None else self._argmax(hidden)
 
-    def begin_greedy(
-        self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata
+    def begin(
+        self,
+        token_ids: Array,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        params: SamplingTensors | None,
     ) -> tuple[npt.NDArray[np.int64], Floats, RunningStep] | None:
-        """Begins `greedy(forward(...))` of a decoder as one step.
+        """Begins `forward(...)` of a decoder and its tokens as one step.
 
-        Returns (tokens, `forward`'s second result, the running step). The first two are valid after
-        the step ends. None as in `greedy`.
+        Tokens are drawn with `params`, or are those with the largest logits. Returns (tokens,
+        `forward`'s second result, the running step). The first two are valid after the step ends.
+        None as in `greedy`.
         """
         if self._argmax is None:
             return None
         hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
-        taken, found = self._more(hidden), self._argmax.of(hidden)
-        running = self._body.begin(kv, meta, token_ids, hidden, self._argmax.program, taken)
+        taken = self._more(hidden)
+        if params is None:
+            found, end = self._argmax.of(hidden), self._argmax.program
+        else:
+            found, end = self._draws.of(hidden, params), self._draws.program
+        running = self._body.begin(kv, meta, token_ids, hidden, end, taken)
         return found, taken[0] if taken else hidden, running
 
     def count_experts(self, layer: int, counts: Array) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.kernels.sampling import unpacked_logprobs
 from slipstream.types import (
     Extra,
     Plan,
@@ -20,6 +21,7 @@ from slipstream.types import (
     TextVectors,
 )
 from slipstream.worker.input_batch import SampledRows
+from slipstream.worker.sampling.draws import BestLogprobs
 from slipstream.worker.sampling.sampler import verified
 
 if TYPE_CHECKING:
@@ -38,8 +40,7 @@ class InFlightStep:
     sampled: SampledRows | None
     tokens: Tensor  # int64 [N], on the host once `done` has happened
     done: Event | None  # None: the step is done
-    # (indices of samples, values, number wanted for each)
-    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None
+    logprobs: BestLogprobs | None = None
     extras: Sequence[Extra] = ()
     # ids of complete pooled requests, and their vectors, float32 [N, E] on the host
     pooled: tuple[tuple[str, ...], Tensor] | None = None
@@ -73,12 +74,14 @@ class InFlightStep:
         if self.vectors is not None:
             extras.append(TextVectors(np.asarray(self.vectors).tobytes()))
         if self.logprobs is not None and self.sampled is not None:
-            which, best, counts = self.logprobs
+            which, packed, counts = self.logprobs
+            packed = np.asarray(packed)
+            best = unpacked_logprobs(packed[which] if len(which) < len(packed) else packed)
             ids = self.sampled.request_ids
             names, chosen = tuple([ids[i] for i in which]), tuple([tokens[i] for i in which])
             extras.append(
                 SampledLogprobs(
-                    names, chosen, tuple(counts), *[np.asarray(values).tobytes() for values in best]
+                    names, chosen, tuple(counts), *[values.tobytes() for values in best]
                 )
             )
         num_tokens = None if self.sampled is None else self.sampled.num_tokens

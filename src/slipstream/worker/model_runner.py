@@ -32,7 +32,13 @@ from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.input_batch import NO_ROWS, encoder_batch
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
-from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, prompt_logprobs
+from slipstream.worker.sampling.draws import (
+    Sampler,
+    completed_prompts,
+    draw,
+    prompt_logprobs,
+    wanted_logprobs,
+)
 from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
@@ -181,6 +187,7 @@ class ModelRunner(Runner):
             self.ops.sample,
             lambda logits, mask: apply_mask(logits, mask, self.ops, self.platform),
             self.ops.best_logprobs,
+            self.ops.packed_logprobs,
             self.platform.to_host,
             self.platform.values.floats,
         )
@@ -355,6 +362,9 @@ class ModelRunner(Runner):
         if not sampled.requests:
             return InFlightStep(plan, None, NO_ROWS, self.platform.record(), None, extras, pooled)
         tokens, logprobs = output.tokens, None
+        if output.logprobs is not None:
+            which, counts = wanted_logprobs(self.rows, sampled)
+            logprobs = which, self.platform.to_host(output.logprobs), counts
         if tokens is None:
             own = output.sampled_states if ready is None else None
             tokens = forward.greedy(own) if own is not None and batch.is_greedy else None

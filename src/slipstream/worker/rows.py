@@ -361,6 +361,10 @@ class RowTable:
         """True if the requests want only the index of the largest logit."""
         return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
 
+    def is_drawn(self, request_ids: Sequence[str]) -> bool:
+        """True if the requests want nothing but tokens of the model's own logits."""
+        return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS if want != "draw")
+
     def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
         """True if one of the requests wants the option."""
         wanting = self.wanting[want]

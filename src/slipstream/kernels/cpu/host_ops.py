@@ -32,7 +32,7 @@ from slipstream.kernels.cpu.mla import pack_head_weight
 from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
 from slipstream.kernels.cpu.native import Arena, NativeLinear, Packed, ThreadPool, stand_in
 from slipstream.kernels.cpu.packed_file import read_packed, write_packed
-from slipstream.kernels.cpu.programs import Argmax, LinearProgram
+from slipstream.kernels.cpu.programs import Argmax, LinearProgram, RowDraws
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
@@ -80,6 +80,7 @@ class HostOps:
     rounded = NATIVE_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
     shares_prefixes = False
+    takes_rows = False
     output_multiple = 1
 
     def __init__(
@@ -96,6 +97,7 @@ class HostOps:
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
         self._argmax: dict[int, Argmax] = {}  # by vocabulary size
+        self._draws: dict[int, RowDraws] = {}
         self._dense_from: int | None = (
             0  # 0: not measured yet, which the first sparse weight triggers; None: never
         )
@@ -248,9 +250,19 @@ class HostOps:
     def sample(
         self, logits: npt.NDArray[np.float32], params: SamplingTensors
     ) -> npt.NDArray[np.int64]:
-        return sampling.sample(logits, params, self.largest)
+        return sampling.sample(logits, params, self.largest, self.draw)
+
+    def draw(
+        self, logits: npt.NDArray[np.float32], params: SamplingTensors
+    ) -> npt.NDArray[np.int64]:
+        """Draws from logits [S, V] after biases and penalties."""
+        size = logits.shape[1]
+        if size not in self._draws:
+            self._draws[size] = RowDraws(self.pool, size)
+        return self._draws[size](logits, params)
 
     best_logprobs = staticmethod(sampling.best_logprobs)
+    packed_logprobs = staticmethod(sampling.packed_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
 
     # --- The file of packed products ---

@@ -48,7 +48,7 @@ from slipstream.kernels.cpu.recurrent import (
     add_short_conv,
 )
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (
     AttentionParams,
     Experts,
@@ -383,8 +383,10 @@ class NativeOps(CpuOps):
 
     # --- Sampling ---
 
-    def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-        return self.host.largest(logits)
+    def _sample(
+        self, logits: npt.NDArray[np.float32], params: SamplingTensors
+    ) -> npt.NDArray[np.int64]:
+        return self.host.sample(logits, params)
 
     def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Runs a program with this cache as its layer 0."""

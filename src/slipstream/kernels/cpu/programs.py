@@ -12,9 +12,11 @@ import numpy.typing as npt
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import NativeLinear, Program, ThreadPool, float32
 from slipstream.kernels.layouts import AttentionParams, NormParams, QKVLayout
+from slipstream.kernels.sampling import array, uniform
 
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.native import Array
+    from slipstream.kernels.metadata import SamplingTensors
 
 Floats = npt.NDArray[np.float32]
 
@@ -101,6 +103,58 @@ class Argmax:
         self._program.bind(self._x, x)
         self._program.bind(self._out, found)
         self._program.run(native.StepInputs(num_tokens=len(x)))
+        return found[:, 0]
+
+
+DRAW_PARAMS = np.dtype(
+    [("u", "f8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4")]
+)
+"""The struct `ss_draw_params`."""
+
+
+def draw_params(params: SamplingTensors) -> npt.NDArray[np.void]:
+    """Parameters [S] of a draw; those of biases and penalties are not among them."""
+    made = np.empty((len(params.temperature), 1), DRAW_PARAMS)
+    for name in ("temperature", "top_p", "min_p", "top_k"):
+        made[name][:, 0] = array(getattr(params, name))
+    made["u"][:, 0] = uniform(array(params.seeds), array(params.history_lens))
+    return made
+
+
+class RowDraws:
+    """A token of each row, float32 [T, V] → int64 [T].
+
+    With a weight, the rows are those of a product, float32 [T, in].
+    """
+
+    def __init__(self, pool: ThreadPool, size: int, w: NativeLinear | None = None) -> None:
+        self.program = p = Program(pool)
+        self._x, self._given, self._out = p.bound(), p.bound(), p.bound()
+        logits = x = self._x
+        if w is not None:
+            inner = w.weight.shape[1]
+            if w.form != native.FORM_F32:
+                x = p.buffer(w.form, inner)
+                p.add("convert", self._x, x, w.form, inner, 1)
+            logits = p.buffer(native.FORM_F32, size)
+            add_linear(p, x, logits, w)
+        p.add("draw", logits, self._given, self._out, size)
+
+    def __call__(self, x: Floats, params: SamplingTensors) -> npt.NDArray[np.int64]:
+        x = np.ascontiguousarray(x)
+        found = self.of(x, params)
+        self.program.run(native.StepInputs(num_tokens=len(x)))
+        return found
+
+    def of(self, x: Floats, params: SamplingTensors) -> npt.NDArray[np.int64]:
+        """Binds `x` and the parameters, and returns the array that the next run of `program` fills.
+        `x` and the array must live until then."""
+        assert x.dtype == np.float32
+        self._given_params = draw_params(params)
+        found = np.empty((len(x), 1), np.int64)
+        self.program.bind(self._x, x)
+        self.program.bind(self._given, self._given_params)
+        self.program.bind(self._out, found)
         return found[:, 0]
 
 

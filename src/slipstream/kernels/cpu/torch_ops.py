@@ -329,7 +329,12 @@ class CpuOps(ReferenceOps):
         sampling.mask_logits(to_array(logits), rows.numpy(), bits.numpy(), places)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        return torch.from_numpy(sampling.sample(logits.float().numpy(), params, self._largest))
+        return torch.from_numpy(self._sample(logits.float().numpy(), params))
+
+    def _sample(
+        self, logits: npt.NDArray[np.float32], params: SamplingTensors
+    ) -> npt.NDArray[np.int64]:
+        return sampling.sample(logits, params, self._largest)
 
     def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
         """Returns the first largest of each row [S, V]."""

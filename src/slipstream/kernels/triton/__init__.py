@@ -29,12 +29,13 @@ from slipstream.kernels.ops import (
     TokenShape,
 )
 from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.triton import (
+    drawing,
     int4_groupwise,
     linear,
     lora,
     one_token,
+    penalties,
     pointwise,
     rank_sums,
     rows,
@@ -72,6 +73,7 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
+    takes_rows = True
     rounded = NATIVE_PRODUCTS["triton"]
     output_multiple = 16  # alignment of cuBLAS, which multiplies many tokens
 
@@ -83,6 +85,7 @@ class TritonOps(OpSet):
     lora = staticmethod(lora.lora)
     argmax = staticmethod(sampling.argmax)
     best_logprobs = staticmethod(sampling.best_logprobs)
+    packed_logprobs = staticmethod(sampling.packed_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
     mean_of_texts = staticmethod(bidirectional.mean_of_texts)
     mla_queries = staticmethod(mla_queries)
@@ -376,7 +379,8 @@ class TritonOps(OpSet):
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.changes_logits:
-            logits = apply_bias_and_penalties(logits.float(), params)
+            logits = logits.float()
+            penalties.change_logits(logits, params)
         if params.all_greedy:
             return sampling.argmax(logits)
-        return sampling.sample(logits, uniform(params.seeds, params.history_lens), params)
+        return drawing.draw(logits, params)

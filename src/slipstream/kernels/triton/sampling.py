@@ -1,9 +1,4 @@
-"""Sampling without a sort: one thread block per row of logits [S, V].
-
-A kept set is every token at or above a threshold, so top-k and top-p search for a threshold.
-Probabilities relative to the best one are in [0, 1], where float32 bit patterns are ordered; thirty
-halvings find the threshold exactly. Then one pass in token order finds where the running sum
-exceeds u · total. Sums have a fixed order."""
+"""The likeliest tokens, log-probabilities and masks of logits [S, V]. Draws: `drawing.py`."""
 
 from __future__ import annotations
 
@@ -12,19 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-
-ONE = tl.constexpr(0x3F800000)
-"""The bits of 1.0."""
-
-
-@triton.jit
-def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
-    """exp((logit − best) / temperature): 1 for the best token, 0 beyond the vocabulary."""
-    at = start + tl.arange(0, BLOCK)
-    logits = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    return tl.exp((logits - best) / temperature)
 
 
 @triton.jit
@@ -224,102 +207,10 @@ def _best_pair_kernel(
     tl.store(out_ptr + row, best.to(tl.int64), mask=here)
 
 
-@triton.jit
-def _sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, out_ptr, vocab, row_stride,
-    BLOCK: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    temperature = tl.load(temperature_ptr + row)
-    maxima, ids = _block_argmax(row_ptr, 0, vocab, BLOCK)
-    best = tl.max(maxima, 0)
-    chosen = tl.min(tl.where(maxima == best, ids, 2147483647), 0)
-    if temperature > 0.0:
-        least = 1  # bits of the smallest positive number: weight 0 is never kept
-        if ANY_MIN_P:
-            least = tl.maximum(least, tl.load(min_p_ptr + row).to(tl.int32, bitcast=True))
-        if ANY_TOP_K:
-            k = tl.load(top_k_ptr + row)
-            if (k > 0) & (k < vocab):
-                # invariant: count(≥ low) ≥ k; the result is the largest such low
-                low, high = 0, ONE
-                while low < high:
-                    middle = (low + high + 1) // 2
-                    count = tl.zeros((BLOCK,), tl.int32)
-                    for start in range(0, vocab, BLOCK):
-                        w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-                        count += (w.to(tl.int32, bitcast=True) >= middle).to(tl.int32)
-                    if tl.sum(count, 0) >= k:
-                        low = middle
-                    else:
-                        high = middle - 1
-                least = tl.maximum(least, low)
-        if ANY_TOP_P:
-            top_p = tl.load(top_p_ptr + row)
-            if top_p < 1.0:
-                mass = tl.zeros((BLOCK,), tl.float64)
-                for start in range(0, vocab, BLOCK):
-                    w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-                    mass += tl.where(w.to(tl.int32, bitcast=True) >= least, w, 0.0).to(tl.float64)
-                wanted = tl.sum(mass, 0) * top_p
-                low, high = least, ONE
-                while low < high:
-                    middle = (low + high + 1) // 2
-                    mass = tl.zeros((BLOCK,), tl.float64)
-                    for start in range(0, vocab, BLOCK):
-                        w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-                        mass += tl.where(w.to(tl.int32, bitcast=True) >= middle, w, 0.0).to(
-                            tl.float64
-                        )
-                    if tl.sum(mass, 0) >= wanted:
-                        low = middle
-                    else:
-                        high = middle - 1
-                least = low
-        total = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, vocab, BLOCK):
-            w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-            total += tl.where(w.to(tl.int32, bitcast=True) >= least, w, 0.0).to(tl.float64)
-        target = tl.load(u_ptr + row).to(tl.float64) * tl.sum(total, 0)
-        running = tl.sum(tl.zeros((BLOCK,), tl.float64), 0)
-        found = -1
-        for start in range(0, vocab, BLOCK):
-            if found < 0:
-                w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-                kept = w.to(tl.int32, bitcast=True) >= least
-                sums = running + tl.cumsum(tl.where(kept, w, 0.0).to(tl.float64), 0)
-                at = start + tl.arange(0, BLOCK)
-                reached = tl.min(tl.where(kept & (sums > target), at, 2147483647), 0)
-                if reached < 2147483647:
-                    found = reached
-                else:
-                    chosen_here = tl.max(tl.where(kept, at, -1), 0)
-                    if chosen_here >= 0:
-                        chosen = chosen_here  # if rounding leaves none: the last kept token
-                    running += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
-        if found >= 0:
-            chosen = found
-    tl.store(
-        out_ptr + row, tl.minimum(chosen, vocab - 1).to(tl.int64)
-    )  # min: a valid token even if the row is NaN
-
-
-def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tensor:
-    """Logits [S, V], after bias and penalties → int64 [S]; u float32 [S] in (0, 1)."""
-    num_rows, vocab = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        _sample_kernel[(num_rows,)](
-            logits, params.temperature, params.top_k, params.top_p, params.min_p, u, out, vocab, logits.stride(0),
-            BLOCK=min(block, triton.next_power_of_2(vocab)), ANY_TOP_K=params.any_top_k, ANY_TOP_P=params.any_top_p,
-            ANY_MIN_P=params.any_min_p, num_warps=8,
-        )  # fmt: skip
-    return out
-
-
 TOP_BLOCK = 4096
 """Tokens of a row that a thread block of `_best_kernel` holds in registers."""
+MAX_TOP = 20
+"""Likeliest tokens that one compiled kernel merges."""
 MIN_KEY = tl.constexpr(-(2**63))
 """A key below every key of `_ordered`."""
 
@@ -333,7 +224,7 @@ def _ordered(x, at):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def _best_kernel(
     logits_ptr,
     tokens_ptr,
@@ -345,9 +236,12 @@ def _best_kernel(
     row_stride,
     num_top,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Reduce BLOCK tokens of a row: the largest logit, the sum of exponents relative to it, the
     number of logits above the chosen token's, and the keys of the `num_top` best."""
+    if PDL:
+        pdl_wait()
     row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     at = split * BLOCK + tl.arange(0, BLOCK)
@@ -366,13 +260,15 @@ def _best_kernel(
         keys = tl.where(keys == key, MIN_KEY, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def _merge_best_kernel(
-    logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, chosen_ptr, rank_ptr, ids_ptr, values_ptr, row_stride,
-    num_splits, num_top, BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, out_ptr, row_stride,
+    num_splits, num_top, BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge one row's parts: log-probability and rank of the chosen token, and the best tokens with
     theirs."""
+    if PDL:
+        pdl_wait()
     row = tl.program_id(0)
     parts, at = tl.arange(0, BLOCK), tl.arange(0, BLOCK_KEYS)
     there = parts < num_splits
@@ -383,63 +279,71 @@ def _merge_best_kernel(
     chosen = tl.load(logits_ptr + row.to(tl.int64) * row_stride + tl.load(tokens_ptr + row)).to(
         tl.float32
     )
-    tl.store(chosen_ptr + row, chosen - log_z)
-    tl.store(
-        rank_ptr + row,
-        tl.sum(tl.load(count_ptr + row * num_splits + parts, mask=there, other=0), 0).to(tl.int64)
-        + 1,
-    )
+    out = out_ptr + row * (2 + 2 * num_top)
+    tl.store(out, (chosen - log_z).to(tl.int32, bitcast=True))
+    above = tl.load(count_ptr + row * num_splits + parts, mask=there, other=0)
+    tl.store(out + 1, tl.sum(above, 0) + 1)
     num_keys = num_splits * num_top
     keys = tl.load(key_ptr + row * num_keys + at, mask=at < num_keys, other=MIN_KEY)
     for i in range(num_top):
         key = tl.max(keys, 0)
         bits = (key >> 32).to(tl.int32)
         value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        tl.store(ids_ptr + row * num_top + i, 0x7FFFFFFF - (key & 0x7FFFFFFF))
-        tl.store(values_ptr + row * num_top + i, value - log_z)
+        tl.store(out + 2 + i, (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32))
+        tl.store(out + 2 + num_top + i, (value - log_z).to(tl.int32, bitcast=True))
         keys = tl.where(keys == key, MIN_KEY, keys)
 
 
-def best_logprobs(
+def packed_logprobs(
     logits: Tensor, tokens: Tensor, num_top: int, *, block: int = TOP_BLOCK
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`OpSet.best_logprobs`. Logits are read once: the `num_top` best of each part of a row are the
+) -> Tensor:
+    """`OpSet.packed_logprobs`. Logits are read once: the `num_top` best of each part of a row are the
     candidates."""
     num_rows, vocab = logits.shape
     block = min(block, triton.next_power_of_2(vocab))
     num_splits = triton.cdiv(vocab, block)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+    def empty(size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, size, dtype=dtype, device=logits.device)
 
-    chosen, rank = empty(), empty(dtype=torch.int64)
-    ids, values = empty(num_top, dtype=torch.int64), empty(num_top)
+    packed = empty(2 + 2 * num_top, torch.int32)
     if not num_rows:
-        return chosen, rank, ids, values
-    maxima, sums, counts = (
-        empty(num_splits),
-        empty(num_splits),
-        empty(num_splits, dtype=torch.int32),
+        return packed
+    parts = (
+        empty(num_splits, torch.float32),
+        empty(num_splits, torch.float32),
+        empty(num_splits, torch.int32),
+        empty(num_splits * num_top, torch.int64),
     )
-    keys = empty(num_splits * num_top, dtype=torch.int64)
+    options = pdl_options(logits)
     _best_kernel[(num_rows, num_splits)](
         logits,
         tokens,
-        maxima,
-        sums,
-        counts,
-        keys,
+        *parts,
         vocab,
         logits.stride(0),
         num_top,
         BLOCK=block,
         num_warps=8,
+        **options,
     )
     _merge_best_kernel[(num_rows,)](
-        logits, tokens, maxima, sums, counts, keys, chosen, rank, ids, values, logits.stride(0), num_splits, num_top,
-        BLOCK=triton.next_power_of_2(num_splits), BLOCK_KEYS=triton.next_power_of_2(max(1, num_splits * num_top)), num_warps=1,
+        logits, tokens, *parts, packed, logits.stride(0), num_splits, num_top,
+        BLOCK=triton.next_power_of_2(num_splits), BLOCK_KEYS=triton.next_power_of_2(num_splits * max(MAX_TOP, num_top)),
+        num_warps=1, **options,
     )  # fmt: skip
-    return chosen, rank, ids, values
+    return packed
+
+
+def best_logprobs(
+    logits: Tensor, tokens: Tensor, num_top: int, *, block: int = TOP_BLOCK
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`OpSet.best_logprobs`"""
+    num_top = min(num_top, logits.shape[1])
+    packed = packed_logprobs(logits, tokens, num_top, block=block)
+    chosen, rank, ids, values = packed.split((1, 1, num_top, num_top), dim=1)
+    floats = (x.contiguous().view(torch.float32) for x in (chosen, values))
+    return next(floats)[:, 0], rank[:, 0].long(), ids.long(), next(floats)
 
 
 @triton.jit

@@ -171,6 +171,8 @@ class Output:
     sample_index: Tensor | None = None
     # int64 [N], if the forward has drawn them itself; already in the rows
     tokens: Tensor | None = None
+    # with `tokens`, if requests want them: packed log-probabilities (`OpSet.packed_logprobs`)
+    logprobs: Tensor | None = None
     num_decodes: int = 0
     padding: int = 0
 

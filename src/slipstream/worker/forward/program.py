@@ -20,6 +20,7 @@ from slipstream.platform import Event, platform_of
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import NotCovered, Reason
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainForward, StateCache
+from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.thread_governor import ThreadGovernor
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class ProgramForward(PlainForward):
     def run(self, batch: InputBatch) -> Output | BegunStep:
         """Run a step.
 
-        A step of only greedy decodes is just started if it has up to `RUN_AHEAD` of them. It must be
-        finished before the next step.
+        A step of only decodes that want nothing but tokens is just started if it has up to
+        `RUN_AHEAD` of them. It must be finished before the next step.
         """
         given, table = batch.gathered, batch.table
         names = given.sampled.names
@@ -86,10 +87,11 @@ class ProgramForward(PlainForward):
             not names
             or given.sample_index is not None
             or table is None
-            or not table.is_greedy(names)
+            or not table.is_drawn(names)
         ):
             return super().run(batch)
-        begun = self.program.begin_greedy(given.token_ids, batch.kv, given.meta)
+        params = sampling_tensors(table, given.sampled) if table.wanted("draw", names) else None
+        begun = self.program.begin(given.token_ids, batch.kv, given.meta, params)
         if begun is None:
             return super().run(batch)
         tokens, states, running = begun

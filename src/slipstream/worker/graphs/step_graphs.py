@@ -9,8 +9,7 @@ are many tokens. Replaying a graph is one launch. A step runs in the smallest gr
 2. A mixed graph has room for a number of decodes, padded in the same way, and after them for a
    number of prompt tokens. Surplus prompt tokens form one more sequence, of the null row.
 3. A graph covers everything from the row numbers to the hidden states. The rest depends on the
-   rows' settings. The likeliest tokens come from another graph (`greedy_ends.py`), everything else
-   runs op by op.
+   rows' settings. Tokens come from another graph (`step_ends.py`), or are drawn op by op.
 
 Ranks with requests of their own choose a size by the largest of their parts of a step, so that all
 replay the same one.
@@ -32,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,6 @@ from slipstream.worker.forward.forwards import (
     Output,
 )
 from slipstream.worker.graphs.graph_inputs import GraphInput
-from slipstream.worker.graphs.greedy_ends import GreedyEnds
 from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder
 from slipstream.worker.graphs.mixed_inputs import (
     MAX_MARKS,
@@ -64,6 +63,7 @@ from slipstream.worker.graphs.mixed_inputs import (
     num_marks,
     padded_room,
 )
+from slipstream.worker.graphs.step_ends import DRAWN, GREEDY, StepEnds
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
@@ -102,9 +102,9 @@ class Graphs:
 
     def _record(
         self,
-        work: Callable[[], Tensor],
+        work: Callable[[], Any],
         compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> tuple[Graph, Tensor]:
+    ) -> tuple[Graph, Any]:
         assert self._recorder is not None
         return self._recorder.capture(work, compiling)
 
@@ -161,7 +161,7 @@ class StepGraphs(Graphs, Forward):
         self._pipe = decoder.pipe
         # indices of the layers that a run to compile kernels takes; None: all
         self._compiled: list[int] | None = None
-        self._ends: GreedyEnds | None = None
+        self._ends: StepEnds | None = None
         self._hidden: Tensor  # of all graphs; it is not read after the next replay
         self._incoming: Tensor | None  # input from the previous stage
         if beside is not None:
@@ -177,7 +177,7 @@ class StepGraphs(Graphs, Forward):
             if self._recorder is not None and (
                 part is None or (part.shard.deals_requests and part.pipe is None)
             ):
-                self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
+                self._ends = StepEnds(forwards, rows, self._hidden, self.sizes, self._record)
             self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
         # query_start_loc of decodes
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
@@ -315,17 +315,15 @@ class StepGraphs(Graphs, Forward):
             return None if self.covers(batch) is not None else self.run(batch)
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
-    def _greedy_end(self, batch: InputBatch, count: int, size: Size) -> Tensor | None:
-        """Draw and write the `count` sampled tokens by a graph.
-
-        None if they must be drawn op by op.
-        """
-        if self._ends is None or not count or not batch.is_greedy:
-            return None
-        before = self._ends.num_captured
-        tokens = self._ends.run(count, sum(size))
-        self.num_cold += self._ends.num_captured - before
-        return tokens
+    def _drawn(self, output: Output, size: Size) -> Output:
+        """Draw and write the sampled tokens by a graph, if one does what their requests want."""
+        if self._ends is not None and output.sampled.requests:
+            before = self._ends.num_captured
+            drawn = self._ends.run(output.sampled, sum(size))
+            self.num_cold += self._ends.num_captured - before
+            if drawn is not None:
+                output.tokens, output.logprobs = drawn
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
@@ -393,14 +391,13 @@ class StepGraphs(Graphs, Forward):
         self.given.fill(size, plan)
         # without a request its token is padding
         self._replay(captured, max(1, num_tokens), 0, size[0])
-        tokens = self._greedy_end(batch, count, size)
         sampled_index, of_sampled, new = captured.inputs[:3, :count].unbind(0)
         if samples_all:
             sampled = SampledRows(requests=scheduled, rows=of_sampled, positions=new)
-            return Output(self, captured.output[:num_tokens], sampled, tokens=tokens)
+            return self._drawn(Output(self, captured.output[:num_tokens], sampled), size)
         sequences = tuple(s for s in scheduled if s.num_sampled)
         sampled = SampledRows(requests=sequences, rows=of_sampled, positions=new)
-        return Output(self, captured.output, sampled, sampled_index, tokens)
+        return self._drawn(Output(self, captured.output, sampled, sampled_index), size)
 
     def _decode_graph(self, size: int) -> Captured:
         self.given.allot((size, 0))
@@ -408,7 +405,8 @@ class StepGraphs(Graphs, Forward):
             (size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size)
         )
         if self._ends is not None:
-            self._ends.capture(size)
+            for kind in (GREEDY, DRAWN):
+                self._ends.capture(size, kind)
         if self.forwards.decoder.spec.has_last:
             # compiles its kernels now, not in the first step of this size
             self.logits(captured.output)
@@ -462,15 +460,15 @@ class StepGraphs(Graphs, Forward):
         self.platform.upload_into(captured.inputs, host)
         self.given.fill(size, plan)
         self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
-        tokens = self._greedy_end(batch, count, size)
         index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
         sampled, padding = (
             SampledRows(requests=sequences, rows=rows, positions=positions),
             size[0] - num_decodes,
         )
-        return Output(
-            self, captured.output, sampled, index, tokens, num_decodes=num_decodes, padding=padding
+        output = Output(
+            self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding
         )
+        return self._drawn(output, size)
 
     def _mixed_graph(self, size: Size) -> Captured:
         self.given.allot(size)

@@ -23,8 +23,9 @@ from slipstream.worker.sampling.sampler import (
 )
 from slipstream.worker.sampling.sampler_chain import draw_chained, places
 
-BestLogprobs: TypeAlias = tuple[list[int], tuple[Any, ...], list[int]]
-"""(indices of tokens with log-probabilities, values of `best_logprobs`, number wanted for each)."""
+BestLogprobs: TypeAlias = tuple[list[int], Any, list[int]]
+"""Indices of tokens with log-probabilities; on the host the `OpSet.packed_logprobs` of these tokens,
+or of all; the number of alternatives that each wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Sampler:
     mask: Callable[[Any, TokenMask], None]
     """Writes −∞ to logits that are not allowed."""
     best_logprobs: Callable[[Any, Any, int], tuple[Any, ...]]
+    packed_logprobs: Callable[[Any, Any, int], Any]
     to_host: Callable[[Any], Any]
     """Starts a copy to the host, which may not be complete when this returns."""
     as_array: Callable[[Any], Floats]
@@ -63,16 +65,12 @@ def draw(
     `params` are the `sampling_tensors`, if already computed.
     """
     params = params or sampling_tensors(rows, sampled)
-    which: list[int] = []
-    if rows.wanted("logprobs", sampled.names):
-        wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
-        which = [i for i, k in enumerate(wanted) if k is not None]
-        counts = [wanted[i] or 0 for i in which]
+    which, counts = wanted_logprobs(rows, sampled)
     kept: Any = None
     index: Any = slice(None)
     if which:
         overwrites = mask is not None or params.changes_logits or not params.all_greedy
-        if overwrites or len(which) < len(wanted):
+        if overwrites or len(which) < len(sampled.request_ids):
             index = rows.upload(np.array(which, np.int64))
         kept = logits[index]  # a copy, unless all rows are wanted and stay unchanged
     if mask is not None and mask.positions:
@@ -85,9 +83,18 @@ def draw(
         tokens, drawn.extras = draw_chained(rows, sampled, chained, by.as_array(own))
         drawn.tokens[at] = rows.upload(tokens)
     if kept is not None:
-        best = by.best_logprobs(kept, drawn.tokens[index], max(counts))
-        drawn.logprobs = which, tuple(by.to_host(x) for x in best), counts
+        best = by.packed_logprobs(kept, drawn.tokens[index], max(counts))
+        drawn.logprobs = which, by.to_host(best), counts
     return drawn
+
+
+def wanted_logprobs(rows: RowTable, sampled: SampledRows) -> tuple[list[int], list[int]]:
+    """Indices of tokens with log-probabilities, and the number of alternatives that each wants."""
+    if not rows.wanted("logprobs", sampled.names):
+        return [], []
+    wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
+    which = [i for i, k in enumerate(wanted) if k is not None]
+    return which, [wanted[i] or 0 for i in which]
 
 
 def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], list[int]]:

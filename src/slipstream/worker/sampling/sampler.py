@@ -7,7 +7,8 @@ device yields NumPy arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,14 @@ It is finite, so a token can be drawn even if all are forbidden.
 
 PROMPT_LOGPROB_ROWS = 256
 """Positions whose logits are computed at once for prompt log-probabilities."""
+
+
+class Biases(NamedTuple):
+    """Additions to logits: logits[rows, tokens] += values."""
+
+    rows: Tensor  # int64 [N]
+    tokens: Tensor  # int64 [N]
+    values: Tensor  # float32 [N]
 
 
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
@@ -49,31 +58,13 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
             history_lens=empty,
             all_greedy=True,
         )
-    temperature, top_p, min_p, repetition, presence, frequency = table.columns(
-        table.sampling_floats, sampled.rows
-    )
-    top_k, prompt_lens, seeds = table.columns(table.sampling_ints, sampled.rows)
-    bias_rows, bias_tokens, bias_values = bias or (None, None, None)
-    limited_rows, allowed_rows, allowed_tokens = limits or (None, None, None)
-    history = None
+    longest = 0
     if penalised:
         longest = max(s.num_computed_tokens + s.num_tokens for s in sampled.requests)
-        history = table.history(sampled.rows, longest)
-    return SamplingTensors(
-        temperature=temperature,
-        top_k=_int32(top_k),
-        top_p=top_p,
-        min_p=min_p,
-        seeds=seeds,
-        history_lens=_int32(sampled.positions),  # a position is the number of tokens before it
-        prompt_lens=_int32(prompt_lens) if penalised else None,
-        history=history,
-        repetition_penalty=repetition if penalised else None,
-        presence_penalty=presence if penalised else None,
-        frequency_penalty=frequency if penalised else None,
-        bias_rows=bias_rows,
-        bias_tokens=bias_tokens,
-        bias_values=bias_values,
+    made = tensors_of_rows(table, sampled.rows, sampled.positions, bias, longest)
+    limited_rows, allowed_rows, allowed_tokens = limits or (None, None, None)
+    return replace(
+        made,
         limited_rows=limited_rows,
         allowed_rows=allowed_rows,
         allowed_tokens=allowed_tokens,
@@ -81,6 +72,51 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
         any_top_k=table.wanted("top_k", names),
         any_top_p=table.wanted("top_p", names),
         any_min_p=table.wanted("min_p", names),
+    )
+
+
+def tensors_of_rows(
+    table: RowTable, rows: Tensor, positions: Tensor, bias: Biases | None, longest: int
+) -> SamplingTensors:
+    """Parameters of tokens at `positions` of `rows`, each [N], of any requests.
+
+    There are penalties unless `longest`, the number of tokens that they count at most, is 0.
+    """
+    if table.ops.takes_rows:
+        floats, ints = table.sampling_floats, table.sampling_ints
+        own: Tensor | None = rows
+        history: Tensor | None = table.tokens
+        lens = positions
+    else:
+        floats, ints = (
+            table.columns(t, rows) for t in (table.sampling_floats, table.sampling_ints)
+        )
+        history, own = table.history(rows, longest) if longest else None, None
+        lens = _int32(positions)  # a position is the number of tokens before it
+    temperature, top_p, min_p, repetition, presence, frequency = floats
+    top_k, prompt_lens, seeds = ints
+    penalised = longest > 0
+    return SamplingTensors(
+        temperature=temperature,
+        top_k=top_k if own is not None else _int32(top_k),
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        history_lens=lens,
+        rows=own,
+        prompt_lens=(prompt_lens if own is not None else _int32(prompt_lens))
+        if penalised
+        else None,
+        history=history if penalised else None,
+        repetition_penalty=repetition if penalised else None,
+        presence_penalty=presence if penalised else None,
+        frequency_penalty=frequency if penalised else None,
+        bias_rows=None if bias is None else bias.rows,
+        bias_tokens=None if bias is None else bias.tokens,
+        bias_values=None if bias is None else bias.values,
+        any_top_k=True,
+        any_top_p=True,
+        any_min_p=True,
     )
 
 
@@ -123,10 +159,8 @@ def limits_of(
     return table.upload(which), table.upload(of_each), table.upload(np.concatenate(allowed))
 
 
-def biases_of(
-    table: RowTable, sampled: SampledRows, names: Sequence[str]
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Changes to logits as (row, token, value) arrays; None if there are none.
+def biases_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> Biases | None:
+    """Changes to logits; None if there are none.
 
     1. Logit biases.
     2. FORBIDDEN on end tokens before `min_tokens`.
@@ -166,7 +200,8 @@ def biases_of(
         earlier, places = table.upload(wanted)
         found = table.tokens.reshape(-1)[places] == earlier
         biases[-len(begun) :] = (found | (earlier < 0)).all(1) * FORBIDDEN
-    return table.upload(np.array(where, np.int64)), table.upload(np.array(tokens, np.int64)), biases
+    rows, ids = (table.upload(np.array(x, np.int64)) for x in (where, tokens))
+    return Biases(rows, ids, biases)
 
 
 def verified(
