@@ -345,12 +345,13 @@ class OpSet(WeightOps, RankOps):
         assert part is not None
         rows = x.float().unflatten(1, (len(part.of), -1))
         own = rows.square().sum(-1).unbind(1)
-        sums = rows.new_zeros(part.count, len(x))
+        sums = rows.new_zeros(part.num_groups, len(x))
         for i, of in enumerate(part.of):  # no index on the host: graphs can't copy one
             sums[of] += own[i]
         factors = torch.rsqrt(group.all_reduce(sums) / part.size + spec.eps)
         normed = rows * torch.stack([factors[of] for of in part.of], dim=1)[..., None]
-        return (normed.flatten(1) * weight.float()).to(x.dtype)
+        result: Tensor = (normed.flatten(1) * weight.float()).to(x.dtype)
+        return result
 
     def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
         """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one

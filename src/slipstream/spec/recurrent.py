@@ -93,10 +93,10 @@ class GatedDeltaSpec:
 
 class NormPart(NamedTuple):
     """A rank's part of a norm by groups: `of` has the group of each of its parts, of equal size; there
-    are `count` groups of `size` numbers over all ranks."""
+    are `num_groups` groups of `size` numbers over all ranks."""
 
     of: tuple[int, ...]
-    count: int
+    num_groups: int
     size: int
 
 
