@@ -285,11 +285,6 @@ def _check_tiers(
         ),
         (
             given[0],
-            spec.is_recurrent,
-            "the tiers below the device have no place for states of recurrent layers yet; leave it out",
-        ),
-        (
-            given[0],
             not args.enable_prefix_caching,
             "its blocks are found as cached prefixes: leave enable_prefix_caching on",
         ),

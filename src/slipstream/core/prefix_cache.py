@@ -73,6 +73,19 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,)) if group else key
 
 
+STATE_GROUP = 255
+"""The group of the keys of recurrent states in the tiers. No blocks belong to it."""
+
+
+def state_key(key: bytes) -> bytes:
+    """Key of the recurrent state after a block; `key` is the chain's key."""
+    return group_key(key, STATE_GROUP)
+
+
+def is_state(key: bytes) -> bool:
+    return len(key) > KEY_BYTES and key[KEY_BYTES] == STATE_GROUP
+
+
 def longest_hit(
     pool: BlockPool,
     request: Request,

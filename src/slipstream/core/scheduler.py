@@ -651,9 +651,7 @@ class Scheduler:
         requests = self.requests
         released, requests.released = requests.released, []
         unmasked, requests.unmasked = requests.unmasked, []
-        marks = tuple(
-            mark for kv in self.kvs if kv.states is not None for mark in kv.states.planned()
-        )
+        marks = tuple(mark for kv in self.kvs for mark in kv.planned(self.in_flight.last_id))
         shared: tuple[SharedPrefix, ...] = ()
         if len(self.kvs) > 1:
             of_ranks = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]

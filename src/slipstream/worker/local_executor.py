@@ -96,7 +96,9 @@ class LocalExecutor(Executor):
         self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger, self.runner = _fit(config, loaded, loaded.profile())
-        self.store = open_tiers(self.config, description, self.runner, self.ledger.block_bytes)
+        ledger = self.ledger
+        slot = ledger.state_bytes // max(1, ledger.num_states)
+        self.store = open_tiers(self.config, description, self.runner, ledger.block_bytes, slot)
         self.canary = None
 
     @classmethod
@@ -386,7 +388,8 @@ def _fit(
     if loaded.draft is not None:
         one_block += loaded.draft.block_bytes
         weights += loaded.draft.weights_bytes
-    rows += staged_blocks(config, one_block) * one_block
+    slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
+    rows += sum(staged_blocks(config, size) * size for size in (one_block, slot))
     graphs = 0 if config.device.enforce_eager else loaded.graph_reserve_bytes(activation_bytes)
     loaded.platform.release_unused()
     free, total = loaded.platform.memory()  # measured with the weights loaded

@@ -15,7 +15,7 @@ import numpy as np
 from slipstream import __version__
 from slipstream.config import EngineConfig
 from slipstream.costs.hardware import host_memory
-from slipstream.costs.memory import staged_blocks
+from slipstream.costs.memory import host_share, host_slots, staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
@@ -31,6 +31,7 @@ def open_tiers(
     description: ModelDescription,
     runner: Runner,
     block_bytes: int,
+    state_bytes: int,
 ) -> HostBlockStore | None:
     """Open the tiers that the settings ask for; None if there are none.
 
@@ -46,9 +47,11 @@ def open_tiers(
                 f"kv_host_bytes={cache.host_bytes} is more than the {free} bytes of the host's memory that are free; lower it",
                 field="kv_host_bytes",
             )
-        if cache.host_bytes < block_bytes:
+        least = max(host_share(block_bytes, state_bytes), host_share(state_bytes, block_bytes))
+        if cache.host_bytes < least:
             raise ConfigError(
-                f"kv_host_bytes={cache.host_bytes} is too small for one block, which takes {block_bytes} bytes; raise it",
+                f"kv_host_bytes={cache.host_bytes} is too small for a block or a state, for which it takes {least} bytes; "
+                "raise it",
                 field="kv_host_bytes",
             )
     if cache.disk_bytes is not None:
@@ -57,10 +60,10 @@ def open_tiers(
             Path(cache.disk_path),
             cache.disk_bytes,
             identity(config, description, runner),
-            block_bytes,
+            max(block_bytes, state_bytes),
         )
-    num_slots = 0 if cache.host_bytes is None else cache.host_bytes // block_bytes
-    return runner.open_store(disk, num_slots, staged_blocks(config, block_bytes))
+    staged = staged_blocks(config, block_bytes), staged_blocks(config, state_bytes)
+    return runner.open_store(disk, host_slots(config, block_bytes, state_bytes), staged)
 
 
 def identity(config: EngineConfig, description: ModelDescription, runner: Runner) -> bytes:
