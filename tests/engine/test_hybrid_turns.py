@@ -17,7 +17,7 @@ CHECKPOINT = 256
 """Most tokens back to a checkpoint."""
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-FAMILIES = {"qwen3_next": "plain drafts disk ranks", "nemotron_h": "plain drafts disk"}
+FAMILIES = {"qwen3_next": "plain drafts disk ranks disk-ranks", "nemotron_h": "plain drafts disk"}
 CASES = [(family, how) for family, hows in FAMILIES.items() for how in hows.split()]
 NUM_TURNS = 10
 LENGTHS = [600, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 80_000))]
@@ -95,13 +95,16 @@ def test_turns_compute_what_is_new(engines, tmp_path, family, how, length):
         "drafts": dict(speculative_config=MTP),
         "disk": dict(kv_disk_bytes=2**30, kv_disk_path=str(tmp_path / "kv")),
         "ranks": dict(tensor_parallel_size=2),
+        "disk-ranks": dict(
+            tensor_parallel_size=2, kv_disk_bytes=2**30, kv_disk_path=str(tmp_path / "kv")
+        ),
     }[how]
     with contextlib.ExitStack() as stack:
         llm = stack.enter_context(LLM(str(path), **settings(length), **more))
         history = message(0, length)
         history += check(llm, without, history, length)
         for i in range(1, NUM_TURNS):
-            if how == "disk" and i in (1, 6):  # a restart
+            if "disk" in how and i in (1, 6):  # a restart
                 stack.close()
                 llm = stack.enter_context(LLM(str(path), **settings(length), **more))
             asked, before = message(i, 30), history
@@ -112,7 +115,7 @@ def test_turns_compute_what_is_new(engines, tmp_path, family, how, length):
             check(llm, without, [*history, *message(80 + i, 25)], 25)
         if how == "drafts":
             assert llm.stats().spec_accepted_tokens > 0
-        if how == "disk":
+        if "disk" in how:
             assert llm.stats().tiers.disk_hit_tokens >= length
             return  # blocks are still being stored
         assert llm.stats().num_free_blocks == llm.stats().num_blocks

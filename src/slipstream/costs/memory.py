@@ -254,8 +254,8 @@ def host_share(size: int, other: int) -> int:
 
 
 def host_slots(config: EngineConfig, block: int, state: int) -> tuple[int, int]:
-    """Numbers of blocks, and of recurrent states, in the host tier."""
-    total = config.cache.host_bytes or 0
+    """Numbers of blocks, and of recurrent states, in a rank's share of the host tier."""
+    total = (config.cache.host_bytes or 0) // config.parallel.num_ranks
     sizes = host_share(block, state), host_share(state, block)
     return sizes[0] and total // sizes[0], sizes[1] and total // sizes[1]
 
@@ -519,6 +519,6 @@ def size_cache(
         host_tier_bytes=sum(
             n * size for n, size in zip(host_slots(config, block, slot), (block, slot), strict=True)
         ),
-        disk_tier_bytes=config.cache.disk_bytes or 0,
+        disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,
         num_caches=config.parallel.stage.num_caches,
     )

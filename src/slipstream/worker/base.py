@@ -11,6 +11,7 @@ from slipstream.costs.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask
+from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.tiers.block_store import HostBlockStore
 
 
@@ -43,7 +44,7 @@ class Executor(ABC):
     """Description of the kernels' tiles for a person; empty if there is no choice."""
     phases: dict[str, float]
     """Seconds of each phase of the start."""
-    store: HostBlockStore | None = None
+    store: HostBlockStore | RankBlockStore | None = None
     """Tiers below the device's cache; None if there are none."""
     processes: tuple[int, ...] = ()
     """Process ids of the ranks on this host."""

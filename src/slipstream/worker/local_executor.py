@@ -61,6 +61,7 @@ from slipstream.worker.model_runner import ModelRunner, Runner
 from slipstream.worker.rows import rows_bytes
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.start.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
+from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Ranks(Protocol):
 
 
 class LocalExecutor(Executor):
+    store: HostBlockStore | None
+
     def __init__(
         self,
         config: EngineConfig,

@@ -110,6 +110,11 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return (self._own, key.hex()) in self._files
 
+    def keys(self) -> list[bytes]:
+        """Keys of this model's blocks and states."""
+        with self._lock:
+            return [bytes.fromhex(name) for identity, name in self._files if identity == self._own]
+
     def read(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
         """Read a block's payload into `pieces`.
 
