@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.prefix_cache import announced_state
 from slipstream.errors import ConfigError
 from slipstream.worker.ranks import process_executor
 from tests import mtp_layers, tiny_models
@@ -139,6 +140,22 @@ def test_ranks_with_heads_of_their_own_preempt_as_one_device(model):
             assert tokens(run(llm, PROMPTS)) == expected
         assert llm.stats().num_preemptions > 0
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_checkpoints_of_states_are_told_to_a_router(model):
+    path, _, _ = model
+    with LLM(str(path), **SETTINGS) as llm:
+        core, pool = llm.core, llm.core.scheduler.kv.states.pool
+        core.listen_to_cache(on=True)
+        run(llm, PROMPTS)
+        came, _ = core.cache_changes()
+        told = {came[i : i + 16] for i in range(0, len(came), 16)}
+        states = {announced_state(key) for key in pool.cached_keys()}
+        assert states
+        assert states <= told
+        assert told == {core.cached_keys()[i : i + 16] for i in range(0, len(came), 16)}
+        llm.reset_prefix_cache()
+        assert len(core.cache_changes()[1]) == len(came)
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused_by_name(tmp_path):

@@ -190,8 +190,11 @@ GPU = DeviceInfo(
         ),
         (
             {
-                **{"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2},
-                **{"rank_address": "127.0.0.1:1", "local_ranks": 1},
+                "kv_disk_bytes": 2**30,
+                "kv_disk_path": "kv",
+                "tensor_parallel_size": 2,
+                "rank_address": "127.0.0.1:1",
+                "local_ranks": 1,
             },
             "kv_disk_bytes",
         ),

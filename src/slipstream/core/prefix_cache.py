@@ -86,6 +86,12 @@ def is_state(key: bytes) -> bool:
     return len(key) > KEY_BYTES and key[KEY_BYTES] == STATE_GROUP
 
 
+def announced_state(key: bytes) -> bytes:
+    """The key under which a router is told of the recurrent state after a block: as long as a block's,
+    and no block's. `key` is the chain's key."""
+    return bytes(255 - byte for byte in key)
+
+
 def longest_hit(
     pool: BlockPool,
     request: Request,

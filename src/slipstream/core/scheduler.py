@@ -228,6 +228,11 @@ class Scheduler:
         return [kv.pool for kv in self.kvs]
 
     @property
+    def state_pools(self) -> list[BlockPool]:
+        """Slots of recurrent states by rank; empty without recurrent layers."""
+        return [kv.states.pool for kv in self.kvs if kv.states is not None]
+
+    @property
     def has_requests(self) -> bool:
         return bool(self.requests.by_id)
 
