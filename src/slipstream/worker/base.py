@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask
-from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.tiers.block_store import HostBlockStore
+
+if TYPE_CHECKING:
+    from slipstream.worker.ranks.block_store import RankBlockStore
 
 
 class Launched(Protocol):
