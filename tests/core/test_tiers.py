@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slipstream.config.forms import MAX_DRAFTS
 from slipstream.core.tiers import PROBE_BLOCKS, RATE_AGE_S, Rates
 from slipstream.errors import ContextLengthError
 from slipstream.types import CacheHints, FinishReason
@@ -32,12 +33,17 @@ class Store:
 
     block_bytes = 10
 
-    def __init__(self, num_slots: int, on_disk: dict[bytes, tuple] | None) -> None:
+    def __init__(
+        self, num_slots: int, on_disk: dict[bytes, tuple] | None, state_bytes: int = 0
+    ) -> None:
         self.num_slots = num_slots
+        self.state_bytes = state_bytes
+        self.num_state_slots = -(-num_slots // 2) if state_bytes else 0
         self.disk = None if on_disk is None else Disk()
         self.files = {} if on_disk is None else on_disk
-        self.host: dict[int, tuple] = {}
+        self.host: dict[tuple[bool, int], tuple] = {}
         self.cells: dict[tuple[int, int], int] = {}  # the worker's
+        self.states: dict[int, int] = {}  # the worker's
         self.waiting: list[tuple] = []
         self.done: list[tuple[int, bool]] = []
         self.lost: set[bytes] = set()
@@ -45,24 +51,37 @@ class Store:
     def on_disk(self, key):
         return key in self.files and key not in self.lost
 
-    def block(self, number):
-        return tuple(self.cells.get((number, i), -1) for i in range(BLOCK))
+    def block(self, copy):
+        """What the device has at a copy's end."""
+        if copy.is_state:
+            return (self.states.get(copy.block, -1),)
+        return tuple(self.cells.get((copy.block, i), -1) for i in range(BLOCK))
+
+    def fill(self, copy, values):
+        if copy.is_state:
+            (self.states[copy.block],) = values
+        else:
+            self.cells.update({(copy.block, i): value for i, value in enumerate(values)})
+
+    def rubbish(self, copy):
+        return (RUBBISH,) * (1 if copy.is_state else BLOCK)
 
     def submit(self, copies):
         for copy in copies:
             taken = None
             if copy.source == "device":
-                taken = self.block(copy.block)
+                taken = self.block(copy)
             if copy.target == "device":
                 assert not any(
-                    other.block == copy.block and "device" in other[1:3]
+                    (other.block, other.is_state) == (copy.block, copy.is_state)
+                    and "device" in other[1:3]
                     for other, _ in self.waiting
                 )
-                self.cells.update({(copy.block, i): RUBBISH for i in range(BLOCK)})
+                self.fill(copy, self.rubbish(copy))
             if copy.source == "host":
-                taken = self.host[copy.slot]
+                taken = self.host[copy.is_state, copy.slot]
             if copy.target == "host":
-                self.host[copy.slot] = (RUBBISH,) * BLOCK
+                self.host[copy.is_state, copy.slot] = self.rubbish(copy)
             assert copy.source != copy.target
             self.waiting.append((copy, taken))
 
@@ -70,10 +89,11 @@ class Store:
         copy, taken = self.waiting.pop(index % len(self.waiting))
         ok = not fails
         if copy.source == "device":
-            assert self.block(copy.block) == taken, "written while it was copied"
+            assert self.block(copy) == taken, "written while it was copied"
             assert RUBBISH not in taken
         if copy.source == "host":
-            assert self.host[copy.slot] == taken, "a slot was used again while it was copied"
+            at = copy.is_state, copy.slot
+            assert self.host[at] == taken, "a slot was used again while it was copied"
             assert RUBBISH not in taken
         if copy.source == "disk":
             ok = ok and self.on_disk(copy.key)
@@ -81,11 +101,11 @@ class Store:
             if not ok:
                 self.lost.add(copy.key)
         if copy.target == "device":
-            assert self.block(copy.block) == (RUBBISH,) * BLOCK, "written before it arrived"
+            assert self.block(copy) == self.rubbish(copy), "written before it arrived"
             if ok:
-                self.cells.update({(copy.block, i): value for i, value in enumerate(taken)})
+                self.fill(copy, taken)
         elif copy.target == "host" and ok:
-            self.host[copy.slot] = taken
+            self.host[copy.is_state, copy.slot] = taken
         elif copy.target == "disk" and ok:
             self.files[copy.key] = taken
             self.lost.discard(copy.key)
@@ -101,7 +121,8 @@ class Store:
 
 def engine(store, depth=1, **settings):
     made = Engine({**config(**settings), "store": store}, depth)
-    store.cells = made.worker.slots
+    made.worker.is_empty = not store.block_bytes
+    store.cells, store.states = made.worker.slots, made.worker.states
     return made
 
 
@@ -140,8 +161,13 @@ class TierMachine(RuleBasedStateMachine):
         tiers=st.sampled_from([(0, True), (0, True), (1, False), (3, False), (3, True), (9, True)]),
         windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 4, 4)]),
         policy=st.sampled_from(["inflight", "inflight", "dynamic"]),
+        states=st.sampled_from([0, 0, 2, 5]),
+        empty=st.booleans(),
     )
-    def start(self, num_blocks, max_num_seqs, depth, tiers, windows, policy):
+    def start(self, num_blocks, max_num_seqs, depth, tiers, windows, policy, states, empty):
+        """`empty`: a model without attention, whose blocks hold nothing."""
+        self.state_bytes = 7 * bool(states)
+        self.empty = empty and bool(states) and windows == (None,)
         self.num_slots, has_disk = tiers
         self.files = {} if has_disk else None
         self.depth = depth
@@ -151,12 +177,15 @@ class TierMachine(RuleBasedStateMachine):
             max_num_batched_tokens=9,
             groups=tuple(FULL if w is None else window(w) for w in windows),
             policy=policy,
+            state_slots=states * (2 + MAX_DRAFTS) * max_num_seqs + states,
         )
         self.names = itertools.count()
         self.make()
 
     def make(self):
-        self.store = Store(self.num_slots, self.files)
+        self.store = Store(self.num_slots, self.files, self.state_bytes)
+        if self.empty:
+            self.store.block_bytes = self.store.num_slots = 0
         self.engine = engine(self.store, self.depth, **self.settings)
         self.added: dict[str, int] = {}
 
@@ -213,7 +242,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def evict(self):
         """Other requests took all the device's blocks since."""
-        self.engine.scheduler.pool.forget_all()
+        self.engine.scheduler.kv.forget_all()
 
     @rule(data=st.data())
     def lose_a_file(self, data):
@@ -237,9 +266,13 @@ class TierMachine(RuleBasedStateMachine):
             scheduler = self.engine.scheduler
             scheduler.pool.check()
             check_holders(scheduler)
-            if (host := scheduler.tiers._host) is not None:
+            tiers = scheduler.tiers
+            hosts = [pool for pool in (tiers._host, tiers._host_states) if pool is not None]
+            for host in hosts:
                 host.check()
-                assert sum(host.ref_counts) - 1 <= len(scheduler.tiers._after)
+            assert sum(sum(host.ref_counts) - 1 for host in hosts) <= len(tiers._after)
+            if (states := scheduler.kv.states) is not None:
+                states.pool.check()
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -248,8 +281,9 @@ class TierMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         assert set(self.engine.ends) == set(self.added)
         assert scheduler.pool.num_free == scheduler.pool.num_usable, "a block leaked"
-        host = scheduler.tiers._host
-        assert host is None or host.num_free == host.num_usable, "a slot leaked"
+        states = scheduler.kv.states
+        pools = [scheduler.tiers._host, scheduler.tiers._host_states, states and states.pool]
+        assert all(p is None or p.num_free == p.num_usable for p in pools), "a slot leaked"
         assert not scheduler.tiers._loading
         assert not scheduler.tiers._arrived
         assert not scheduler.tiers._loads

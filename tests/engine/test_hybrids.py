@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.prefix_cache import announced_state
 from slipstream.errors import ConfigError
-from tests import tiny_models
+from slipstream.worker.ranks import process_executor
+from tests import mtp_layers, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 COMMON = [(7 * i) % 250 + 5 for i in range(60)]
@@ -93,16 +95,67 @@ def test_forks_of_a_prompt_each_have_a_state(model):
     assert [o.token_ids for o in outputs[0].outputs] == [expected[0]] * 3
 
 
-@pytest.mark.parametrize("how", ["pipeline_parallel_size", "expert_parallel_size"])
-def test_ranks_have_the_states_of_their_layers_or_requests(tmp_path, how):
-    tiny_models.write(tmp_path, "qwen3_next")
+RANKS = {
+    "stages": dict(pipeline_parallel_size=2),
+    "experts": dict(expert_parallel_size=2),
+    "tensor": dict(tensor_parallel_size=2),
+    "three": dict(tensor_parallel_size=3),
+    "both": dict(tensor_parallel_size=2, pipeline_parallel_size=2),
+    "drafts": dict(
+        tensor_parallel_size=2,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+    ),
+}
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("how", RANKS)
+def test_ranks_have_the_states_of_their_layers_heads_or_requests(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(process_executor, "available_cores", lambda: 4)  # they share what there is
+    mtp_layers.build(tmp_path, "qwen3_next")
     with LLM(str(tmp_path), **SETTINGS) as llm:
-        expected = tokens(run(llm, PROMPTS))
-    with LLM(str(tmp_path), **{**SETTINGS, how: 2}) as llm:
+        expected, ledger = tokens(run(llm, PROMPTS)), llm.core.ledger
+    with LLM(str(tmp_path), **SETTINGS, **RANKS[how]) as llm:
         assert tokens(run(llm, PROMPTS)) == expected
         again = run(llm, PROMPTS)
+        if how == "tensor":
+            own = llm.core.ledger
+            assert own.state_bytes * ledger.num_states * 2 == ledger.state_bytes * own.num_states
     assert tokens(again) == expected
     assert again[0].num_cached_tokens > 0
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_with_heads_of_their_own_preempt_as_one_device(model):
+    path, _, expected = model
+    with LLM(str(path), tensor_parallel_size=2, **SETTINGS) as roomy:
+        ledger = roomy.core.ledger
+    if not ledger.block_bytes:
+        pytest.skip("without attention no memory runs out")
+    states = 14 * ledger.state_bytes // ledger.num_states
+    small = states + ledger.block_bytes * (ledger.blocks_per_sequence + 2)
+    more = dict(state_slots=14, kv_cache_bytes=small, tensor_parallel_size=2)
+    with LLM(str(path), **SETTINGS, **more) as llm:
+        for _ in range(2):
+            assert tokens(run(llm, PROMPTS)) == expected
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_checkpoints_of_states_are_told_to_a_router(model):
+    path, _, _ = model
+    with LLM(str(path), **SETTINGS) as llm:
+        core, pool = llm.core, llm.core.scheduler.kv.states.pool
+        core.listen_to_cache(on=True)
+        run(llm, PROMPTS)
+        came, _ = core.cache_changes()
+        told = {came[i : i + 16] for i in range(0, len(came), 16)}
+        states = {announced_state(key) for key in pool.cached_keys()}
+        assert states
+        assert states <= told
+        assert told == {core.cached_keys()[i : i + 16] for i in range(0, len(came), 16)}
+        llm.reset_prefix_cache()
+        assert len(core.cache_changes()[1]) == len(came)
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused_by_name(tmp_path):

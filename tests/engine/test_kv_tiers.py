@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import urllib.request
@@ -79,6 +80,52 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
         assert llm.stats().tiers.disk_hit_tokens == 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", dict(tensor_parallel_size=2)),
+        ("llama", dict(pipeline_parallel_size=2)),
+        ("mixtral", dict(tensor_parallel_size=2, expert_parallel_size=2)),
+        ("granitemoehybrid", dict(pipeline_parallel_size=2)),  # a stage has no attention
+        ("jamba", dict(tensor_parallel_size=2)),
+    ],
+)
+def test_each_rank_keeps_its_part(tmp_path, family, how):
+    """Another engine finds what all ranks have; a file that is damaged on one of them is computed."""
+    model, folder = tmp_path / "model", tmp_path / "kv"
+    tiny_models.write(model, family)
+    with LLM(str(model), **SIZES) as llm:
+        expected = answers(llm)
+    with engine(model, folder, **how) as llm:
+        assert answers(llm) == expected
+        wait_for(lambda: not llm.core.tend(), "blocks are not stored")
+        assert llm.stats().tiers.stored_blocks > 8
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1-of-2", "rank-2-of-2"]
+    files = [[*(folder / f"rank-{i}-of-2").rglob("*.kv")] for i in (1, 2)]
+    assert [path.name for path in sorted(files[0])] == [path.name for path in sorted(files[1])]
+    with engine(model, folder, **how) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().tiers.disk_hit_tokens >= 128
+        assert llm.stats().tiers.failed_blocks == 0
+        disk = llm.core.executor.store.disk
+        assert disk.num_bytes == sum(p.stat().st_size for own in files for p in own)
+    for path in files[1]:
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with engine(model, folder, **how) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().tiers.failed_blocks > 0
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_requests_that_belong_to_a_rank_have_no_tiers(tmp_path):
+    tiny_models.write(tmp_path / "model", "mixtral")
+    with pytest.raises(ConfigError, match="set tensor_parallel_size") as error:
+        engine(tmp_path / "model", tmp_path / "kv", expert_parallel_size=2)
+    assert error.value.field == "kv_disk_bytes"
+
+
 def test_window_groups_and_an_8_bit_cache(tmp_path):
     tiny_models.write(tmp_path / "model", "gemma3_text")
     for settings in ({}, {"kv_cache_dtype": "int8"}):
@@ -142,8 +189,18 @@ GPU = DeviceInfo(
             "kv_disk_bytes",
         ),
         (
-            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2},
+            {
+                "kv_disk_bytes": 2**30,
+                "kv_disk_path": "kv",
+                "tensor_parallel_size": 2,
+                "rank_address": "127.0.0.1:1",
+                "local_ranks": 1,
+            },
             "kv_disk_bytes",
+        ),
+        (
+            {"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2},
+            "kv_host_bytes",
         ),
         (
             {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "speculative_model": "draft"},

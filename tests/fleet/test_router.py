@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.prefix_cache import extend_keys, root_key
+from slipstream.core.prefix_cache import announced_state, extend_keys, root_key
 from slipstream.fleet.gateway import prefixes
 from slipstream.fleet.gateway.prefixes import PrefixStore
 from slipstream.fleet.gateway.router import POLICIES, ReplicaState, Router
@@ -121,6 +121,25 @@ def test_a_prefix_is_found_again():
     fleet.reset("r2", 3, [])
     fleet.ended(decision, 0.1)
     assert fleet.choose([keys], 202, now=100.0).num_cached_tokens == 8
+
+
+def test_a_replica_with_states_is_found_where_its_last_checkpoint_is():
+    """Keys and values of more blocks are no use without one."""
+    fleet, keys = router(), chain(blocks=50)
+    states = [announced_state(keys[i - 1]) for i in (10, 30)]
+    fleet.reset("r0", 0, keys[:20])
+    fleet.reset("r1", 0, [*keys[:40], *states], has_states=True)
+    fleet.reset("r2", 0, keys[:45], has_states=True)
+    decision = fleet.choose([keys], 202, now=0.0)
+    assert (decision.replica, decision.num_cached_tokens) == ("r1", 120)
+    fleet.ended(decision, 0.1)
+    assert fleet.apply("r1", 1, [], states[1:])
+    decision = fleet.choose([keys], 202, now=100.0)
+    assert (decision.replica, decision.num_cached_tokens) == ("r0", 80)
+    fleet.ended(decision, 100.1)
+    assert fleet.apply("r2", 1, [announced_state(keys[44])], [])
+    decision = fleet.choose([keys], 202, now=200.0)
+    assert (decision.replica, decision.num_cached_tokens) == ("r2", 180)
 
 
 def test_what_begins_alike_goes_together_before_anybody_told():

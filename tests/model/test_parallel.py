@@ -31,9 +31,11 @@ SPECIAL = {
     "gptj-odd": {"vocab_size": 291},
     "gpt_bigcode-mha": {"multi_query": False},
     "gemma4_text-moe": tiny_models.GEMMA4_MOE,
+    "bamba-one": {"mamba_n_groups": 1},
+    "falcon_h1-before": {"mamba_rms_norm": True},
+    "falcon_h1-normed": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
 }
-# An engine does not split recurrent layers over ranks.
-DECODERS = [*(f for f in tiny_models.FAMILIES if f not in tiny_models.RECURRENT), *SPECIAL]
+DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
 MIXTURES = [
     "mixtral",
     "qwen2_moe",
@@ -147,6 +149,9 @@ def test_every_encoder_decoder_is_split_in_two(tmp_path, family):
             ("qwen2_moe", "cpu", True),
             ("deepseek_v3", "cpu", True),
             ("gpt_oss", "cpu", True),
+            ("qwen3_next", "cpu", False),
+            ("granitemoehybrid", "cpu", False),
+            ("jamba", "cpu", True),
         ],
     ],
 )
@@ -207,6 +212,22 @@ def test_what_does_not_divide_ends_in_zeros(tmp_path, family):
     own = heads_of(spec.layers[0].attention, Shard(0, size))
     assert (own.num_heads, own.num_kv_heads) == heads
     assert any("of them zeros" in line for line in uneven_parts(spec, Shard(0, size)))
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=size):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        *[("qwen3_next", 3), ("qwen3_next", 4), ("kimi_linear", 3), ("olmo_hybrid", 3)],
+        *[("mamba2", 3), ("mamba2", 4), ("bamba-one", 3), ("granitemoehybrid", 4)],
+        *[("nemotron_h", 4), ("falcon_h1-normed", 3), ("jamba", 3), ("lfm2", 3), ("lfm2_moe", 4)],
+    ],
+)
+def test_recurrent_heads_and_channels_over_three_and_four_ranks(tmp_path, family, size):
+    """Key heads and groups that are fewer are there several times, and the last ranks have zeros."""
+    build(tmp_path, family)
     wanted = run(load(tmp_path), TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=size):
         close(found, wanted)
@@ -306,6 +327,9 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
         ("llama", dict(tensor=64, experts=1), "tensor_parallel_size", "num_attention_heads"),
         ("llama", dict(tensor=1, experts=2), "expert_parallel_size", "no experts"),
         ("mixtral", dict(tensor=1, experts=64), "expert_parallel_size", "num_experts"),
+        ("mamba2", dict(tensor=16, experts=1), "tensor_parallel_size", "heads of recurrent"),
+        ("mamba", dict(tensor=128, experts=1), "tensor_parallel_size", "channels of recurrent"),
+        ("falcon_h1-before", dict(tensor=4, experts=1), "tensor_parallel_size", "mamba_n_groups"),
     ],
 )
 def test_what_cannot_be_split_is_named(tmp_path, family, how, field, says):

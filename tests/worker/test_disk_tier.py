@@ -264,7 +264,12 @@ def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
     monkeypatch.setattr(device_blocks, "CHUNK_BYTES", 4 * 256)
     cache = torch.arange(12.0).repeat_interleave(64).view(12, 2, 4, 8)
     store = DeviceBlocks(
-        BlockTensors.of([cache]), ReferenceOps(), 11, 8, None, CpuPlatform(torch.device("cpu"))
+        (BlockTensors.of([cache]), BlockTensors.of([])),
+        ReferenceOps(),
+        (11, 0),
+        (8, 0),
+        None,
+        CpuPlatform(torch.device("cpu")),
     )
     pieces, runs = [], store._runs
     monkeypatch.setattr(
@@ -278,7 +283,7 @@ def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
     assert all(carried(store, *out).values())
     assert [[part.stop - part.start for part in found] for found in pieces] == [[4, 1, 1, 1]]
     for i, slot in enumerate(slots, start=1):
-        assert (store._slots(slot, 1)[0].view(torch.float32) == i).all()
+        assert (store._kinds[0].slots(slot, 1)[0].view(torch.float32) == i).all()
     cache.zero_()
     back = [
         BlockCopy(20 + slot, "host", "device", key(i), block=slot, slot=slot)
@@ -297,9 +302,16 @@ def check_device_blocks(tmp_path, platform, ops, odd):
         caches.append(
             torch.randint(0, 99, (9, 1, 3, 1), generator=rng).to(torch.int8).to(platform.device)
         )
+    states = [torch.randn(5, 3, 8, generator=rng), torch.randn(5, 2, 8, 8, generator=rng)]
+    states = [state.to(platform.device) for state in states]
     block_bytes = 3 * 256 + 3 * odd
     store = DeviceBlocks(
-        BlockTensors.of(caches), ops, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform
+        (BlockTensors.of(caches), BlockTensors.of(states)),
+        ops,
+        (6, 2),
+        (2, 1),
+        DiskTier(tmp_path, 2**20, OURS, 1024),
+        platform,
     )
     assert (store.block_bytes, store.num_slots) == (block_bytes, 6)
     before = [cache.clone() for cache in caches]
@@ -325,6 +337,24 @@ def check_device_blocks(tmp_path, platform, ops, odd):
             assert torch.equal(cache[9 - i], old[i])
         assert torch.equal(cache[5], old[4])
         assert not cache[1].any()
+    assert store.state_bytes == 4 * (24 + 128)
+    kept = [state.clone() for state in states]
+    out = [BlockCopy(30 + i, "device", "host", key(i), i, i, is_state=True) for i in (1, 2)]
+    assert all(carried(store, *out, BlockCopy(40, "device", "host", key(6), 3, 3)).values())
+    for state in states:
+        state.zero_()
+    to_disk = BlockCopy(33, "host", "disk", key(8), slot=2, is_state=True)
+    assert carried(store, to_disk) == {33: True}
+    from_disk = BlockCopy(34, "disk", "host", key(8), slot=1, is_state=True)
+    assert carried(store, from_disk) == {34: True}
+    assert carried(store, from_disk._replace(key=key(4), number=35)) == {35: False}  # a block
+    assert carried(store, from_disk._replace(number=36)) == {36: True}
+    assert carried(store, BlockCopy(37, "host", "device", key(8), 4, 1, is_state=True)) == {
+        37: True
+    }
+    for old, state in zip(kept, states, strict=True):
+        assert torch.equal(state[4], old[2])
+        assert not state[:4].any()
     store.close()
 
 

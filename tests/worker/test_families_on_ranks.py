@@ -36,6 +36,9 @@ FAST = [
     ("gemma2", "pp"),
     ("qwen3_moe", "ep"),
     ("llama", "tp+sp"),
+    ("qwen3_next", "tp"),
+    ("bamba-one", "tp"),
+    ("jamba", "tp+sp"),
 ]
 """Granite's layers add up over ranks where they scale a branch; the others do within the next norm."""
 ALL = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.config.forms import (
     HostAndGpu,
     HostExperts,
@@ -142,7 +142,7 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
     if any(spec.group_of_layer):  # several groups share the blocks
         kept = f" of {len(spec.cache_groups[0].layers)} layers"
     cache = f"{found.kv_bytes_per_token:,} B a token, {size(found.ledger.block_bytes)} a block"
-    state = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
+    state = found.ledger.state_bytes // max(1, found.ledger.num_states)  # a rank's
     layers = Counter(spec.all_layers).items()
     rows = [
         ("path", f"{found.path} ({description.format}, {size(files_bytes(found.path))})"),

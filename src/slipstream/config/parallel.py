@@ -176,16 +176,20 @@ def _units(
         attention += [] if scheme.experts_only else [scheme.multiple]
     for name, fmt in model.native_formats(native_products(args.kernels, device)).items():
         least = 16 if fmt.inputs is not None else 64
-        own = attention if ".attention." in name else mlp
-        own.append(math.lcm(least, fmt.group_size or 1, fmt.block_rows))
+        unit = math.lcm(least, fmt.group_size or 1, fmt.block_rows)
+        # a recurrent layer is split by heads as attention is, or by channels as an MLP
+        attention += [unit] if ".attention." in name or ".recurrent." in name else []
+        mlp += [] if ".attention." in name else [unit]
     if model.gguf is not None and model.family.gguf is not None:
         sizes = {quant.name: quant.block_size for quant in TYPES.values()}
         for name, place in model.family.gguf.names(model.spec).items():
             if name in model.gguf.tensors and place.target.endswith(
                 (".out.weight", ".down.weight")
             ):
-                own = attention if place.target.endswith(".out.weight") else mlp
-                own.append(sizes.get(model.gguf.tensors[name].type, 1))
+                unit = sizes.get(model.gguf.tensors[name].type, 1)
+                of_heads = place.target.endswith(".out.weight")
+                attention += [unit] if of_heads else []
+                mlp += [unit] if not of_heads or ".recurrent." in place.target else []
     return SplitUnits(math.lcm(*attention), math.lcm(*mlp))
 
 

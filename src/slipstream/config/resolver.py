@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
 from slipstream.config.forms import (
+    DealtRequests,
+    HostAndGpu,
     Offload,
     ParallelConfig,
+    Pipeline,
     StreamedLayers,
 )
 from slipstream.config.offload import offload_section
@@ -286,11 +289,6 @@ def _check_tiers(
         ),
         (
             given[0],
-            spec.is_recurrent,
-            "the tiers below the device have no place for states of recurrent layers yet; leave it out",
-        ),
-        (
-            given[0],
             not args.enable_prefix_caching,
             "its blocks are found as cached prefixes: leave enable_prefix_caching on",
         ),
@@ -301,8 +299,18 @@ def _check_tiers(
         ),
         (
             given[0],
-            parallel.num_ranks > 1,
-            "tiers are for one device; leave it out, or split the model over none",
+            isinstance(parallel.stage, DealtRequests) or isinstance(parallel, HostAndGpu),
+            "tiers are for ranks that have a part of each request's cache; leave it out, or set tensor_parallel_size",
+        ),
+        (
+            given[0],
+            args.rank_address is not None,
+            "tiers are for the ranks of one host; leave it out",
+        ),
+        (
+            "kv_host_bytes",
+            "kv_host_bytes" in given and isinstance(parallel, Pipeline),
+            "a pipeline's stages have caches of different sizes; leave it out, or use tensor_parallel_size",
         ),
     ):
         if refused:

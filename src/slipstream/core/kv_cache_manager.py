@@ -34,13 +34,14 @@ from slipstream.core.prefix_cache import (
     longest_hit,
     root_key,
     salted,
+    state_key,
 )
 from slipstream.core.request import Request, Status
 from slipstream.core.sessions import Session, Sessions
 from slipstream.core.states import StateSlots
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore, Tiers
-from slipstream.types import SharedPrefix, TableUpdate
+from slipstream.types import SharedPrefix, StateMark, TableUpdate
 
 MIN_SHARED = 128
 """Minimum number of common tokens that a step marks as a shared prefix."""
@@ -96,11 +97,13 @@ class KVCacheManager:
         self._copied = Counter[int]()  # number of pending copies of each source block
         self.tiers = None
         if store is not None:
+            states = None if self.states is None else self.states.pool
             self.tiers = Tiers(
-                store, self.pool, self.own, dict(self.windows), cache.block_size, clock
+                store, self.pool, self.own, dict(self.windows), cache.block_size, clock, states
             )
             if sessions is not None and self.states is None:  # states are in no tier
                 sessions.keeps_keys = True
+        self._last_step = 0
         self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
 
@@ -249,6 +252,7 @@ class KVCacheManager:
         request.needs_copy = False
         if self.states is not None:
             self.states.release(request)
+            self._offer_states(self.states)
         self.drop_lease(request)
 
     # --- The order of eviction ------------------------------------------------------------------------------------------
@@ -340,6 +344,8 @@ class KVCacheManager:
         """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
             return False
+        if self.states is not None and not self.states.has_room(request):
+            return False  # it can't begin now
         return self.tiers.wants(request, cached, computed, spare)
 
     def prefetch(self, spare: int) -> None:
@@ -431,6 +437,22 @@ class KVCacheManager:
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
         request.num_registered = full
+
+    def planned(self, step_id: int) -> tuple[StateMark, ...]:
+        """The recurrent states that the step keeps which was just planned (`StateSlots.planned`)."""
+        self._last_step = step_id
+        if self.states is None:
+            return ()
+        marks = self.states.planned()
+        self._offer_states(self.states)
+        return marks
+
+    def _offer_states(self, states: StateSlots) -> None:
+        """Offer checkpoints to the tiers. The last planned step may still write them."""
+        if self.tiers is not None:
+            for slot, key in states.offered:
+                self.tiers.offer(slot, state_key(key), self._last_step)
+        states.offered.clear()
 
     def share_prompt(self, parent: Request, children: Sequence[Request]) -> None:
         """Let `children` hold the blocks of their parent's prompt.

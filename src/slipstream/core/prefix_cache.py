@@ -102,6 +102,25 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,)) if group else key
 
 
+STATE_GROUP = 255
+"""The group of the keys of recurrent states in the tiers. No blocks belong to it."""
+
+
+def state_key(key: bytes) -> bytes:
+    """Key of the recurrent state after a block; `key` is the chain's key."""
+    return group_key(key, STATE_GROUP)
+
+
+def is_state(key: bytes) -> bool:
+    return len(key) > KEY_BYTES and key[KEY_BYTES] == STATE_GROUP
+
+
+def announced_state(key: bytes) -> bytes:
+    """The key under which a router is told of the recurrent state after a block: as long as a block's,
+    and no block's. `key` is the chain's key."""
+    return bytes(255 - byte for byte in key)
+
+
 def longest_hit(
     pool: BlockPool,
     request: Request,

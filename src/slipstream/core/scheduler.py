@@ -228,6 +228,11 @@ class Scheduler:
         return [kv.pool for kv in self.kvs]
 
     @property
+    def state_pools(self) -> list[BlockPool]:
+        """Slots of recurrent states by rank; empty without recurrent layers."""
+        return [kv.states.pool for kv in self.kvs if kv.states is not None]
+
+    @property
     def has_requests(self) -> bool:
         return bool(self.requests.by_id)
 
@@ -652,9 +657,7 @@ class Scheduler:
         requests = self.requests
         released, requests.released = requests.released, []
         unmasked, requests.unmasked = requests.unmasked, []
-        marks = tuple(
-            mark for kv in self.kvs if kv.states is not None for mark in kv.states.planned()
-        )
+        marks = tuple(mark for kv in self.kvs for mark in kv.planned(self.in_flight.last_id))
         shared: tuple[SharedPrefix, ...] = ()
         if len(self.kvs) > 1:
             of_ranks = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]

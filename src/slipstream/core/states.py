@@ -84,6 +84,8 @@ class StateSlots:
         self._borrowed: list[int] = []  # held until the step that reads them is planned
         self._made: list[tuple[Request, int, bytes, int]] = []
         """Checkpoints of the step: requests, positions, keys and slots."""
+        self.offered: list[tuple[int, bytes]] = []
+        """Checkpoints, with their keys, that the tiers below the device may have: of prompts, and the last one of an answer."""
         self.kept: list[StateMark] = []
         """The states inside its parts that the step keeps which is being planned."""
 
@@ -197,6 +199,8 @@ class StateSlots:
             return
         slot = self._give_up(state)
         self._cache(request, computed, key, slot)
+        if of_prompt:
+            self.offered.append((slot, key))
         if of_answer:
             old, state.answer_mark = state.answer_mark, slot
             if old != NULL_BLOCK and self.pool.hashes[old] == state.answer_key:
@@ -240,6 +244,7 @@ class StateSlots:
         kept = tuple(self.kept)
         for request, position, key, slot in self._made:
             self._cache(request, position, key, slot)
+            self.offered.append((slot, key))
             self.pool.release([slot])
         self.pool.release(self._borrowed)
         self._made, self._borrowed, self.kept = [], [], []
@@ -289,6 +294,8 @@ class StateSlots:
         state, request.state = request.state, None
         if state is not None:
             self._let_go(state)
+            if state.answer_mark != NULL_BLOCK:
+                self.offered.append((state.answer_mark, state.answer_key))
             if state.fork != NULL_BLOCK:
                 self.pool.release([state.fork])
             self.pool.release(state.own)

@@ -14,7 +14,11 @@
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
-5. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
+5. Checkpoints of recurrent states (`core/states.py`) are stored and loaded as blocks are. Their keys
+   are those of the blocks that end there, in a group of their own (`state_key`). A load brings the
+   blocks up to the last checkpoint, and that. Without attention blocks hold nothing: they are not
+   stored, and any that a checkpoint needs is there.
+6. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
 
 The worker carries out the copies (`BlockStore`).
 """
@@ -28,7 +32,7 @@ from math import inf
 from typing import Protocol
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.prefix_cache import group_key, usable_prefix
+from slipstream.core.prefix_cache import group_key, is_state, state_key, usable_prefix
 from slipstream.core.request import Request
 from slipstream.spec.model import CacheGroup
 from slipstream.stats import TierStats
@@ -53,7 +57,10 @@ BLIND_PATIENCE_S = 10.0
 """Longest wait for a load, in seconds, while no prompt has been measured."""
 
 STORE_SHARE = 8
-"""Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks."""
+"""Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks, and of its states."""
+
+SPARE_STATES = 2
+"""Free slots of states that copies to the tiers leave to requests."""
 
 
 ELSEWHERE = -1
@@ -72,8 +79,10 @@ class DiskInfo(Protocol):
 class BlockStore(Protocol):
     """The worker's side of the tiers: it carries out copies."""
 
-    block_bytes: int
+    block_bytes: int  # 0: blocks hold nothing
     num_slots: int  # slots in host memory; 0 if there is no host tier
+    state_bytes: int  # of the recurrent states in a slot of the device
+    num_state_slots: int  # the same for states
 
     @property
     def disk(self) -> DiskInfo | None:
@@ -177,33 +186,37 @@ class Rates:
 
 
 class TierLoad:
-    """Blocks that are being loaded to the device for a request."""
+    """Blocks that are being loaded to the device for a request, and the states that go with them."""
 
     def __init__(
-        self, request: Request | None, held: list[int], now: float, patience_s: float, era: int
+        self,
+        request: Request | None,
+        held: list[tuple[BlockPool, int]],
+        now: float,
+        patience_s: float,
+        era: int,
     ) -> None:
         self.request = request  # None: it is gone or waits no longer, or its session pauses
         self.arrived: Callable[[], None] | None = None  # called when all blocks are cached
         self.others: list[Request] = []  # other requests that want blocks of this load
-        # device blocks that the request will find, in addition to those being loaded
+        # what the request will find on the device, in addition to what is being loaded
         self.held = held
         self.pending: dict[int, tuple[int, bytes]] = {}  # (block, key) by copy number
-        self.num_host = self.num_disk = 0
+        self.host_bytes = self.disk_bytes = 0
         self.probes = False  # the load measures a rate; more blocks may follow
         self.era = era
         self.begun, self.until = now, now + patience_s
 
-    @property
-    def incoming(self) -> list[int]:
-        """Device blocks that no other request can find yet."""
-        return [block for block, _ in self.pending.values()]
+    def release(self) -> None:
+        for pool, block in self.held:
+            pool.release((block,))
 
 
 class Tiers:
     """All tiers of one device.
 
     `pool` is the device's pool, `own` are the groups of layers that requests write to, and `clock`
-    is the scheduler's clock.
+    is the scheduler's clock. `states` are the slots of recurrent states, if the model has any.
     """
 
     def __init__(
@@ -214,10 +227,15 @@ class Tiers:
         windows: Mapping[int, CacheGroup],
         block_size: int,
         clock: Callable[[], float],
+        states: BlockPool | None = None,
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
-        self._own, self._windows = own, windows
-        self._host = BlockPool(store.num_slots + 1) if store.num_slots else None
+        self._own, self._windows, self._states = own, windows, states
+        # a host tier has room for each kind that the device has, if it is not empty
+        self._host, self._host_states = (
+            BlockPool(count + 1) if count else None
+            for count in (store.num_slots, store.num_state_slots)
+        )
         self.rates = Rates()
         self._number = self._era = 0  # a new era begins when everything is forgotten
         # callbacks to run when a copy ends, by copy number
@@ -243,6 +261,7 @@ class Tiers:
                 ),
                 *("host_hit_tokens", "disk_hit_tokens", "declined_tokens", "late_loads"),
                 *("prefetched_tokens", "prefetch_hit_tokens"),
+                *("stored_bytes", "loaded_bytes"),
             ),
             0,
         )
@@ -256,20 +275,39 @@ class Tiers:
     def is_copying(self) -> bool:
         return bool(self._after)
 
-    def holds(self, block: int) -> int:
-        """Number of times that copies and loads hold a block of the device, for tests."""
+    def holds(self, block: int, *, state: bool = False) -> int:
+        """Number of times that copies and loads hold a block of the device, or a state, for tests."""
         loads = [*self._loads, *self._arrived.values()]
-        held = [
-            *self._storing.values(),
-            *(b for load in loads for b in (*load.held, *load.incoming)),
-        ]
+        pool = self._states if state else self._pool
+        held = [found for key, found in self._storing.items() if is_state(key) == state]
+        for load in loads:
+            held += [found for of, found in load.held if of is pool]
+            held += [found for found, key in load.pending.values() if is_state(key) == state]
         return held.count(block)
+
+    def _device(self, key: bytes) -> BlockPool:
+        """The pool of the device that has what is stored under `key`: blocks, or slots of states."""
+        if not is_state(key):
+            return self._pool
+        assert self._states is not None
+        return self._states
+
+    def _slots(self, key: bytes) -> BlockPool | None:
+        """The host tier's pool for `key`; None without a host tier."""
+        return self._host_states if is_state(key) else self._host
+
+    def _bytes(self, key: bytes) -> int:
+        return self._store.state_bytes if is_state(key) else self._store.block_bytes
+
+    def _chain_key(self, key: bytes) -> bytes:
+        """The key under which the device's pool has what the tiers have under `key`."""
+        return key[:-1] if is_state(key) else key
 
     # --- Storing ------------------------------------------------------------------------------------------------------
 
     def offer(self, block: int, key: bytes, step_id: int) -> None:
-        """Offer a block cached under `key`. The steps up to `step_id` may still write it."""
-        if key not in self._storing and not self.has(key):
+        """Offer a block cached under `key`, or states. The steps up to `step_id` may still write it."""
+        if key not in self._storing and self._bytes(key) and not self.has(key):
             self._counts["dropped_blocks"] += len(self._offers) == self._offers.maxlen
             self._offers.append((step_id, block, key))
 
@@ -278,32 +316,30 @@ class Tiers:
 
         `spare` blocks of the device stay free.
         """
-        most, copies = max(1, self._pool.num_usable // STORE_SHARE), list[BlockCopy]()
-        while (
-            self._offers
-            and self._offers[0][0] <= last_ended
-            and len(self._storing) < most
-            and len(copies) != at_once
-        ):
+        copies: list[BlockCopy] = []
+        states = sum(map(is_state, self._storing))
+        storing = {False: len(self._storing) - states, True: states}
+        while self._offers and self._offers[0][0] <= last_ended and len(copies) != at_once:
             step_id, block, key = self._offers[0]
-            if (
-                self._pool.hashes[block] == key
-                and not self._pool.ref_counts[block]
-                and self._pool.num_free <= spare
-            ):
+            pool, spared = self._device(key), SPARE_STATES if is_state(key) else spare
+            if storing[is_state(key)] >= max(1, pool.num_usable // STORE_SHARE):
+                break
+            is_cached = pool.hashes[block] == self._chain_key(key)
+            if is_cached and not pool.ref_counts[block] and pool.num_free <= spared:
                 break  # requests need the blocks more
             self._offers.popleft()
             if key in self._storing or self.has(key):
                 continue
-            if self._pool.hashes[block] != key:
+            if not is_cached:
                 self._counts["dropped_blocks"] += 1
                 continue
-            if (slot := self._slot()) is None:
+            if (slot := self._slot(key)) is None:
                 self._offers.appendleft((step_id, block, key))
                 break  # all host slots are being copied
-            self._pool.hold((block,))
+            pool.hold((block,))
             self._storing[key] = block
-            target: Place = "disk" if self._host is None else "host"
+            storing[is_state(key)] += 1
+            target: Place = "disk" if self._slots(key) is None else "host"
             copies.append(
                 self._order("device", target, key, block, slot, self._stored(block, key, slot))
             )
@@ -314,11 +350,12 @@ class Tiers:
         era = self._era
 
         def done(ok: bool) -> None:
-            self._pool.release((block,))
+            self._device(key).release((block,))
             del self._storing[key]
             self._counts["stored_blocks" if ok else "dropped_blocks"] += 1
-            if self._host is not None and ok and era == self._era:
-                self._host.register(slot, key)
+            self._counts["stored_bytes"] += ok * self._bytes(key)
+            if (host := self._slots(key)) is not None and ok and era == self._era:
+                host.register(slot, key)
                 if (
                     self._store.disk is not None
                     and self._store.disk.is_writer
@@ -326,23 +363,23 @@ class Tiers:
                 ):
                     self._store.submit([self._order("host", "disk", key, 0, slot, written)])
                     return  # the slot stays held until the disk has the block
-            self._release_slot(slot)
+            self._release_slot(key, slot)
 
         def written(ok: bool) -> None:
             self._counts["dropped_blocks"] += not ok
-            self._release_slot(slot)
+            self._release_slot(key, slot)
 
         return done
 
-    def _release_slot(self, slot: int) -> None:
-        if self._host is not None:
-            self._host.release((slot,))
+    def _release_slot(self, key: bytes, slot: int) -> None:
+        if (host := self._slots(key)) is not None:
+            host.release((slot,))
 
-    def _slot(self) -> int | None:
+    def _slot(self, key: bytes) -> int | None:
         """Allocate a host slot. None if copies hold all slots; 0 if there is no host tier."""
-        if self._host is None:
+        if (host := self._slots(key)) is None:
             return 0
-        return self._host.allocate(1)[0] if self._host.num_free else None
+        return host.allocate(1)[0] if host.num_free else None
 
     # --- Loading ------------------------------------------------------------------------------------------------------
 
@@ -350,7 +387,7 @@ class Tiers:
         return self._tier_of(key) is not None
 
     def _tier_of(self, key: bytes) -> Place | None:
-        if self._host is not None and self._host.lookup(key) is not None:
+        if (host := self._slots(key)) is not None and host.lookup(key) is not None:
             return "host"
         return "disk" if self._store.on_disk(key) else None
 
@@ -383,14 +420,24 @@ class Tiers:
             request.looked_up = False  # the tiers may have more of its blocks
             return True
         pays = self._pays(wanted, gained)
-        if pays is None:
+        if pays is None and self._states is None:  # a few blocks may end at no checkpoint
             most = num_cached // size + PROBE_BLOCKS
             wanted, gained = self._missing(keys, request.num_tokens, found, most, num_cached)
-        held = [block for table in tables for block in table if block != NULL_BLOCK]
-        revived = sum(not self._pool.ref_counts[block] for block in held)
-        if pays is False or not wanted or len(wanted) + revived + spare > self._pool.num_free:
+        held = [(self._pool, block) for table in tables for block in table if block != NULL_BLOCK]
+        revived = sum(not pool.ref_counts[block] for pool, block in held)
+        num_states = sum(map(is_state, wanted))
+        num_blocks = len(wanted) - num_states
+        if pays is False or not wanted or num_blocks + revived + spare > self._pool.num_free:
             return False
-        self._begin(request, wanted, held, gained).probes = pays is None
+        if self._states is not None and num_states >= self._states.num_free:
+            return False
+        if self._states is not None and not num_states:
+            # the checkpoint at the end is on the device
+            end = self._states.lookup(request.block_keys[(num_cached + gained) // size - 1])
+            assert end is not None
+            held.append((self._states, end))
+        load = self._begin(request, wanted, held, gained)
+        load.probes = pays is None and self._states is None
         return True
 
     def bring_back(
@@ -418,7 +465,7 @@ class Tiers:
         held = [block for blocks in found.values() for block in blocks if block is not None]
         self._pool.hold(held)
         if fits := has_room(len(wanted)):
-            load = self._begin(None, wanted, held, gained)
+            load = self._begin(None, wanted, [(self._pool, block) for block in held], gained)
             load.arrived = partial(arrived, wanted, cached, cached + gained)
         self._pool.release(held)
         return fits
@@ -435,7 +482,7 @@ class Tiers:
         """
         # a group that needs all blocks of a prefix
         whole = next((g for g in self._own if g not in self._windows), None)
-        if whole is not None:
+        if whole is not None and self._store.block_bytes:
             for i, key in enumerate(keys):
                 own = group_key(key, whole)
                 if self._pool.lookup(own) is None and not self.has(own):
@@ -450,70 +497,100 @@ class Tiers:
         most: int,
         num_cached: int,
     ) -> tuple[list[bytes], int]:
-        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks.
+        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks, and the states.
 
         Returns (keys of the blocks, number of tokens gained over `num_cached`). `found` has the
         device's blocks by group.
         """
         keys = {g: [group_key(key, g) for key in chain[:most]] for g in found}
+        empty = not self._store.block_bytes
         there = {
             g: [
-                f or (ELSEWHERE if self.has(k) else None)
+                f or (ELSEWHERE if empty or self.has(k) else None)
                 for f, k in zip(found[g], keys[g], strict=False)
             ]
             for g in found
         }
-        begins, n = usable_prefix(there, self._windows, num_tokens, self._size)
+        states = self._states
+
+        def ends(n: int) -> bool:
+            """True if there is a checkpoint after n blocks, anywhere."""
+            key = chain[n - 1]
+            return (states is not None and states.lookup(key) is not None) or self.has(
+                state_key(key)
+            )
+
+        begins, n = usable_prefix(
+            there, self._windows, num_tokens, self._size, None if states is None else ends
+        )
         gained = n * self._size - num_cached
         if gained <= 0:
             return [], 0
-        return [
+        wanted = [
             keys[g][i]
             for g, begin in begins.items()
             for i in range(begin, n)
             if there[g][i] == ELSEWHERE
-        ], gained
+        ]
+        if states is not None and states.lookup(chain[n - 1]) is None:
+            wanted.append(state_key(chain[n - 1]))
+        return wanted, gained
 
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
         """`Rates.pays` for the blocks with these keys."""
-        num_host = sum(self._tier_of(key) == "host" for key in keys)
-        found = self.rates.pays(num_host, len(keys) - num_host, num_tokens, self._clock())
+        from_host = sum(self._bytes(key) for key in keys if self._tier_of(key) == "host")
+        others = sum(map(self._bytes, keys)) - from_host
+        found = self.rates.pays(from_host, others, num_tokens, self._clock())
         if found is False:
             self._counts["declined_tokens"] += num_tokens
         return found
 
     def _begin(
-        self, request: Request | None, keys: Sequence[bytes], held: Sequence[int], num_tokens: int
+        self,
+        request: Request | None,
+        keys: Sequence[bytes],
+        held: Sequence[tuple[BlockPool, int]],
+        num_tokens: int,
     ) -> TierLoad:
-        """Start to load the blocks with these keys, which saves the request `num_tokens` tokens. None: it is to come.
+        """Start to load what is stored under these keys, which saves the request `num_tokens` tokens.
 
-        The `held` blocks stay on the device meanwhile. The device must have enough free blocks.
+        What is `held` stays on the device meanwhile. The device must have enough free blocks.
         """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
         patience = (
             BLIND_PATIENCE_S if computing is None else max(MIN_PATIENCE_S, PATIENCE * computing)
         )
-        self._pool.hold(held)
-        if request is None:
+        for pool, block in held:
+            pool.hold((block,))
+        if request is None:  # it is to come
             patience = inf
         elif (probe := self._arrived.pop(request, None)) is not None:
             # its blocks are among the held ones
-            self._pool.release(probe.held)
+            probe.release()
         load = TierLoad(request, list(held), now, patience, self._era)
         self._loads.append(load)
         copies = []
-        for block, key in zip(self._pool.allocate(len(keys)), keys, strict=True):
+        for key in keys:
+            pool = self._device(key)
+            (block,) = pool.allocate(1)
+            if not self._bytes(key):  # nothing to copy
+                pool.register(block, key)
+                load.held.append((pool, block))
+                continue
             self._loading[key] = load
             copies.append(self._bring(load, block, key))
-        load.num_host = sum(copy.source == "host" for copy in copies)
-        load.num_disk = len(copies) - load.num_host
+        sizes = [(copy.source == "host", self._bytes(copy.key)) for copy in copies]
+        load.host_bytes = sum(size for of_host, size in sizes if of_host)
+        load.disk_bytes = sum(size for _, size in sizes) - load.host_bytes
         if request is None:
             self._counts["prefetched_tokens"] += num_tokens
         else:
-            tokens = num_tokens * load.num_host // len(copies)
+            tokens = num_tokens * load.host_bytes // max(1, load.host_bytes + load.disk_bytes)
             self._counts["host_hit_tokens"] += tokens
             self._counts["disk_hit_tokens"] += num_tokens - tokens
         self._store.submit([copy for copy in copies if copy.source != copy.target])
+        if not copies:
+            self._end(load)
         for copy in copies:
             if copy.source == copy.target:
                 self._after.pop(copy.number)(False)
@@ -525,13 +602,14 @@ class Tiers:
         def arrived(ok: bool) -> None:
             self._take(load, copy.number, ok)
 
-        slot = None if self._host is None else self._host.lookup(key)
-        if self._host is None:
+        host = self._slots(key)
+        slot = None if host is None else host.lookup(key)
+        if host is None:
             copy = self._order("disk", "device", key, block, 0, arrived)
         elif slot is not None:
-            self._host.hold((slot,))
+            host.hold((slot,))
             copy = self._from_host(block, key, slot, arrived)
-        elif (new := self._slot()) is None:
+        elif (new := self._slot(key)) is None:
             # no host slot to read it into
             copy = self._order("disk", "disk", key, block, 0, arrived)
         else:
@@ -547,10 +625,10 @@ class Tiers:
 
         def done(ok: bool) -> None:
             if not ok:
-                self._release_slot(slot)
+                self._release_slot(key, slot)
                 return arrived(False)
-            if self._host is not None and era == self._era:
-                self._host.register(slot, key)
+            if (host := self._slots(key)) is not None and era == self._era:
+                host.register(slot, key)
             return self._store.submit([self._from_host(block, key, slot, arrived)])
 
         return done
@@ -561,7 +639,7 @@ class Tiers:
         """Copy a held host slot to the device. The slot is released when the copy ends."""
 
         def done(ok: bool) -> None:
-            self._release_slot(slot)
+            self._release_slot(key, slot)
             arrived(ok)
 
         return self._order("host", "device", key, block, slot, done)
@@ -569,21 +647,23 @@ class Tiers:
     def _take(self, load: TierLoad, number: int, ok: bool) -> None:
         """Record that one block of a load has arrived or is missing."""
         block, key = load.pending.pop(number)
+        pool = self._device(key)
         self._loading.pop(key, None)
         self._counts["loaded_blocks" if ok else "failed_blocks"] += 1
+        self._counts["loaded_bytes"] += ok * self._bytes(key)
         if ok and load.era == self._era:
-            self._pool.register(block, key)
-            load.held.append(block)
+            pool.register(block, self._chain_key(key))
+            load.held.append((pool, block))
         else:
-            self._pool.release((block,))
+            pool.release((block,))
         if not load.pending:
             self._end(load)
 
     def _end(self, load: TierLoad) -> None:
         now = self._clock()
-        rate = self.rates.disk if load.num_disk else self.rates.host
+        rate = self.rates.disk if load.disk_bytes else self.rates.host
         if now > load.begun:
-            rate.learn(load.num_host + load.num_disk, now - load.begun, now)
+            rate.learn(load.host_bytes + load.disk_bytes, now - load.begun, now)
         self._loads.remove(load)
         self._ready += load.others
         if load.arrived is not None:
@@ -591,7 +671,7 @@ class Tiers:
         if load.request is not None and load.probes:
             load.request.looked_up = False
         if load.request is None:
-            self._pool.release(load.held)
+            load.release()
         else:
             self._arrived[load.request] = load
             self._ready.append(load.request)
@@ -621,7 +701,7 @@ class Tiers:
         The blocks stay in the cache.
         """
         if (arrived := self._arrived.pop(request, None)) is not None:
-            self._pool.release(arrived.held)
+            arrived.release()
         for load in self._loads:
             if load.request is request:
                 load.request = None
@@ -635,7 +715,7 @@ class Tiers:
         """
         arrived, self._arrived = self._arrived, {}
         for load in arrived.values():
-            self._pool.release(load.held)
+            load.release()
         return bool(arrived)
 
     def forget_offers(self) -> None:
@@ -647,24 +727,29 @@ class Tiers:
         """Forget everything in the tiers and everything on its way."""
         self._era += 1
         self._offers.clear()
-        if self._host is not None:
-            self._host.forget_all()
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.forget_all()
         self._store.clear()
 
     def stats(self) -> TierStats:
         store, counts, rates = self._store, self._counts, self.rates
-        host_blocks = 0 if self._host is None else sum(key is not None for key in self._host.hashes)
+        kinds = ((self._host, store.block_bytes), (self._host_states, store.state_bytes))
+        host_bytes = sum(
+            each * sum(key is not None for key in host.hashes)
+            for host, each in kinds
+            if host is not None
+        )
         disk = store.disk
         return TierStats(
-            host_bytes=host_blocks * store.block_bytes,
-            host_limit_bytes=store.num_slots * store.block_bytes,
+            host_bytes=host_bytes,
+            host_limit_bytes=store.num_slots * store.block_bytes
+            + store.num_state_slots * store.state_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
             disk_limit_bytes=0 if disk is None else disk.limit_bytes,
             disk_is_written=disk is not None and disk.is_writer,
-            stored_bytes=counts["stored_blocks"] * store.block_bytes,
-            loaded_bytes=counts["loaded_blocks"] * store.block_bytes,
-            host_bytes_per_s=rates.host.per_second * store.block_bytes,
-            disk_bytes_per_s=rates.disk.per_second * store.block_bytes,
+            host_bytes_per_s=rates.host.per_second,
+            disk_bytes_per_s=rates.disk.per_second,
             prefill_tokens_per_s=rates.prefill.per_second,
             **counts,
         )
@@ -680,4 +765,4 @@ class Tiers:
     ) -> BlockCopy:
         self._number += 1
         self._after[self._number] = done
-        return BlockCopy(self._number, source, target, key, block, slot)
+        return BlockCopy(self._number, source, target, key, block, slot, is_state(key))

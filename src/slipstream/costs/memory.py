@@ -249,8 +249,23 @@ STAGED_BYTES = 128 * 2**20
 
 def staged_blocks(config: EngineConfig, block: int) -> int:
     """Number of blocks of `block` bytes in the buffer where a GPU gathers what it copies to host
-    memory."""
-    return 0 if config.cache.host_bytes is None else max(1, min(64, STAGED_BYTES // block))
+    memory. Of recurrent states, `block` is the bytes of a slot; 0: there are none."""
+    if config.cache.host_bytes is None or not block:
+        return 0
+    return max(1, min(64, STAGED_BYTES // block))
+
+
+def host_share(size: int, other: int) -> int:
+    """Bytes of a host tier in which one thing of `size` bytes has room: half of it is for blocks and
+    half for recurrent states, if there are both."""
+    return size * (2 if size and other else 1)
+
+
+def host_slots(config: EngineConfig, block: int, state: int) -> tuple[int, int]:
+    """Numbers of blocks, and of recurrent states, in a rank's share of the host tier."""
+    total = (config.cache.host_bytes or 0) // config.parallel.num_ranks
+    sizes = host_share(block, state), host_share(state, block)
+    return sizes[0] and total // sizes[0], sizes[1] and total // sizes[1]
 
 
 def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Shard = ALONE) -> int:
@@ -515,7 +530,9 @@ def size_cache(
         image_cache_bytes=pictures,
         state_bytes=num_states * slot,
         num_states=num_states,
-        host_tier_bytes=(config.cache.host_bytes or 0) // max(1, block) * block,
-        disk_tier_bytes=config.cache.disk_bytes or 0,
+        host_tier_bytes=sum(
+            n * size for n, size in zip(host_slots(config, block, slot), (block, slot), strict=True)
+        ),
+        disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,
         num_caches=config.parallel.stage.num_caches,
     )

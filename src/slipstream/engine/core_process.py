@@ -238,7 +238,8 @@ class Answered(msgspec.Struct, tag=True):
 
 class CacheEvents(msgspec.Struct, tag=True):
     """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. Of a model with several KV groups, only
-    the first group's keys are sent. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
+    the first group's keys are sent. With `has_states` requests go on from checkpoints of recurrent states alone, whose keys
+    (`announced_state`) are among the others. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
 
     number: int
     block_size: int
@@ -247,6 +248,7 @@ class CacheEvents(msgspec.Struct, tag=True):
     stored: bytes
     removed: bytes = b""
     whole: bool = False
+    has_states: bool = False
 
 
 ToParent: TypeAlias = (
@@ -431,20 +433,16 @@ class CoreProcess:
         get its whole content instead."""
         core = self._core
         assert core is not None
-        changes = core.cache_changes()
+        changes, states = core.cache_changes(), bool(core.config.cache.state_slots)
         if changes is not None:
             self._cache_event_number += 1
+            own = self._cache_event_number, *core.cache_identity()
             for number in self._cache_watchers - set(whole_to):
-                self._send(
-                    CacheEvents(self._cache_event_number, *core.cache_identity(), *changes), number
-                )
+                self._send(CacheEvents(*own, *changes, has_states=states), number)
         for number in whole_to:
-            self._send(
-                CacheEvents(
-                    self._cache_event_number, *core.cache_identity(), core.cached_keys(), whole=True
-                ),
-                number,
-            )
+            own = self._cache_event_number, *core.cache_identity()
+            whole = CacheEvents(*own, core.cached_keys(), whole=True, has_states=states)
+            self._send(whole, number)
 
     def _stats(self, *, asked: bool = False) -> Stats:
         return Stats(

@@ -28,7 +28,7 @@ from slipstream.core.participants.adapters import AdapterAdmission
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
-from slipstream.core.prefix_cache import KEY_BYTES
+from slipstream.core.prefix_cache import KEY_BYTES, announced_state
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import padding
 from slipstream.engine.beams import BeamSearches
@@ -402,7 +402,7 @@ class DecoderCore(EngineCore):
             self.executor.unload_adapter(adapter_id)
 
     def listen_to_cache(self, *, on: bool) -> None:
-        for pool in self.scheduler.pools:
+        for pool in (*self.scheduler.pools, *self.scheduler.state_pools):
             if not on or pool.changes is None:
                 pool.listen(on)
 
@@ -414,20 +414,26 @@ class DecoderCore(EngineCore):
         keys = dict.fromkeys(
             key for pool in self.scheduler.pools for key in pool.cached_keys()
         )  # several ranks may have one
-        return b"".join([key for key in keys if len(key) == KEY_BYTES])
+        states = (pool.cached_keys() for pool in self.scheduler.state_pools)
+        of_states = {announced_state(key): None for keys in states for key in keys}
+        return b"".join([key for key in (*keys, *of_states) if len(key) == KEY_BYTES])
 
     def cache_changes(self) -> tuple[bytes, bytes] | None:
-        pools = self.scheduler.pools
-        changes = {
-            key: any(pool.lookup(key) is not None for pool in pools)
-            for pool in pools
-            for key in pool.changes or ()
-        }
+        changes: dict[bytes, bool] = {}
+        for pools, named in (
+            (self.scheduler.pools, bytes),
+            (self.scheduler.state_pools, announced_state),
+        ):
+            changes |= {
+                named(key): any(pool.lookup(key) is not None for pool in pools)
+                for pool in pools
+                for key in pool.changes or ()
+            }
+            for pool in pools:
+                if pool.changes:
+                    pool.changes.clear()
         if not changes:
             return None
-        for pool in pools:
-            if pool.changes:
-                pool.changes.clear()
         came = b"".join([key for key, held in changes.items() if held and len(key) == KEY_BYTES])
         went = b"".join(
             [key for key, held in changes.items() if not held and len(key) == KEY_BYTES]

@@ -59,7 +59,7 @@ from slipstream.kernels.states import (
 from slipstream.kernels.weight_ops import WeightOps
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform.collectives import OverlappedSum, RankGroup
-from slipstream.spec.model import Activation, AttentionSpec, DenseSpec, MoESpec, OwnNorm
+from slipstream.spec.model import Activation, AttentionSpec, DenseSpec, Mamba2Spec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat
 
@@ -339,6 +339,23 @@ class OpSet(WeightOps, RankOps):
             for x, mean, w in ((q, means[0], q_norm), (k, means[1], k_norm))
         ]
         return torch.cat((*normed, v), dim=1)
+
+    def norm_groups_part(
+        self, x: Tensor, *, spec: Mamba2Spec, weight: Any, group: RankGroup
+    ) -> Tensor:
+        """The norm of Mamba-2's results x [T, H · V] by groups, of which each rank of `group` has the
+        parts `spec.norm_part`. Padding heads are 0 and do not count."""
+        part = spec.norm_part
+        assert part is not None
+        rows = x.float().unflatten(1, (len(part.of), -1))
+        own = rows.square().sum(-1).unbind(1)
+        sums = rows.new_zeros(part.num_groups, len(x))
+        for i, of in enumerate(part.of):  # no index on the host: graphs can't copy one
+            sums[of] += own[i]
+        factors = torch.rsqrt(group.all_reduce(sums) / part.size + spec.eps)
+        normed = rows * torch.stack([factors[of] for of in part.of], dim=1)[..., None]
+        result: Tensor = (normed.flatten(1) * weight.float()).to(x.dtype)
+        return result
 
     def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
         """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one

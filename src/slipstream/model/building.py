@@ -214,7 +214,7 @@ def build_layer(
         attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
     recurrent = None
     if spec.recurrent is not None:
-        recurrent = build_recurrent(spec.recurrent, parameters, name, linear)
+        recurrent = build_recurrent(spec.recurrent, parameters, name, linear, summed_ranks)
     crossed = cross(spec.cross) if spec.cross is not None else None
     return Layer(
         spec,

@@ -6,6 +6,7 @@ says `meta.states`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights import Activations, Linear
+    from slipstream.platform.collectives import RankGroup
 
 
 def _state(kv: LayerKV) -> LayerState:
@@ -75,12 +77,15 @@ class Mamba2:
     into: Linear
     out: Linear
     params: Mamba2Params
+    norm: Tensor | None = None  # with `spec.norm_part`: the norm's weights, which `params` lack
+    group: RankGroup | None = None  # the ranks that have the other parts
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         rows = ops.linear(x, self.into)
-        return ops.linear(
-            ops.mamba2(rows, state=_state(kv), meta=meta, params=self.params), self.out
-        )
+        mixed = ops.mamba2(rows, state=_state(kv), meta=meta, params=self.params)
+        if self.group is not None:
+            mixed = ops.norm_groups_part(mixed, spec=self.spec, weight=self.norm, group=self.group)
+        return ops.linear(mixed, self.out)
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -97,12 +102,15 @@ class Mamba:
     conv: ConvParams
     params: MambaParams
     norms: tuple[NormParams, NormParams, NormParams] | None = None  # of dt's latent, B and C
+    group: RankGroup | None = None  # the ranks that have the other channels
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         s, state = self.spec, _state(kv)
         xz = ops.linear(x, self.into)
         rows = ops.causal_conv(xz, state=state, meta=meta, params=self.conv)
         chosen = ops.linear(rows, self.select)
+        if self.group is not None:
+            chosen = ops.all_reduce(chosen, group=self.group)
         ends = (0, s.rank, s.rank + s.key_dim, s.rank + 2 * s.key_dim)
         parts: list[Any] = [ops.columns(chosen, start=a, stop=b) for a, b in pairwise(ends)]
         if self.norms is not None:
@@ -150,10 +158,11 @@ def build_recurrent(
     parameters: MutableMapping[str, Tensor],
     name: str,
     linear: Callable[..., Linear],
+    group: RankGroup | None = None,
 ) -> Recurrent:
     """Builds a layer's recurrent part from the parameters `name`recurrent.…, which it removes from the mapping.
 
-    `linear(stem, scheme)` makes a product; with None it is not quantized.
+    `linear(stem, scheme)` makes a product; with None it is not quantized. `group` has the ranks whose parts are summed.
     """
 
     def take(part: str) -> Any:
@@ -184,15 +193,16 @@ def build_recurrent(
             )
             return GatedDelta(spec, into, dense("gates"), out, delta, latents)
         case Mamba2Spec():
+            norm, of_ranks = take("norm"), spec.norm_part is not None
             mamba2 = Mamba2Params(
-                spec=spec,
+                spec=dataclasses.replace(spec, norm=None) if of_ranks else spec,
                 conv=conv,
                 decay=take("decay"),
                 time=take("time"),
                 skip=take("skip"),
-                norm=take("norm"),
+                norm=None if of_ranks else norm,
             )
-            return Mamba2(spec, into, out, mamba2)
+            return Mamba2(spec, into, out, mamba2, *((norm, group) if of_ranks else ()))
         case MambaSpec():
             select, dt = dense("select"), dense("dt")
             norms = None
@@ -209,6 +219,6 @@ def build_recurrent(
             mamba = MambaParams(
                 spec=spec, decay=take("decay"), time=take("time"), skip=take("skip")
             )
-            return Mamba(spec, into, select, dt, out, conv, mamba, norms)  # type: ignore[arg-type]
+            return Mamba(spec, into, select, dt, out, conv, mamba, norms, group)  # type: ignore[arg-type]
         case ShortConvSpec():
             return ShortConv(spec, into, out, conv)

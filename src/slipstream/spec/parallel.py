@@ -7,6 +7,7 @@ The split is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053), read from th
 | --- | --- |
 | q, k, v; `up` (gate and up) | the rows of its heads, or of its share of the inner dimension |
 | `out`; `down` | the matching columns; its result is a part of a sum |
+| a recurrent layer | the rows of its heads (gated delta rule, Mamba-2) or channels (others) |
 | experts | its share of each one's inner dimension, or whole experts (`Shard.experts`) |
 | a shared expert | its share of the inner dimension; all of it if only experts are split |
 | embeddings, output head | its share of the vocabulary |
@@ -36,14 +37,19 @@ from slipstream.spec.model import (
     AttentionSpec,
     BucketSpec,
     DenseSpec,
+    GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba2Spec,
     ModelSpec,
     MoESpec,
+    RecurrentSpec,
     Shape,
+    ShortConvSpec,
     parameters,
 )
 from slipstream.spec.parameters import Placement
+from slipstream.spec.recurrent import NormPart
 
 Range: TypeAlias = tuple[int, int]
 """[first, last + 1) of rows or columns. (−n, 0) means n zeros, which the model does not have."""
@@ -220,25 +226,33 @@ class RankHeads(NamedTuple):
 
 def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
     """The heads of a rank."""
+    if not isinstance(a, LatentAttentionSpec):
+        return _heads(a.num_heads, a.num_kv_heads, a.head_dim, shard)
+    found = _heads(a.num_heads, 1, a.value_dim, shard)
     if not shard.tensor or shard.size == 1:
-        return RankHeads(
-            (0, a.num_heads), tuple(range(a.num_kv_heads)), a.num_heads, a.num_kv_heads, 1
-        )
-    latent = isinstance(a, LatentAttentionSpec)
-    width = a.value_dim if isinstance(a, LatentAttentionSpec) else a.head_dim
-    slots, group = _slots(
-        a.num_heads, 1 if latent else a.num_kv_heads, width, shard.size, shard.units.attention
-    )
-    per_kv = -(-(a.num_heads // a.num_kv_heads) // group)  # slots for each kv head
-    total, whole = a.num_kv_heads * per_kv, a.num_heads // a.num_kv_heads
-    own = range(shard.rank * slots, min((shard.rank + 1) * slots, total))
+        return found
+    return found._replace(kv=(0,), num_kv_heads=1, copies=shard.size)
+
+
+def recurrent_heads(r: GatedDeltaSpec | Mamba2Spec, shard: Shard) -> RankHeads:
+    """The heads of a recurrent layer on a rank: its value heads, and the key heads or groups that
+    they share."""
+    shared = r.num_key_heads if isinstance(r, GatedDeltaSpec) else r.num_groups
+    return _heads(r.num_heads, shared, r.value_dim, shard)
+
+
+def _heads(num_heads: int, num_kv_heads: int, width: int, shard: Shard) -> RankHeads:
+    if not shard.tensor or shard.size == 1:
+        return RankHeads((0, num_heads), tuple(range(num_kv_heads)), num_heads, num_kv_heads, 1)
+    slots, group = _slots(num_heads, num_kv_heads, width, shard.size, shard.units.attention)
+    whole = num_heads // num_kv_heads
+    per_kv = -(-whole // group)  # slots for each kv head
+    own = range(shard.rank * slots, min((shard.rank + 1) * slots, num_kv_heads * per_kv))
     first, last = own.start // per_kv * whole + own.start % per_kv * group, 0
     if own:
         end = own[-1]
         last = min(end // per_kv * whole + (end % per_kv + 1) * group, (end // per_kv + 1) * whole)
-    query = (first, last) if own else (a.num_heads, a.num_heads)
-    if latent:
-        return RankHeads(query, (0,), slots * group, 1, shard.size)
+    query = (first, last) if own else (num_heads, num_heads)
     return RankHeads(query, tuple(slot // per_kv for slot in own), slots * group, slots, per_kv)
 
 
@@ -279,6 +293,17 @@ def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
                 found[
                     f"{a.num_kv_heads} kv heads on {n} ranks: {heads.num_kv_heads} each, {missing} of them zeros"
                 ] = None
+    for r in (x.recurrent for x in spec.all_layers) if shard.tensor else ():
+        if isinstance(r, GatedDeltaSpec | Mamba2Spec):
+            heads = recurrent_heads(r, shard)
+            if (missing := n * heads.num_heads - r.num_heads) > 0:
+                found[
+                    f"{r.num_heads} heads of recurrent layers on {n} ranks: {heads.num_heads} each, {missing} of them zeros"
+                ] = None
+        elif r is not None and (missing := n * shard.width(r.width) - r.width) > 0:
+            found[
+                f"{r.width} channels of recurrent layers on {n} ranks: {shard.width(r.width)} each, {missing} of them zeros"
+            ] = None
     for layer in spec.all_layers:
         m = layer.mlp
         inner = [m] if isinstance(m, DenseSpec) and shard.tensor else []
@@ -323,10 +348,11 @@ def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 def _split_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     cross = None if layer.cross is None else _split_attention(layer.cross, shard)
     assert not isinstance(cross, LatentAttentionSpec)
-    a, m = layer.attention, layer.mlp
+    a, r, m = layer.attention, layer.recurrent, layer.mlp
     return dataclasses.replace(
         layer,
         attention=None if a is None else _split_attention(a, shard),
+        recurrent=None if r is None else _split_recurrent(r, shard),
         mlp=None if m is None else _split_mlp(m, shard),
         cross=cross,
     )
@@ -344,6 +370,24 @@ def _split_attention(a: AttentionKind, shard: Shard) -> AttentionKind:
     whole = a.num_heads, heads.copies * a.num_kv_heads
     part = dataclasses.replace(a, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
     return dataclasses.replace(part, position=position, of_heads=whole)
+
+
+def _split_recurrent(r: RecurrentSpec, shard: Shard) -> RecurrentSpec:
+    if not shard.tensor:
+        return r
+    if not isinstance(r, GatedDeltaSpec | Mamba2Spec):
+        return dataclasses.replace(r, width=shard.width(r.width))
+    heads = recurrent_heads(r, shard)
+    if isinstance(r, GatedDeltaSpec):
+        return dataclasses.replace(r, num_key_heads=heads.num_kv_heads, num_heads=heads.num_heads)
+    part = dataclasses.replace(r, num_groups=heads.num_kv_heads, num_heads=heads.num_heads)
+    if r.norm is None or (heads.copies == 1 and r.norm_groups == r.num_groups):
+        return dataclasses.replace(part, norm_groups=heads.num_kv_heads)
+    each = r.num_groups // r.norm_groups  # groups that are normed together
+    of = tuple(group // each for group in heads.kv)
+    of += (0,) * (heads.num_kv_heads - len(of))
+    whole = NormPart(of, r.norm_groups, r.v_size // r.norm_groups)
+    return dataclasses.replace(part, norm_groups=1, norm_part=whole)
 
 
 def _split_mlp(m: DenseSpec | MoESpec, shard: Shard) -> DenseSpec | MoESpec:
@@ -431,6 +475,8 @@ def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
     if shard.tensor:
         if layer.attention is not None:
             found |= _of_attention(layer.attention, shard, sum_of_parts, product)
+        if layer.recurrent is not None:
+            found |= _of_recurrent(layer.recurrent, shard, sum_of_parts, product)
         if (c := layer.cross) is not None:
             heads, dim = heads_of(c, shard), c.head_dim
             product("cross.q", ParameterShard(rows=heads.rows(dim)))
@@ -474,9 +520,12 @@ def _of_attention(
         sum_of_parts("attention.out", heads.rows(a.value_dim))
         return found
     dim = a.head_dim
-    begins = (a.q_size, a.q_size + a.kv_size)[: len(a.qkv_rows) - 1]
+    queries = a.gate_size + a.q_size
+    begins = (queries, queries + a.kv_size)[: len(a.qkv_rows) - 1]
     kv_rows = tuple(part for begin in begins for part in heads.kv_rows(dim, begin))
-    product("attention.qkv", ParameterShard(rows=heads.rows(dim) + kv_rows))
+    gates = heads.rows(dim) if a.gated else ()
+    rows = (*gates, *heads.rows(dim, a.gate_size), *kv_rows)
+    product("attention.qkv", ParameterShard(rows=rows))
     sum_of_parts("attention.out", heads.rows(dim))
     if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
@@ -484,6 +533,58 @@ def _of_attention(
         found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))
     found["attention.sinks.weight"] = ParameterShard(rows=heads.rows(1))
     found["attention.distances.weight"] = ParameterShard(columns=heads.rows(1))
+    return found
+
+
+def _of_recurrent(
+    r: RecurrentSpec,
+    shard: Shard,
+    sum_of_parts: Callable[[str, tuple[Range, ...]], None],
+    product: Callable[[str, ParameterShard], None],
+) -> dict[str, ParameterShard]:
+    """The part that a rank holds of each parameter of a recurrent layer, as `_of_attention`."""
+    found: dict[str, ParameterShard] = {}
+
+    def rows(*names: str, of: tuple[Range, ...]) -> None:
+        found.update({f"recurrent.{name}.weight": ParameterShard(rows=of) for name in names})
+
+    if not isinstance(r, GatedDeltaSpec | Mamba2Spec):
+        own = shard.inner(r.width)
+        parts = 3 if isinstance(r, ShortConvSpec) else 2
+        every = tuple(x for i in range(parts) for x in shard.inner(r.width, i * r.width))
+        product("recurrent.in", ParameterShard(rows=every))
+        product("recurrent.conv", ParameterShard(rows=own))
+        found["recurrent.select.weight"] = ParameterShard(columns=own)
+        rows("dt", "decay", "time", "skip", of=own)
+        sum_of_parts("recurrent.out", own)
+        return found
+    heads, v, at = recurrent_heads(r, shard), r.value_dim, r.v_size
+    sum_of_parts("recurrent.out", heads.rows(v))
+    if isinstance(r, Mamba2Spec):
+        size = r.num_groups * r.key_dim
+
+        def channels(begin: int) -> tuple[Range, ...]:
+            """x, B and C."""
+            of = (heads.kv_rows(r.key_dim, begin + at + i * size) for i in range(2))
+            return (*heads.rows(v, begin), *itertools.chain(*of))
+
+        times = heads.rows(1, at + r.conv_channels)
+        product("recurrent.in", ParameterShard(rows=(*heads.rows(v), *channels(at), *times)))
+        product("recurrent.conv", ParameterShard(rows=channels(0)))
+        rows("decay", "time", "skip", of=heads.rows(1))
+        rows("norm", of=heads.rows(v))
+        return found
+    keys = (*heads.kv_rows(r.key_dim), *heads.kv_rows(r.key_dim, r.q_size))
+    mixed = (*keys, *heads.rows(v, 2 * r.q_size))
+    decays = r.decay_size // r.num_heads
+    z = () if r.latent is not None else heads.rows(v, r.conv_channels)
+    a = () if r.latent is not None else heads.rows(decays, r.num_heads)
+    rows("in", of=(*mixed, *z))
+    rows("gates", of=(*heads.rows(1), *a))
+    rows("conv", of=mixed)
+    rows("decay", of=heads.rows(1))
+    rows("time", "decay_up", of=heads.rows(decays))
+    rows("gate_up", of=heads.rows(v))
     return found
 
 
@@ -533,13 +634,13 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
 def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
     """Raise ConfigError if `tensor` exceeds the model's heads, or `experts` its experts."""
     for layer in spec.all_layers if tensor > 1 else ():
-        a = layer.attention
-        if layer.recurrent is not None or (isinstance(a, AttentionSpec) and a.gated):
-            raise ConfigError(
-                f"tensor_parallel_size={tensor}: recurrent layers and gated attention are not split over ranks; use "
-                "pipeline_parallel_size or replicas",
-                field="tensor_parallel_size",
-            )
+        a, r = layer.attention, layer.recurrent
+        if r is not None:
+            of = isinstance(r, GatedDeltaSpec | Mamba2Spec)
+            what, most = ("heads", r.num_heads) if of else ("channels", r.conv_channels)  # type: ignore[union-attr]
+            _check_enough(f"{what} of recurrent layers", most, tensor, "tensor_parallel_size")
+        if isinstance(r, Mamba2Spec) and r.norm is not None:
+            _check_norm(r, tensor)
         if a is not None:
             _check_enough("num_attention_heads", a.num_heads, tensor, "tensor_parallel_size")
     mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, MoESpec)]
@@ -550,6 +651,19 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
         )
     for m in mixtures if experts > 1 else ():
         _check_enough("num_experts", m.num_experts, experts, "expert_parallel_size")
+
+
+def _check_norm(r: Mamba2Spec, tensor: int) -> None:
+    """Raise ConfigError if ranks would share a group of a norm that comes before the gate, whose
+    input no op gives."""
+    if recurrent_heads(r, Shard(0, tensor)).copies == 1 and r.norm_groups == r.num_groups:
+        return
+    if r.norm == "norm_first" or r.num_groups % r.norm_groups:
+        raise ConfigError(
+            f"tensor_parallel_size={tensor}: the model's mamba_n_groups ({r.num_groups}) with mamba_norm_before_gate are not "
+            "divided over ranks; lower it, or use pipeline_parallel_size or replicas",
+            field="tensor_parallel_size",
+        )
 
 
 def _check_enough(name: str, total: int, size: int, setting: str) -> None:

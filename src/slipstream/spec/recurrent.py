@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Shape
 
@@ -91,6 +91,15 @@ class GatedDeltaSpec:
         return found | _products(out=(e, self.v_size))
 
 
+class NormPart(NamedTuple):
+    """A rank's part of a norm by groups: `of` has the group of each of its parts, of equal size; there
+    are `num_groups` groups of `size` numbers over all ranks."""
+
+    of: tuple[int, ...]
+    num_groups: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): S = exp(−exp(A) · dt) · S + dt · B xᵀ; y = Sᵀ C + D x.
@@ -100,6 +109,7 @@ class Mamba2Spec:
     3. dt = softplus(dt + bias), clamped to `time_limit`.
     4. `norm`: y · silu(z) is RMS-normed in `norm_groups` equal groups (`gate_first`), or y is normed and then multiplied
        by silu(z). None: y · silu(z).
+    5. `norm_part`: if this is a rank's part (`spec.parallel`) and other ranks have parts of the norm's groups.
     """
 
     num_heads: int
@@ -113,6 +123,7 @@ class Mamba2Spec:
     norm: Literal["gate_first", "norm_first"] | None = "gate_first"
     norm_groups: int = 1
     time_limit: tuple[float, float] = (0.0, math.inf)
+    norm_part: NormPart | None = None
 
     @property
     def v_size(self) -> int:

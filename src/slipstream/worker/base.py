@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
@@ -12,6 +12,9 @@ from slipstream.spec.description import ModelDescription
 from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask
 from slipstream.worker.tiers.block_store import HostBlockStore
+
+if TYPE_CHECKING:
+    from slipstream.worker.ranks.block_store import RankBlockStore
 
 
 class Launched(Protocol):
@@ -43,7 +46,7 @@ class Executor(ABC):
     """Description of the kernels' tiles for a person; empty if there is no choice."""
     phases: dict[str, float]
     """Seconds of each phase of the start."""
-    store: HostBlockStore | None = None
+    store: HostBlockStore | RankBlockStore | None = None
     """Tiers below the device's cache; None if there are none."""
     processes: tuple[int, ...] = ()
     """Process ids of the ranks on this host."""

@@ -61,6 +61,7 @@ from slipstream.worker.model_runner import ModelRunner, Runner
 from slipstream.worker.rows import rows_bytes
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.start.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
+from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Ranks(Protocol):
 
 
 class LocalExecutor(Executor):
+    store: HostBlockStore | None
+
     def __init__(
         self,
         config: EngineConfig,
@@ -96,7 +99,9 @@ class LocalExecutor(Executor):
         self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger, self.runner = _fit(config, loaded, loaded.profile())
-        self.store = open_tiers(self.config, description, self.runner, self.ledger.block_bytes)
+        ledger = self.ledger
+        slot = ledger.state_bytes // max(1, ledger.num_states)
+        self.store = open_tiers(self.config, description, self.runner, ledger.block_bytes, slot)
         self.canary = None
 
     @classmethod
@@ -386,7 +391,8 @@ def _fit(
     if loaded.draft is not None:
         one_block += loaded.draft.block_bytes
         weights += loaded.draft.weights_bytes
-    rows += staged_blocks(config, one_block) * one_block
+    slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
+    rows += sum(staged_blocks(config, size) * size for size in (one_block, slot))
     graphs = 0 if config.device.enforce_eager else loaded.graph_reserve_bytes(activation_bytes)
     loaded.platform.release_unused()
     free, total = loaded.platform.memory()  # measured with the weights loaded

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_parts
+from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_parts, state_parts
 from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
@@ -76,6 +76,7 @@ class Runner(ABC):
         self.draft = loaded.draft
         self.phases = loaded.phases
         self._block_rows = loaded.ops.block_rows(cache_parts(kv))
+        self._state_rows = loaded.ops.block_rows(state_parts(kv))
 
     @abstractmethod
     def launch(self, plan: Any) -> InFlightStep | AwaitingMask:
@@ -114,13 +115,18 @@ class Runner(ABC):
             self.draft.release()
         return self.loaded
 
-    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> HostBlockStore:
-        """Open the tiers below the cache: `num_slots` blocks of host memory (GPU only), and disk."""
-        if not num_slots:
-            return HostBlockStore(block_arrays(self._block_rows.arrays), disk, self.settle)
+    def open_store(
+        self, disk: DiskTier | None, slots: tuple[int, int], staged: tuple[int, int]
+    ) -> HostBlockStore:
+        """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and
+        disk. As many as `staged` says are copied at once."""
+        rows = self._block_rows, self._state_rows
+        if not any(slots):
+            blocks, states = (block_arrays(part.arrays) for part in rows)
+            return HostBlockStore(blocks, disk, self.settle, states)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
-        return DeviceBlocks(self._block_rows, self.ops, num_slots, num_staged, disk, self.platform)
+        return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)
 
     def expert_load(self) -> ExpertTokens:
         """Tokens per expert since the start, for each layer with experts."""

@@ -168,7 +168,7 @@ class Replica:
             )
             stored, removed = _keys(news.stored), _keys(news.removed)
             if news.whole:
-                router.reset(self.id, news.number, stored)
+                router.reset(self.id, news.number, stored, has_states=news.has_states)
                 self._set_heard(True)
             elif not router.apply(self.id, news.number, stored, removed):
                 raise UpstreamError(

@@ -18,9 +18,11 @@ of blocks found is an estimate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+
+from slipstream.core.prefix_cache import announced_state
 
 _NUM_PARTS = 16
 _FIRST_SIZE = 256  # entries of a new part
@@ -28,6 +30,8 @@ _MAX_FILLED = 0.7
 _EMPTY, _GONE = 0, 1  # set numbers that no block has: an entry never used, and a deleted entry
 _MAX_DEAD = 64  # dead slots that trigger a sweep
 _MAX_SHARED = 4096  # prefixes whose shared length is remembered
+MAX_BACK = 1024
+"""Most blocks between two checkpoints that a lookup passes: 8,192 tokens, and twice that to be safe."""
 MAX_GROUPS = 4
 """Distinct lengths that one lookup tells apart, the longest first."""
 
@@ -260,6 +264,19 @@ class PrefixStore:
             if len(self._shared) > _MAX_SHARED:
                 del self._shared[next(iter(self._shared))]
         return found
+
+    def checkpoints(
+        self, chain: Sequence[bytes], count: int, mask: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield where the replicas in `mask` can go on, which hold `count` blocks of the chain: at the
+        last checkpoint of a recurrent state that each has there, as (blocks, mask of slots). Those
+        without one, or with none in the last `MAX_BACK` blocks, are left out."""
+        for end in range(count, max(0, count - MAX_BACK), -1):
+            if not mask:
+                return
+            if own := self.holders(announced_state(chain[end - 1])) & mask:
+                yield end, own
+                mask &= ~own
 
     @property
     def num_blocks(self) -> int:

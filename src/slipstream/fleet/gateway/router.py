@@ -147,6 +147,7 @@ class Router:
         self._per_block = np.zeros(0)  # tokens
         self._work = np.zeros(0)  # decayed work in seconds, divided by the weight
         self._work_at = 0.0
+        self._with_states = 0  # mask of the slots of replicas with recurrent states
         self._under_way: dict[int, _UnderWay] = {}
         # by the chain's first block and its first new block
         self._expected: dict[bytes, _Expected] = {}
@@ -220,12 +221,17 @@ class Router:
 
     # --- What they hold -----------------------------------------------------------------------------------------------
 
-    def reset(self, replica: str, sequence: int, stored: Iterable[bytes]) -> None:
-        """Replace all that the replica holds; the report has this sequence number."""
+    def reset(
+        self, replica: str, sequence: int, stored: Iterable[bytes], *, has_states: bool = False
+    ) -> None:
+        """Replace all that the replica holds; the report has this sequence number. With `has_states`
+        it goes on from checkpoints of recurrent states, which are among what it holds."""
         known = self._replicas[replica]
         if known.sequence is not None:
             self._take_slot(known, self._leave_slot(known))
         known.sequence = sequence
+        self._with_states &= ~(1 << known.slot)
+        self._with_states |= has_states << known.slot
         self.store.stored(known.slot, stored)
 
     def apply(
@@ -347,6 +353,7 @@ class Router:
         slot = replica.slot
         work = float(self._work[slot])
         del self._by_slot[slot]
+        self._with_states &= ~(1 << slot)
         self.store.free_slot(slot)
         self._wait[slot], self._per_token[slot], self._work[slot] = np.inf, 0.0, 0.0
         return work
@@ -366,7 +373,9 @@ class Router:
             deepest = 0
             for count, mask in self.store.match(chain):
                 deepest = max(deepest, count)
-                fill(blocks, mask, count)
+                fill(blocks, mask & ~self._with_states, count)
+                for end, own in self.store.checkpoints(chain, count, mask & self._with_states):
+                    fill(blocks, own, end)
             for place in {0, deepest} if deepest < len(chain) else ():
                 found = self._expected.get(chain[place])
                 if (

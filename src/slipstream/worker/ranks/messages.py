@@ -4,7 +4,7 @@
 2. From rank 0: Meeting, Phase.
 3. From the first rank of each stage: RankExpertLoad and Reply. To LoadAdapter, all ranks reply.
 4. From the first rank of the last stage: Result.
-5. From any rank: Started, RankFailed.
+5. From any rank: Started, RankTiers, RankFailed.
 
 Where requests are distributed over ranks, all ranks answer GetExpertLoad and ReportExpertLoad, and
 all ranks of the last stage send a Result of each step. Answers come in the order of the questions,
@@ -25,6 +25,7 @@ from slipstream.config import DeviceInfo, EngineArgs
 from slipstream.start_messages import Failed, Phase, Started
 from slipstream.stats import AdapterStats, ExpertTokens
 from slipstream.types import (
+    BlockCopy,
     Extra,
     LoRARequest,
     PooledVector,
@@ -133,17 +134,34 @@ class GetAdapterStats(msgspec.Struct, tag=True):
     pass
 
 
+class CopyBlocks(msgspec.Struct, tag=True):
+    """Starts copies between the tiers. All ranks get them."""
+
+    copies: list[BlockCopy]
+
+
+class ReportTiers(msgspec.Struct, tag=True):
+    """Asks all ranks for a RankTiers, without waiting. `keys`: with those on the disk."""
+
+    keys: bool = False
+
+
+class ClearTiers(msgspec.Struct, tag=True):
+    pass
+
+
 class End(msgspec.Struct, tag=True):
     pass
 
 
 OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
 OfExperts: TypeAlias = ReportExpertLoad | SwapExperts
+OfTiers: TypeAlias = CopyBlocks | ReportTiers | ClearTiers
 Question: TypeAlias = (
     WarmUp | CaptureNext | GetExpertLoad | LoadRankAdapter | GetAdapterStats | GetProposed
 )
 ToRank: TypeAlias = (
-    BeginRank | RankRefused | OfStep | OfExperts | Question | UnloadRankAdapter | End
+    BeginRank | RankRefused | OfStep | OfExperts | OfTiers | Question | UnloadRankAdapter | End
 )
 
 
@@ -207,6 +225,21 @@ class RankExpertLoad(msgspec.Struct, tag=True):
     expert_bytes: int
 
 
+class RankTiers(msgspec.Struct, tag=True):
+    """A rank's tiers: copies that ended since the last report, the disk's bytes, its sizes and, if
+    they were asked for, the keys of its files."""
+
+    done: list[tuple[int, bool]]
+    block_bytes: int
+    state_bytes: int
+    num_slots: int
+    num_state_slots: int
+    num_bytes: int = 0
+    limit_bytes: int = 0
+    is_writer: bool = False
+    keys: list[bytes] = []
+
+
 class Reply(msgspec.Struct, tag=True):
     """Answers a question.
 
@@ -234,7 +267,7 @@ class RankFailed(Failed, tag=True):
 
 
 FromRank: TypeAlias = (
-    Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankFailed
+    Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankTiers | RankFailed
 )
 
 

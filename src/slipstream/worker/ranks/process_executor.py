@@ -61,6 +61,7 @@ from slipstream.worker.adapter_places import AdapterPlaces
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.experts.balance import ExpertBalancer
+from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.children import Rank, RankProcesses, spawn
 from slipstream.worker.ranks.joining import accept_ranks, parse_address
 from slipstream.worker.ranks.mailbox import REASONS_S, Mailbox, total_load
@@ -80,6 +81,7 @@ from slipstream.worker.ranks.messages import (
     Question,
     Reply,
     ReportExpertLoad,
+    ReportTiers,
     SwapExperts,
     ToRank,
     UnloadRankAdapter,
@@ -213,6 +215,11 @@ class ProcessExecutor(Executor):
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
             for request in config.lora.requests:  # the ranks have these from their start
                 self.load_adapter(request, tuple)
+        if config.cache.host_bytes is not None or config.cache.disk_bytes is not None:
+            self._broadcast(ReportTiers(keys=True))
+            found = dict(self._await(self._mail.next_tiers) for _ in self._ranks)
+            reports = [found[rank.number] for rank in self._ranks]
+            self.store = RankBlockStore(self._broadcast, self._mail, reports)
         stage = config.parallel.stage
         if stage.share(0).experts and config.lora is None:  # an adapter may change the router
             self._balancer = ExpertBalancer(self.description.spec, stage.size)

@@ -40,7 +40,9 @@ from slipstream.worker.ranks.joining import JOIN_S, join
 from slipstream.worker.ranks.messages import (
     BeginRank,
     CaptureNext,
+    ClearTiers,
     Constrain,
+    CopyBlocks,
     End,
     Forget,
     GetAdapterStats,
@@ -51,12 +53,15 @@ from slipstream.worker.ranks.messages import (
     LaunchTexts,
     LoadRankAdapter,
     Meeting,
+    OfTiers,
     RankExpertLoad,
     RankFailed,
     RankLink,
     RankRefused,
+    RankTiers,
     Reply,
     ReportExpertLoad,
+    ReportTiers,
     Result,
     SwapExperts,
     ToRank,
@@ -179,6 +184,8 @@ class RankProcess:
             answer = RankExpertLoad(*executor.runner.movable_load())
         elif isinstance(message, SwapExperts):
             executor.runner.swap_experts(message.swaps)
+        elif isinstance(message, CopyBlocks | ReportTiers | ClearTiers):
+            self._of_tiers(message)
         elif isinstance(message, LoadRankAdapter):
             answer = self._load_adapter(message)
         elif isinstance(message, UnloadRankAdapter):
@@ -190,6 +197,22 @@ class RankProcess:
             answer = Reply(proposed=tuple(self._newest.proposed()))
         if answer is not None and (self._answers or isinstance(message, self._answered_by_all)):
             self._link.send(answer)
+
+    def _of_tiers(self, message: OfTiers) -> None:
+        store = self._executor.store
+        assert store is not None
+        if isinstance(message, CopyBlocks):
+            store.submit(message.copies)
+        elif isinstance(message, ClearTiers):
+            store.clear()
+        else:
+            disk, sizes = store.disk, (store.block_bytes, store.state_bytes)
+            slots = store.num_slots, store.num_state_slots
+            of_disk = () if disk is None else (disk.num_bytes, disk.limit_bytes, disk.is_writer)
+            report = RankTiers(store.finished(), *sizes, *slots, *of_disk)
+            if message.keys and disk is not None:
+                report.keys = disk.keys()
+            self._link.send(report)
 
     def _load_adapter(self, message: LoadRankAdapter) -> Reply:
         try:

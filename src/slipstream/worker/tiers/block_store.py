@@ -35,19 +35,23 @@ NICENESS = 10
 class HostBlockStore:
     """Block copies of a CPU.
 
-    `arrays` are the cache's memory, each uint8 [B, n]. `settle` waits for the step under way.
+    `arrays` are the cache's memory, each uint8 [B, n], and `states` that of the recurrent states,
+    [slots, n]. `settle` waits for the step under way.
     """
 
-    num_slots = 0
+    num_slots = num_state_slots = 0
 
     def __init__(
         self,
         arrays: Sequence[npt.NDArray[np.uint8]],
         disk: DiskTier | None,
         settle: Callable[[], None],
+        states: Sequence[npt.NDArray[np.uint8]] = (),
     ) -> None:
-        self._arrays, self.disk, self._settle = list(arrays), disk, settle
+        self._arrays, self._states = list(arrays), list(states)
+        self.disk, self._settle = disk, settle
         self.block_bytes = sum(array.shape[1] for array in arrays)
+        self.state_bytes = sum(array.shape[1] for array in states)
         self._done: deque[tuple[int, bool]] = deque()
         self._reads: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[BlockCopy, int] | None] = queue.SimpleQueue()
@@ -97,7 +101,8 @@ class HostBlockStore:
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
         """Memory of a copy's other end, in the order of the file."""
-        return [memoryview(array[copy.block]) for array in self._arrays]
+        arrays = self._states if copy.is_state else self._arrays
+        return [memoryview(array[copy.block]) for array in arrays]
 
     def _read_all(self) -> None:
         while (copy := self._reads.get()) is not None:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,51 +31,62 @@ CHUNK_BYTES = 2**30
 """Size of a piece of pinned memory. torch rounds each piece up to a power of two."""
 
 
+class Staged:
+    """Pinned memory for `num_slots` rows of `blocks`, and a staging buffer of the device for
+    `num_staged` of them."""
+
+    def __init__(
+        self, blocks: BlockTensors, num_slots: int, num_staged: int, platform: Platform
+    ) -> None:
+        self.blocks, self.num_slots, num_bytes = blocks, num_slots, blocks.num_bytes
+        self.per_chunk = max(1, CHUNK_BYTES // max(1, num_bytes))
+        left = num_slots % self.per_chunk
+        sizes = [self.per_chunk] * (num_slots // self.per_chunk) + [left] * (left > 0)
+        self.chunks = [platform.pinned(n * num_bytes).view(n, num_bytes) for n in sizes]
+        self.staging = torch.empty(num_staged, num_bytes, dtype=torch.uint8, device=platform.device)
+        self.staged = blocks.in_buffer(self.staging) if blocks.rows else blocks
+        self.order = torch.arange(num_staged, device=platform.device)
+
+    def slots(self, first: int, count: int) -> Tensor:
+        """Host memory of `count` slots. Slots are numbered from 1, like blocks."""
+        chunk, row = divmod(first - 1, self.per_chunk)
+        return self.chunks[chunk][row : row + count]
+
+
 class DeviceBlocks(HostBlockStore):
     """Block copies of a GPU.
 
-    `blocks` are the cache's blocks; `num_staged` is the size of the staging buffer.
+    `rows` are the cache's blocks, and the slots of its recurrent states; `slots` and `staged` are
+    the numbers of both in the host's memory and in the staging buffer.
     """
 
     def __init__(
         self,
-        blocks: BlockTensors,
+        rows: tuple[BlockTensors, BlockTensors],
         ops: OpSet,
-        num_slots: int,
-        num_staged: int,
+        slots: tuple[int, int],
+        staged: tuple[int, int],
         disk: DiskTier | None,
         platform: Platform,
     ) -> None:
-        self._blocks, self._ops, num_bytes = blocks, ops, blocks.num_bytes
+        self._ops = ops
         self._platform, self._copies = platform, platform.copy_queue()
-        per_chunk = max(1, CHUNK_BYTES // num_bytes)
-        sizes = [per_chunk] * (num_slots // per_chunk) + [num_slots % per_chunk] * (
-            num_slots % per_chunk > 0
-        )
-        self._chunks = [platform.pinned(n * num_bytes).view(n, num_bytes) for n in sizes]
-        self._per_chunk = per_chunk
-        self._staging = torch.empty(
-            num_staged, num_bytes, dtype=torch.uint8, device=platform.device
-        )
-        self._staged, self._order = (
-            blocks.in_buffer(self._staging),
-            torch.arange(num_staged, device=platform.device),
-        )
+        self._kinds = [Staged(*sizes, platform) for sizes in zip(rows, slots, staged, strict=True)]
         self._under_way: deque[tuple[Event | None, list[int]]] = deque()
         super().__init__([], disk, lambda: None)
-        self.block_bytes, self.num_slots = num_bytes, num_slots
+        self.block_bytes, self.state_bytes = (part.num_bytes for part in rows)
+        self.num_slots, self.num_state_slots = slots
 
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
             if "disk" in (copy.source, copy.target):
                 self._queue(copy)
-        for outwards in (True, False):
+        for outwards, is_state in itertools.product((True, False), (False, True)):
             way = ("device", "host") if outwards else ("host", "device")
-            wanted = sorted(
-                (c for c in copies if (c.source, c.target) == way), key=lambda copy: copy.slot
-            )
-            for begin in range(0, len(wanted), len(self._staging)):
-                self._run(wanted[begin : begin + len(self._staging)], outwards=outwards)
+            own = [c for c in copies if (c.source, c.target) == way and c.is_state == is_state]
+            wanted, size = sorted(own, key=lambda copy: copy.slot), len(self._kinds[is_state].order)
+            for begin in range(0, len(wanted), max(1, size)):
+                self._run(wanted[begin : begin + size], outwards=outwards)
 
     def finished(self) -> list[tuple[int, bool]]:
         while self._under_way and ((event := self._under_way[0][0]) is None or event.query()):
@@ -87,16 +99,18 @@ class DeviceBlocks(HostBlockStore):
 
     @torch.inference_mode()
     def _run(self, copies: Sequence[BlockCopy], *, outwards: bool) -> None:
-        staged = self._staging[: len(copies)]
+        """Copy between the device and host memory: blocks alone, or states alone."""
+        kind = self._kinds[copies[0].is_state]
+        staged = kind.staging[: len(copies)]
         with self._copies.behind():
             blocks = self._platform.upload(np.array([copy.block for copy in copies], np.int64))
             for at, slots in self._runs(copies) if not outwards else ():
                 staged[at].copy_(slots, non_blocking=True)
-            order = self._order[: len(copies)]
+            order = kind.order[: len(copies)]
             if outwards:
-                self._ops.copy_blocks(self._blocks, self._staged, blocks, order)
+                self._ops.copy_blocks(kind.blocks, kind.staged, blocks, order)
             else:
-                self._ops.copy_blocks(self._staged, self._blocks, order, blocks)
+                self._ops.copy_blocks(kind.staged, kind.blocks, order, blocks)
             for at, slots in self._runs(copies) if outwards else ():
                 slots.copy_(staged[at], non_blocking=True)
             self._under_way.append((self._copies.record(), [copy.number for copy in copies]))
@@ -106,22 +120,17 @@ class DeviceBlocks(HostBlockStore):
 
         Yields (range of the copies, their memory).
         """
-        begin = 0
+        kind, begin = self._kinds[copies[0].is_state], 0
         for end in range(1, len(copies) + 1):
             if (
                 end < len(copies)
                 and copies[end].slot == copies[end - 1].slot + 1
-                and (copies[end].slot - 1) % self._per_chunk
+                and (copies[end].slot - 1) % kind.per_chunk
             ):
                 continue
-            yield slice(begin, end), self._slots(copies[begin].slot, end - begin)
+            yield slice(begin, end), kind.slots(copies[begin].slot, end - begin)
             begin = end
 
-    def _slots(self, first: int, count: int) -> Tensor:
-        """Host memory of `count` slots. Slots are numbered from 1, like blocks."""
-        chunk, row = divmod(first - 1, self._per_chunk)
-        return self._chunks[chunk][row : row + count]
-
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
-        numbers: Any = self._slots(copy.slot, 1)[0].numpy()
+        numbers: Any = self._kinds[copy.is_state].slots(copy.slot, 1)[0].numpy()
         return [memoryview(numbers)]

@@ -1,4 +1,4 @@
-"""KV cache blocks in files. No torch.
+"""KV cache blocks, and recurrent states, in files. No torch.
 
     PATH/lock                              held by the one process that writes
     PATH/IDENTITY/ab/abcdef….kv            a block: header, payload; IDENTITY and name say what it holds
@@ -63,12 +63,13 @@ _FOLDER = re.compile(r"[0-9a-f]{32}")
 class DiskTier:
     """Block files in `path`.
 
-    `identity` has IDENTITY_BYTES bytes. ConfigError if the folder can't be made or used.
+    `identity` has IDENTITY_BYTES bytes, the largest payload `max_bytes`. ConfigError if the folder
+    can't be made or used.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, identity: bytes, block_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int, identity: bytes, max_bytes: int) -> None:
         self.path, self.limit_bytes = path, limit_bytes
-        self._identity, self._file_bytes = identity, HEADER.size + block_bytes
+        self._identity, most = identity, HEADER.size + max_bytes
         self._own = identity.hex()
         self._lock = threading.Lock()
         # (identity, key) → bytes, the least recently used first
@@ -76,9 +77,9 @@ class DiskTier:
         self.num_bytes = self._era = 0
         self._paused_until = self._looked = float("-inf")
         self.is_writer = False
-        if limit_bytes < self._file_bytes:
+        if limit_bytes < most:
             raise ConfigError(
-                f"kv_disk_bytes={limit_bytes} is too small for one block, which takes {self._file_bytes} bytes; raise it",
+                f"kv_disk_bytes={limit_bytes} is too small for one block or state, which takes {most} bytes; raise it",
                 field="kv_disk_bytes",
             )
         try:
@@ -108,6 +109,11 @@ class DiskTier:
 
     def __contains__(self, key: bytes) -> bool:
         return (self._own, key.hex()) in self._files
+
+    def keys(self) -> list[bytes]:
+        """Keys of this model's blocks and states."""
+        with self._lock:
+            return [bytes.fromhex(name) for identity, name in self._files if identity == self._own]
 
     def read(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
         """Read a block's payload into `pieces`.
@@ -155,8 +161,9 @@ class DiskTier:
             return False
         path = self._path(self._own, key.hex())
         new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        num_bytes = HEADER.size + sum(map(len, pieces))
         try:
-            self._make_room(self._file_bytes)
+            self._make_room(num_bytes)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = open_new(new, 0o600)
             try:
@@ -168,8 +175,8 @@ class DiskTier:
                     os.unlink(new)
                     return False
                 os.rename(new, path)
-                self._files[self._own, key.hex()] = self._file_bytes
-                self.num_bytes += self._file_bytes
+                self._files[self._own, key.hex()] = num_bytes
+                self.num_bytes += num_bytes
             return True
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ No torch on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from slipstream import __version__
 from slipstream.config import EngineConfig
 from slipstream.costs.hardware import host_memory
-from slipstream.costs.memory import staged_blocks
+from slipstream.costs.memory import host_share, host_slots, staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
@@ -31,8 +32,10 @@ def open_tiers(
     description: ModelDescription,
     runner: Runner,
     block_bytes: int,
+    state_bytes: int,
 ) -> HostBlockStore | None:
-    """Open the tiers that the settings ask for; None if there are none.
+    """Open the tiers that the settings ask for; None if there are none. Of several ranks each has its
+    share of the bytes, and a folder of its own.
 
     ConfigError if the folder can't be used, or the host's memory is too small.
     """
@@ -46,21 +49,29 @@ def open_tiers(
                 f"kv_host_bytes={cache.host_bytes} is more than the {free} bytes of the host's memory that are free; lower it",
                 field="kv_host_bytes",
             )
-        if cache.host_bytes < block_bytes:
+        least = max(host_share(block_bytes, state_bytes), host_share(state_bytes, block_bytes))
+        if cache.host_bytes < (least := least * config.parallel.num_ranks):
             raise ConfigError(
-                f"kv_host_bytes={cache.host_bytes} is too small for one block, which takes {block_bytes} bytes; raise it",
+                f"kv_host_bytes={cache.host_bytes} is too small for a block or a state, for which it takes {least} bytes; "
+                "raise it",
                 field="kv_host_bytes",
             )
     if cache.disk_bytes is not None:
         assert cache.disk_path is not None
+        path, partition = Path(cache.disk_path), runner.loaded.partition
+        ranks = config.parallel.num_ranks
+        if partition is not None:
+            with contextlib.suppress(OSError):  # which is raised below, by name
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path /= f"rank-{partition.all_ranks.rank + 1}-of-{ranks}"
         disk = DiskTier(
-            Path(cache.disk_path),
-            cache.disk_bytes,
+            path,
+            cache.disk_bytes // ranks,
             identity(config, description, runner),
-            block_bytes,
+            max(block_bytes, state_bytes),
         )
-    num_slots = 0 if cache.host_bytes is None else cache.host_bytes // block_bytes
-    return runner.open_store(disk, num_slots, staged_blocks(config, block_bytes))
+    staged = staged_blocks(config, block_bytes), staged_blocks(config, state_bytes)
+    return runner.open_store(disk, host_slots(config, block_bytes, state_bytes), staged)
 
 
 def identity(config: EngineConfig, description: ModelDescription, runner: Runner) -> bytes:
@@ -89,6 +100,7 @@ def identity(config: EngineConfig, description: ModelDescription, runner: Runner
             device.dense_copies,
         ],
         [type(runner.loaded).__name__, runner.ops.describe()],
+        str(None if runner.loaded.partition is None else runner.loaded.partition.shard),
     ]
     digest = hashlib.sha256(json.dumps(known).encode())
     for pair in runner.loaded.kv_scales or ():

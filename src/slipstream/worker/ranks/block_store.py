@@ -1,0 +1,93 @@
+"""Tiers below the devices' caches of several ranks: each rank stores its part of every block. No torch.
+
+All ranks get the same copies, in order with the steps. A copy is done when all ranks have made it, and is good if it is good
+on all. The keys on the disk are those that all ranks had at the start, and those that all have written since. A file that one
+rank has removed is found out when it is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream.types import BlockCopy
+from slipstream.worker.ranks.mailbox import Mailbox
+from slipstream.worker.ranks.messages import ClearTiers, CopyBlocks, RankTiers, ReportTiers, ToRank
+
+
+@dataclass(slots=True)
+class RankDisks:
+    """The disk tiers of all ranks together."""
+
+    num_bytes: int
+    limit_bytes: int
+    is_writer: bool
+
+
+class RankBlockStore:
+    """The copies of all ranks. `found` is each rank's report at the start."""
+
+    def __init__(
+        self, send: Callable[[ToRank], None], mail: Mailbox, found: Sequence[RankTiers]
+    ) -> None:
+        self._send, self._mail, self._latest = send, mail, dict(enumerate(found))
+        first = found[0]
+        self.block_bytes = sum(own.block_bytes for own in found)
+        self.state_bytes = sum(own.state_bytes for own in found)
+        self.num_slots, self.num_state_slots = first.num_slots, first.num_state_slots
+        self._keys = set(first.keys).intersection(*(own.keys for own in found[1:]))
+        self._copies: dict[int, BlockCopy] = {}  # under way
+        self._came = Counter[int]()  # ranks that have made a copy
+        self._failed: set[int] = set()
+        self._asked = 0  # reports that are still to come
+
+    @property
+    def disk(self) -> RankDisks | None:
+        own = self._latest.values()
+        if not all(tiers.limit_bytes for tiers in own):
+            return None
+        return RankDisks(
+            sum(tiers.num_bytes for tiers in own),
+            sum(tiers.limit_bytes for tiers in own),
+            all(tiers.is_writer for tiers in own),
+        )
+
+    def on_disk(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def submit(self, copies: Sequence[BlockCopy]) -> None:
+        if copies:
+            self._copies.update((copy.number, copy) for copy in copies)
+            self._send(CopyBlocks(list(copies)))
+
+    def finished(self) -> list[tuple[int, bool]]:
+        done: list[tuple[int, bool]] = []
+        while self._mail.tiers:
+            rank, report = self._mail.tiers.popleft()
+            self._latest[rank] = report
+            self._asked -= 1
+            for number, ok in report.done:
+                self._came[number] += 1
+                if not ok:
+                    self._failed.add(number)
+                if self._came[number] == len(self._latest):
+                    done.append((number, self._end(number)))
+        if self._copies and not self._asked:
+            self._asked = len(self._latest)
+            self._send(ReportTiers())
+        return done
+
+    def clear(self) -> None:
+        self._keys.clear()
+        self._send(ClearTiers())
+
+    def _end(self, number: int) -> bool:
+        copy, ok = self._copies.pop(number), number not in self._failed
+        del self._came[number]
+        self._failed.discard(number)
+        if copy.target == "disk" and ok:
+            self._keys.add(copy.key)
+        elif copy.source == "disk" and not ok:
+            self._keys.discard(copy.key)
+        return ok
