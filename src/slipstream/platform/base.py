@@ -92,6 +92,9 @@ class Values(Protocol):
     def array(self, x: Any) -> npt.NDArray[Any]:
         """The memory of a host value, as an array."""
 
+    def on_host(self, x: Any) -> Any:
+        """The value on the host. Waits for the device."""
+
     def floats(self, x: Any) -> npt.NDArray[np.float32]:
         """A float32 array on the host. Waits for the device."""
 

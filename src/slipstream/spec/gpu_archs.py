@@ -50,6 +50,25 @@ INTERPRETER = GpuArch(name="Triton's interpreter", fp8=True, tma=True)
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class DescribedGpu:
+    """Sizes of a GPU for which kernels are compiled without it (`platform/meta.py`)."""
+
+    name: str
+    multiprocessors: int
+    shared_bytes: int
+    memory_bytes: int
+
+
+DESCRIBED_GPUS: Mapping[tuple[int, int], DescribedGpu] = {
+    (8, 0): DescribedGpu("NVIDIA A100 80GB", 108, 163 * 1024, 80 * 10**9),
+    (8, 9): DescribedGpu("NVIDIA L40S", 142, 99 * 1024, 48 * 10**9),
+    (9, 0): DescribedGpu("NVIDIA H200", 132, HOPPER_SHARED_BYTES, 141 * 10**9),
+    (10, 0): DescribedGpu("NVIDIA B200", 148, HOPPER_SHARED_BYTES, 180 * 10**9),
+}
+"""The largest usual GPU of a compute capability: its engine's limits include those of smaller ones."""
+
+
 def gpu_arch(capability: tuple[int, int]) -> GpuArch:
     """The row of a compute capability, or of the newest older one."""
     known = [c for c in GPU_ARCHS if c <= capability]

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.runtime.cache import get_cache_manager
 
 from slipstream.errors import EngineError
 from slipstream.platform.cuda import CudaPlatform
+from slipstream.platform.meta import MetaPlatform
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -121,12 +123,35 @@ class _Launch(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CudaSource:
+    """What one kernel is compiled from: text, the kernel's name in it, and definitions of names."""
+
+    text: str
+    name: str
+    definitions: tuple[tuple[str, int | float], ...]
+
+    def cubin(self, capability: tuple[int, int]) -> bytes:
+        """The kernel for a GPU, from Triton's cache or compiled into it."""
+        arch = "sm_{}{}".format(*capability)
+        made_of = self.text, arch, OPTIONS, sorted(self.definitions), torch.version.cuda
+        key = hashlib.sha256(repr(made_of).encode()).hexdigest()
+        cache, file = get_cache_manager(key), f"{self.name}.cubin"
+        kept = cache.get_file(file)
+        if kept is not None:
+            return Path(kept).read_bytes()
+        cubin = compile_source(self.text, arch, dict(self.definitions), nvrtc())
+        cache.put(cubin, file, binary=True)
+        return cubin
+
+
 class CudaKernel:
-    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`."""
+    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`. On a described GPU only its
+    source is noted."""
 
     def __init__(
         self,
-        platform: CudaPlatform,
+        platform: CudaPlatform | MetaPlatform,
         sources: Sequence[Path],
         name: str,
         definitions: Mapping[str, int | float],
@@ -139,17 +164,12 @@ class CudaKernel:
         self._attributes = (_Attribute * 1)(_Attribute(id=attribute or 0, value=1))
         self._num_attributes = 0 if attribute is None else 1
         self.platform = platform
-        major, minor = platform.capability
-        arch, text = f"sm_{major}{minor}", "".join(source.read_text() for source in sources)
-        made_of = text, arch, OPTIONS, sorted(definitions.items()), torch.version.cuda
-        key = hashlib.sha256(repr(made_of).encode()).hexdigest()
-        cache, file = get_cache_manager(key), f"{name}.cubin"
-        kept = cache.get_file(file)
-        if kept is None:
-            cubin = compile_source(text, arch, definitions, nvrtc())
-            cache.put(cubin, file, binary=True)
-        else:
-            cubin = Path(kept).read_bytes()
+        text = "".join(source.read_text() for source in sources)
+        source = CudaSource(text, name, tuple(sorted(definitions.items())))
+        if isinstance(platform, MetaPlatform):
+            platform.cuda_sources.add(source)
+            return
+        cubin = source.cubin(platform.capability)
         self._driver = ctypes.CDLL("libcuda.so.1")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         platform.stream_pointer()  # creates the context
@@ -161,6 +181,8 @@ class CudaKernel:
 
     def __call__(self, programs: int, threads: int, arguments: Sequence[Tensor | int]) -> None:
         """Launch on the current stream. Tensors are passed as pointers, integers as 32 bits."""
+        if isinstance(self.platform, MetaPlatform):
+            return
         values: list[Any] = [
             ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a)
             for a in arguments

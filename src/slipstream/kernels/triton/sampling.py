@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 ONE = tl.constexpr(0x3F800000)
@@ -87,6 +88,7 @@ def _block_argmax(row_ptr, start, end, BLOCK: tl.constexpr):
 
 SPLIT_ROWS = 64
 """Largest number of rows whose tokens are split over several thread blocks, to fill the chip."""
+THRESHOLDS = Thresholds(sampled=(SPLIT_ROWS,))
 
 
 def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096) -> Tensor:
@@ -224,7 +226,7 @@ def _best_pair_kernel(
     tl.store(out_ptr + row, best.to(tl.int64), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "u_ptr"])
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, out_ptr, vocab, row_stride,
     BLOCK: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
@@ -405,6 +407,7 @@ def best_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`OpSet.best_logprobs`. Logits are read once: the `num_top` best of each part of a row are the
     candidates."""
+    tokens = tokens.to(torch.int64)  # a prompt's are int32, from any place of a row
     num_rows, vocab = logits.shape
     block = min(block, triton.next_power_of_2(vocab))
     num_splits = triton.cdiv(vocab, block)

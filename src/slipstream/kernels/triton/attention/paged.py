@@ -28,6 +28,7 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.split_keys import (
     CTAS_PER_SM,
     MAX_PARTS,
@@ -51,6 +52,7 @@ TYPICAL_MEMBERS = 4
 """Size of a group with a shared prefix that the number of splits assumes."""
 HOPPER_MIN_ROWS = 64
 """Query rows (tokens × G) that `hopper.py` needs: its tiles have 128 rows."""
+THRESHOLDS = Thresholds(queries=(HOPPER_MIN_ROWS,))
 
 
 @triton.jit
