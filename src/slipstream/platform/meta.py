@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.platform.base import Event, Graph, Platform
 from slipstream.platform.tensors import Tensors
-from slipstream.spec.gpu_archs import DESCRIBED_GPUS, DescribedGpu, gpu_arch
+from slipstream.spec.gpu_archs import DescribedGpu, gpu_arch
 
 
 class MetaValues(Tensors):
@@ -73,16 +73,15 @@ class MetaPlatform(Platform):
         self.cuda_sources: set[Hashable] = set()
         """Kernels in CUDA C++ that were wanted (`kernels/triton/cuda.py`)."""
 
-    def describe(self, capability: tuple[int, int]) -> None:
-        """Fix the GPU. ConfigError if it is not in `DESCRIBED_GPUS`, or another one was described."""
-        gpu = DESCRIBED_GPUS.get(capability)
-        if gpu is None or self._gpu not in (None, gpu):
+    def describe(self, gpu: DescribedGpu) -> None:
+        """Fix the GPU. ConfigError if another one was described."""
+        if self._gpu not in (None, gpu):
             raise ConfigError(
-                f"compute capability {capability} can't be described here; use one of {sorted(DESCRIBED_GPUS)}, one a process",
-                field="kernels",
+                f"this process describes {self.name} already; start another for {gpu.name}",
+                field="device",
             )
-        self._gpu, self.arch = gpu, gpu_arch(capability)
-        self.capability, self.name = capability, gpu.name
+        self._gpu, self.arch = gpu, gpu_arch(gpu.capability)
+        self.capability, self.name = gpu.capability, gpu.name
         self.multiprocessors, self.shared_bytes = gpu.multiprocessors, gpu.shared_bytes
 
     # --- Memory --------------------------------------------------------------------------

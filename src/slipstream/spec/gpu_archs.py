@@ -54,6 +54,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
 class DescribedGpu:
     """Sizes of a GPU for which kernels are compiled without it (`platform/meta.py`)."""
 
+    capability: tuple[int, int]
     name: str
     multiprocessors: int
     shared_bytes: int
@@ -61,10 +62,13 @@ class DescribedGpu:
 
 
 DESCRIBED_GPUS: Mapping[tuple[int, int], DescribedGpu] = {
-    (8, 0): DescribedGpu("NVIDIA A100 80GB", 108, 163 * 1024, 80 * 10**9),
-    (8, 9): DescribedGpu("NVIDIA L40S", 142, 99 * 1024, 48 * 10**9),
-    (9, 0): DescribedGpu("NVIDIA H200", 132, HOPPER_SHARED_BYTES, 141 * 10**9),
-    (10, 0): DescribedGpu("NVIDIA B200", 148, HOPPER_SHARED_BYTES, 180 * 10**9),
+    gpu.capability: gpu
+    for gpu in (
+        DescribedGpu((8, 0), "NVIDIA A100-SXM4-80GB", 108, 163 * 1024, 80 * 2**30),
+        DescribedGpu((8, 9), "NVIDIA L40S", 142, 99 * 1024, 44 * 2**30),
+        DescribedGpu((9, 0), "NVIDIA H200", 132, HOPPER_SHARED_BYTES, 139 * 2**30),
+        DescribedGpu((10, 0), "NVIDIA B200", 148, HOPPER_SHARED_BYTES, 178 * 2**30),
+    )
 }
 """The largest usual GPU of a compute capability: its engine's limits include those of smaller ones."""
 

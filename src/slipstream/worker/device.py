@@ -102,10 +102,18 @@ def _described(capability: int) -> DeviceInfo:
 
     from slipstream.platform import platform_of
     from slipstream.platform.meta import MetaPlatform
+    from slipstream.spec.gpu_archs import DESCRIBED_GPUS
 
     gpu = platform_of(torch.device("meta"))
     assert isinstance(gpu, MetaPlatform)
-    gpu.describe((capability // 10, capability % 10))
+    if (found := divmod(capability, 10)) != getattr(gpu, "capability", None):
+        if found not in DESCRIBED_GPUS:
+            known = ", ".join(f"meta:{10 * a + b}" for a, b in DESCRIBED_GPUS)
+            raise ConfigError(
+                f"device='meta:{capability}' is no GPU that can be described; use one of {known}",
+                field="device",
+            )
+        gpu.describe(DESCRIBED_GPUS[found])
     free, total = gpu.memory()
     return DeviceInfo(
         device="meta",

@@ -33,25 +33,31 @@ LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
 OPTIONS = ("--std=c++17", "--use_fast_math")
 
 
+def cuda_version() -> str:
+    """Major version of torch's CUDA, or of the newest NVRTC where torch has none. Kernels of a version
+    run with any driver of it."""
+    if torch.version.cuda is not None:
+        return torch.version.cuda.split(".")[0]
+    return max((p.name.split(".")[2] for p in _nvrtc_files("[0-9]*")), default="0", key=int)
+
+
+def _nvrtc_files(version: str) -> list[Path]:
+    pattern = f"*/lib/libnvrtc.so.{version}"
+    return [p for folder in sys.path for p in sorted(Path(folder, "nvidia").glob(pattern))]
+
+
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
-    """The NVRTC library of torch's CUDA version. Raises EngineError if it is missing."""
-    name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
-    found = [
-        name,
-        *(
-            str(p)
-            for folder in sys.path
-            for p in sorted(Path(folder, "nvidia").glob(f"*/lib/{name}"))
-        ),
-    ]
-    for path in found:
+    """The NVRTC library of `cuda_version`. Raises EngineError if it is missing."""
+    version = cuda_version()
+    for path in (f"libnvrtc.so.{version}", *map(str, _nvrtc_files(version))):
         try:
             return ctypes.CDLL(path)
         except OSError:
             continue
     raise EngineError(
-        f"{name} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries"
+        f"libnvrtc.so.{version} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries, "
+        "or pip install nvidia-cuda-nvrtc where there is no GPU"
     )
 
 
@@ -123,6 +129,10 @@ class _Launch(ctypes.Structure):
     )
 
 
+def _arch(capability: tuple[int, int]) -> str:
+    return "sm_{}{}".format(*capability)
+
+
 @dataclass(frozen=True, slots=True)
 class CudaSource:
     """What one kernel is compiled from: text, the kernel's name in it, and definitions of names."""
@@ -131,16 +141,17 @@ class CudaSource:
     name: str
     definitions: tuple[tuple[str, int | float], ...]
 
+    def key(self, capability: tuple[int, int]) -> str:
+        made_of = self.text, _arch(capability), OPTIONS, sorted(self.definitions), cuda_version()
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()
+
     def cubin(self, capability: tuple[int, int]) -> bytes:
         """The kernel for a GPU, from Triton's cache or compiled into it."""
-        arch = "sm_{}{}".format(*capability)
-        made_of = self.text, arch, OPTIONS, sorted(self.definitions), torch.version.cuda
-        key = hashlib.sha256(repr(made_of).encode()).hexdigest()
-        cache, file = get_cache_manager(key), f"{self.name}.cubin"
+        cache, file = get_cache_manager(self.key(capability)), f"{self.name}.cubin"
         kept = cache.get_file(file)
         if kept is not None:
             return Path(kept).read_bytes()
-        cubin = compile_source(self.text, arch, dict(self.definitions), nvrtc())
+        cubin = compile_source(self.text, _arch(capability), dict(self.definitions), nvrtc())
         cache.put(cubin, file, binary=True)
         return cubin
 

@@ -226,7 +226,15 @@ def _best_pair_kernel(
     tl.store(out_ptr + row, best.to(tl.int64), mask=here)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "u_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "u_ptr",
+    ]
+)
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, out_ptr, vocab, row_stride,
     BLOCK: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,

@@ -109,7 +109,7 @@ class KernelSteps:
                 if n <= self.max_seqs and 4 * n <= self.max_tokens and self.longest > 4:
                     self._launch([Part(0, 4)] * n, sampling)
                     self._launch([Part(4, 1)] * n, sampling)
-                    if 0 < self.max_drafts and 2 * n <= self.runner.config.max_num_sampled:
+                    if self.max_drafts > 0 and 2 * n <= self.runner.config.max_num_sampled:
                         self._launch([Part(3, 2, 1)] * n, sampling)
 
     def _decodes(self) -> Iterator[list[Part]]:
@@ -137,7 +137,10 @@ class KernelSteps:
                 prompts = [*prompts, Part(0, rest)]
             if begin >= 0:
                 yield prompts
-                if self.BESIDE + len(prompts) <= self.max_seqs and num_tokens + self.BESIDE <= self.max_tokens:
+                if (
+                    self.BESIDE + len(prompts) <= self.max_seqs
+                    and num_tokens + self.BESIDE <= self.max_tokens
+                ):
                     yield [Part(1, 1)] * self.BESIDE + sorted(prompts, key=lambda p: p.num_tokens)
 
     def _verified(self) -> Iterator[list[Part]]:
