@@ -49,7 +49,7 @@ def name_of(case: tuple[str, dict[str, Any]]) -> str:
 def ways() -> Iterator[SamplingParams]:
     for cut in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.5}):
         yield SamplingParams(temperature=0.8, max_tokens=9, **cut)
-        yield SamplingParams(temperature=0.6, max_tokens=5, min_p=0.2, presence_penalty=0.3, **cut)
+        yield SamplingParams(temperature=0.6, max_tokens=5, presence_penalty=0.3, **cut)
     yield SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     yield SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.2, frequency_penalty=0.1)
     yield SamplingParams(temperature=0.7, max_tokens=5, logit_bias={5: 1.0}, min_tokens=3)

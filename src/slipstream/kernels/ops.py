@@ -55,8 +55,8 @@ from slipstream.kernels.states import (
     Mamba2Params,
     MambaParams,
 )
-from slipstream.kernels.weight_ops import WeightOps
 from slipstream.kernels.thresholds import Thresholds
+from slipstream.kernels.weight_ops import WeightOps
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, DenseSpec, MoESpec, OwnNorm

@@ -6,8 +6,9 @@ start are known before it, on any machine (`kernels/triton/variants.py`). A proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +71,8 @@ class MetaPlatform(Platform):
         super().__init__(device)
         self.values = MetaValues(device)
         self._gpu: DescribedGpu | None = None
-        self.cuda_sources: set[Hashable] = set()
+        self.name = ""
+        self.cuda_sources: set[Any] = set()
         """Kernels in CUDA C++ that were wanted (`kernels/triton/cuda.py`)."""
 
     def describe(self, gpu: DescribedGpu) -> None:

@@ -98,7 +98,7 @@ def recording(capability: tuple[int, int]) -> Iterator[set[Variant]]:
         return True  # Triton neither compiles nor launches
 
     before = knobs.runtime.jit_cache_hook
-    driver.set_active(TargetDriver(capability))  # type: ignore[arg-type]
+    driver.set_active(TargetDriver(capability))
     knobs.runtime.jit_cache_hook = note
     try:
         yield found
@@ -152,7 +152,7 @@ def compile_all(
 
 def _begin(capability: tuple[int, int], folder: str | None) -> None:
     os.nice(5)  # weights are read and requests are answered at the same time
-    driver.set_active(TargetDriver(capability))  # type: ignore[arg-type]
+    driver.set_active(TargetDriver(capability))
     if folder is not None:
         knobs.cache.dir = folder
 

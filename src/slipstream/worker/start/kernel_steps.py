@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ FEW, MIDDLE = 8, 512
 
 def samplings() -> list[SamplingParams]:
     """One of each combination of options that changes what runs after the forward."""
-    cuts = [
+    cuts: list[dict[str, Any]] = [
         {"top_k": k, "top_p": p, "min_p": m}
         for k, p, m in itertools.product((0, 20), (1.0, 0.9), (0.0, 0.05))
     ]
@@ -51,7 +52,7 @@ def samplings() -> list[SamplingParams]:
         found.append(SamplingParams(temperature=0.8, **cut, presence_penalty=0.5))
     found.append(SamplingParams(temperature=0.0, repetition_penalty=1.1))
     found.append(SamplingParams(temperature=0.8, logit_bias={1: 1.0}))
-    found.append(SamplingParams(temperature=0.8, allowed_token_ids=[1, 2]))
+    found.append(SamplingParams(temperature=0.8, allowed_token_ids=(1, 2)))
     found += [SamplingParams(temperature=0.8, logprobs=n) for n in TOP_LOGPROBS]
     found += [SamplingParams(temperature=0.0, prompt_logprobs=n) for n in TOP_LOGPROBS]
     # masks; the grammar does not matter
