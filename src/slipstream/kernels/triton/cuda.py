@@ -135,7 +135,7 @@ def _arch(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CudaSource:
-    """What one kernel is compiled from: text, the kernel's name in it, and definitions of names."""
+    """Source of one kernel: its text, the kernel's name in it, and definitions of names."""
 
     text: str
     name: str

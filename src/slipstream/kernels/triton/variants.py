@@ -4,7 +4,7 @@ Triton compiles a kernel for each combination of constexprs, argument types, int
 multiples of 16, pointers that are multiples of 16, and options. That combination is a *variant*.
 
 1. `recording` notes the variants that an engine on a described GPU (`platform/meta.py`) launches.
-2. `Variant.load` takes one from Triton's cache, or compiles it. Compiling needs no GPU.
+2. `KernelVariant.load` takes one from Triton's cache, or compiles it. Compiling needs no GPU.
 3. `compile_all` compiles many in several processes.
 """
 
@@ -30,7 +30,7 @@ from slipstream.kernels.triton.cuda import CudaSource
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Variant:
+class KernelVariant:
     """One kernel as Triton specialises it."""
 
     module: str
@@ -38,10 +38,10 @@ class Variant:
     key: str
     """Triton's key: types, specialisations and constexprs of the arguments, then options."""
     data: str = field(compare=False)
-    """What `JITFunction.preload` compiles it from, as JSON."""
+    """Argument of `JITFunction.preload`, which compiles it: JSON."""
 
     @classmethod
-    def of(cls, module: str, name: str, key: str, data: str) -> Variant:
+    def of(cls, module: str, name: str, key: str, data: str) -> KernelVariant:
         given = json.loads(data)
         given["options"]["extern_libs"] = None  # a path of this machine; each finds its own
         return cls(module, name, key, json.dumps(given))
@@ -84,14 +84,14 @@ class NotLaunched:
 
 
 @contextmanager
-def recording(capability: tuple[int, int]) -> Iterator[set[Variant]]:
+def recording(capability: tuple[int, int]) -> Iterator[set[KernelVariant]]:
     """Collect the variants launched inside. None of them runs or compiles."""
-    found: set[Variant] = set()
+    found: set[KernelVariant] = set()
     touched: list[Any] = []
 
     def note(*, key: str, fn: Any, **given: Any) -> bool:
         data = given["compile"]["specialization_data"]
-        found.add(Variant.of(fn.module, fn.name, key, data))
+        found.add(KernelVariant.of(fn.module, fn.name, key, data))
         cache = fn.jit_function.device_caches[0][0]
         cache[key] = NotLaunched  # the next launch of the variant ends there
         touched.append(cache)
@@ -127,19 +127,19 @@ def noting_new_kernels() -> Iterator[list[str]]:
 
 def compile_all(
     capability: tuple[int, int],
-    variants: Iterable[Variant],
+    variants: Iterable[KernelVariant],
     sources: Iterable[CudaSource],
     *,
     num_processes: int,
     folder: str | None = None,
-) -> tuple[dict[Variant | CudaSource, str], dict[str, str]]:
+) -> tuple[dict[KernelVariant | CudaSource, str], dict[str, str]]:
     """Compile for a GPU of this compute capability into Triton's cache, or into `folder`.
 
     Returns the name of each one's folder in the cache, and of those that do not compile the error, by
     the kernel's name. This process must not use a GPU: it forks.
     """
     # the longest first: CUDA sources take up to half a minute
-    jobs: list[Variant | CudaSource] = [*sources, *sorted(variants)]
+    jobs: list[KernelVariant | CudaSource] = [*sources, *sorted(variants)]
     context = multiprocessing.get_context("fork")
     begin = partial(_begin, capability, folder)
     with ProcessPoolExecutor(num_processes, context, begin) as pool:
@@ -157,7 +157,7 @@ def _begin(capability: tuple[int, int], folder: str | None) -> None:
         knobs.cache.dir = folder
 
 
-def _compiled(capability: tuple[int, int], job: Variant | CudaSource) -> tuple[str, str]:
+def _compiled(capability: tuple[int, int], job: KernelVariant | CudaSource) -> tuple[str, str]:
     """(folder name, "") or ("", error)."""
     try:
         if isinstance(job, CudaSource):

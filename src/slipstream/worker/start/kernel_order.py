@@ -1,4 +1,4 @@
-"""What `kernel_variants.py` is asked for, and the list of kernels that it writes. No torch."""
+"""Input and output of `kernel_variants.py`: an order, and a list of kernels. No torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.config import EngineArgs, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.spec.autotune_table import TileTable
 from slipstream.spec.gpu_archs import DescribedGpu
 from slipstream.spec.model import ModelSpec
 
 SOURCES = ("config", "core", "costs", "kernels", "model", "platform", "spec", "worker")
 """Folders of this package that decide which kernels an engine has."""
-START_ONLY = ("model", "device", "load_format", "weights_cache", "download_dir", "canary", "seed")
-"""Settings that change no kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOrder:
-    """What to find and compile: the kernels of an engine with `settings` (`EngineArgs`) on `gpu`.
+    """An order to find and compile the kernels of an engine with `settings` (`EngineArgs`) on `gpu`.
 
-    `manifest`: the file to write, with the variants and `key`. `folder`: where the kernels go; None is
-    Triton's cache. `layers`: read-only folders of kernels.
+    `manifest`: the file to write, with the variants and `key`, which is found if it is "". `folder`:
+    where the kernels go; None is Triton's cache. `layers`: read-only folders of kernels.
     """
 
     settings: Mapping[str, Any]
@@ -58,6 +57,10 @@ class KernelList:
     failed: Mapping[str, str]
 
 
+KERNEL_COMMAND = (sys.executable, "-m", "slipstream.worker.start.kernel_variants")
+"""Carries out the order on its standard input."""
+
+
 class ListedKernel(NamedTuple):
     """A variant (`kernels/triton/variants.py`)."""
 
@@ -80,21 +83,30 @@ def read_manifest(file: Path, key: str) -> KernelList | None:
         return None
 
 
+def failed_kernels(file: Path) -> dict[str, str]:
+    """The kernels of a list that did not compile, and why."""
+    return dict(json.loads(file.read_bytes())["failed"])
+
+
 def manifest_name(capability: tuple[int, int]) -> str:
     """Name of the list in an engine folder's kernels."""
     return "sm_{}{}.json".format(*capability)
 
 
-def kernel_key(
-    args: EngineArgs, config: EngineConfig, spec: ModelSpec, tiles: TileTable, gpu: DescribedGpu
-) -> str:
-    """Name of everything that decides an engine's kernels on a GPU."""
-    given = {k: v for k, v in dataclasses.asdict(args).items() if k not in START_ONLY}
-    limits = config.scheduling, config.cache.groups, config.cache.block_size, config.cache.dtype
-    sizes = gpu.capability, gpu.multiprocessors, gpu.shared_bytes
-    parts = given, limits, config.model.max_model_len, config.model.dtype, spec, tiles, sizes
-    text = repr((*parts, version("triton"), _sources()))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def kernel_key(config: EngineConfig, spec: ModelSpec, tiles: TileTable, gpu: DescribedGpu) -> str:
+    """Name of everything that decides an engine's kernels on a GPU. `config` is the one before the
+    cache is sized."""
+    model, cache, device = config.model, config.cache, config.device
+    parts = (
+        (model.dtype, model.quantization, model.max_model_len, model.offload),
+        (cache.dtype, cache.block_size, cache.groups, cache.state_interval),
+        (device.kernels, device.enforce_eager, device.deterministic, device.dense_copies),
+        (config.scheduling, config.speculation, config.lora, config.images, config.parallel),
+        (spec, tiles.identity),
+        (gpu.capability, gpu.multiprocessors, gpu.shared_bytes),
+        (version("triton"), _sources()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache

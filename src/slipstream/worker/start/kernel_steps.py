@@ -37,7 +37,7 @@ SAMPLED_ROWS = (1, 3, 16, 80)
 TOP_LOGPROBS = (0, 1, 2, 3, 5, 9, 17, 20)
 """Numbers of log-probabilities: one in each range of powers of two, and the most."""
 FEW, MIDDLE = 8, 512
-"""Up to FEW decodes are also tried with the longest context, more of them with MIDDLE tokens."""
+"""Number of decodes up to which the longest context is tried, and the context of more of them."""
 
 
 def samplings() -> list[SamplingParams]:

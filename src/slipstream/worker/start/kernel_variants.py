@@ -15,17 +15,22 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config import EngineArgs
+from slipstream.config import EngineArgs, resolve
 from slipstream.costs.hardware import available_cores
 from slipstream.files import write_whole
+from slipstream.hub import machine_folder, resolve_model, tiles_folder
 from slipstream.kernels.triton.cuda import CudaSource
 from slipstream.kernels.triton.kernel_cache import use_layers
-from slipstream.kernels.triton.variants import Variant, compile_all, recording
+from slipstream.kernels.triton.variants import KernelVariant, compile_all, recording
 from slipstream.platform import platform_of
 from slipstream.platform.meta import MetaPlatform
+from slipstream.spec.autotune_table import load_tiles
+from slipstream.spec.description import read_spec
+from slipstream.spec.gpu_archs import DescribedGpu
+from slipstream.worker.device import detect
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.model_runner import ModelRunner
-from slipstream.worker.start.kernel_order import KernelOrder
+from slipstream.worker.start.kernel_order import KernelOrder, kernel_key
 from slipstream.worker.start.kernel_steps import KernelSteps
 
 MAX_PROCESSES = 16
@@ -36,7 +41,7 @@ MAX_PROCESSES = 16
 class EngineKernels:
     """Triton's variants, and kernels in CUDA C++ (`kernels/triton/cuda.py`)."""
 
-    variants: frozenset[Variant]
+    variants: frozenset[KernelVariant]
     sources: frozenset[CudaSource]
 
 
@@ -70,7 +75,8 @@ def carry_out(order: KernelOrder) -> None:
     assert isinstance(platform, MetaPlatform)
     platform.describe(order.gpu)
     capability = order.gpu.capability
-    found = find_kernels(EngineArgs(**order.settings), capability)
+    args = EngineArgs(**order.settings)
+    found = find_kernels(args, capability)
     use_layers([Path(layer) for layer in order.layers])
     names, failed = compile_all(
         capability,
@@ -82,7 +88,7 @@ def carry_out(order: KernelOrder) -> None:
     made = [v for v in sorted(found.variants) if v in names]
     text = json.dumps(
         {
-            "key": order.key,
+            "key": order.key or _key(args, order.gpu),
             "variants": [[v.module, v.name, v.key, v.data] for v in made],
             "folders": sorted(names.values()),
             "failed": failed,
@@ -90,6 +96,16 @@ def carry_out(order: KernelOrder) -> None:
     )
     Path(order.manifest).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(order.manifest), text)
+
+
+def _key(args: EngineArgs, gpu: DescribedGpu) -> str:
+    """The key of a start with these settings on this GPU."""
+    description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    description = description.taking_images(args.max_images)
+    info = detect("meta:{}{}".format(*gpu.capability), machine_folder())
+    config = resolve(args, description, info).of_rank
+    tiles = load_tiles(config.device.tile_table, info.name, tiles_folder())
+    return kernel_key(config, description.spec, tiles, gpu)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import subprocess
-import sys
 from pathlib import Path
 from typing import IO
 
@@ -19,12 +18,13 @@ from slipstream.config import EngineArgs, EngineConfig
 from slipstream.config.engine_folder import kernels_folder
 from slipstream.hub import cache_folder
 from slipstream.kernels.triton.kernel_cache import holds, use_layers
-from slipstream.kernels.triton.variants import Variant
+from slipstream.kernels.triton.variants import KernelVariant
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.autotune_table import TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.gpu_archs import DescribedGpu
 from slipstream.worker.start.kernel_order import (
+    KERNEL_COMMAND,
     KernelList,
     KernelOrder,
     kernel_key,
@@ -33,8 +33,6 @@ from slipstream.worker.start.kernel_order import (
 )
 
 _logger = logging.getLogger("slipstream.engine")
-
-COMMAND = (sys.executable, "-m", "slipstream.worker.start.kernel_variants")
 
 
 class PreparedKernels:
@@ -60,7 +58,7 @@ class PreparedKernels:
             platform.shared_bytes,
             platform.memory()[1],
         )
-        key = kernel_key(args, config, description.spec, tiles, gpu)
+        key = kernel_key(config, description.spec, tiles, gpu)
         made = cache_folder() / "kernels" / f"{key}.json"
         files, layers = [made], list[Path]()
         if (shipped := kernels_folder(description.path)) is not None and shipped.is_dir():
@@ -79,7 +77,7 @@ class PreparedKernels:
 
     def _start(self) -> None:
         self._process = process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            KERNEL_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
         pipe: IO[bytes] | None = process.stdin
         assert pipe is not None
@@ -105,6 +103,6 @@ class PreparedKernels:
             _logger.warning("the kernel %s did not compile: %s", name, error)
         for kernel in self._listed.variants:
             try:
-                Variant(*kernel).load()._init_handles()
+                KernelVariant(*kernel).load()._init_handles()
             except Exception as error:  # the steps that launch it will fail, and no others
                 _logger.warning("the kernel %s can't be loaded: %s", kernel.name, error)
