@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Collection, Sequence
 from itertools import chain
+from operator import countOf
 from typing import Any
+
+import numpy as np
 
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.vision.pictures import (
@@ -193,10 +197,9 @@ class PromptReader:
             )
 
     def check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
-        if not ids or (
-            set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size
-        ):
-            return  # without a loop in Python: a step of the engine waits for the first 16,384
+        # without a loop in Python: a step of the engine waits for the first 16,384
+        if countOf(map(type, ids), int) == len(ids) and self._are_in_vocabulary(ids):
+            return
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool):
                 hint = "; `tolist()` of an array gives ints" if hasattr(token, "tolist") else ""
@@ -208,6 +211,13 @@ class PromptReader:
                     f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})",
                     field=name,
                 )
+
+    def _are_in_vocabulary(self, ids: Collection[int]) -> bool:
+        try:
+            packed = struct.pack(f"{len(ids)}I", *ids)  # half of the time of `min` and `max`
+        except struct.error:
+            return False
+        return int(np.frombuffer(packed, np.uint32).max(initial=0)) < self.vocab_size
 
     def too_long(self, num_tokens: int) -> ContextLengthError:
         return ContextLengthError(

@@ -14,6 +14,7 @@ visiting the host.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -306,7 +307,9 @@ class RowTable:
                 self.wanting["images"].add(request.request_id)
             start = row.index * width
             where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
-        tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
+        # `pack` takes half of the time that NumPy takes to read a tuple
+        packed = [struct.pack(f"{len(s.token_ids)}i", *s.token_ids) for s in new]
+        tokens = np.frombuffer(b"".join(packed), np.int32)
         self._tables.put("tokens", np.concatenate(where), tokens)
         self._put_sampling([self.rows[s.request_id] for s in new])
         if self.position_shifts is not None:
