@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from slipstream import LLM, SamplingParams
@@ -46,7 +47,7 @@ def name_of(case: tuple[str, dict[str, Any]]) -> str:
     return "-".join((case[0], *(f"{k}={v}" for k, v in case[1].items())))
 
 
-def ways() -> Iterator[SamplingParams]:
+def ways(*, grammars: bool) -> Iterator[SamplingParams]:
     for cut in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.5}):
         yield SamplingParams(temperature=0.8, max_tokens=9, **cut)
         yield SamplingParams(temperature=0.6, max_tokens=5, presence_penalty=0.3, **cut)
@@ -58,7 +59,7 @@ def ways() -> Iterator[SamplingParams]:
     for n in (0, 1, 4, 5, 13, 20):
         yield SamplingParams(temperature=0, max_tokens=5, logprobs=n)
         yield SamplingParams(temperature=0.5, top_p=0.9, max_tokens=3, prompt_logprobs=n)
-    if GRAMMARS:
+    if grammars:
         yield SamplingParams(
             temperature=0.8,
             max_tokens=6,
@@ -66,14 +67,11 @@ def ways() -> Iterator[SamplingParams]:
         )
 
 
-GRAMMARS = False
-"""Whether the model has a tokenizer, which a grammar needs."""
-
-
-def run_load(llm: LLM) -> None:
-    """Few and many requests; short, long and repeated prompts; every way to sample, alone and mixed."""
+def run_load(llm: LLM, *, grammars: bool = False) -> None:
+    """Few and many requests; short, long and repeated prompts; every way to sample, alone and mixed. Grammars need a
+    tokenizer, and tokens that are really drawn."""
     draws = random.Random(0)
-    every, longest = list(ways()), llm.config.model.max_model_len - 16
+    every, longest = list(ways(grammars=grammars)), llm.config.model.max_model_len - 16
 
     def prompt(length: int) -> dict[str, list[int]]:
         length = min(length, longest)
@@ -120,13 +118,14 @@ def on_gpu(model: str, settings: str, device: str) -> dict[str, Any]:
     from slipstream.kernels.triton.variants import noting_new_kernels
 
     given: dict[str, Any] = {**LIMITS, **json.loads(settings)}
-    args = EngineArgs(model=model, device=device, skip_tokenizer_init=True, **given)
+    has_tokenizer = (Path(model) / "tokenizer.json").exists()
+    args = EngineArgs(model=model, device=device, skip_tokenizer_init=not has_tokenizer, **given)
     marks: dict[str, int] = {}
     with noting_new_kernels() as met:
         llm = LLM.from_engine_args(args, progress=lambda phase: marks.update({phase: len(met)}))
         llm.core.warm(0.0)
         ready = len(met)
-        run_load(llm)
+        run_load(llm, grammars=has_tokenizer)
     said = {"late": met[ready:], "met_by_start": met[marks["cache"] : ready], "phases": llm.phases}
     return {**said, "num_prepared": marks["cache"]}
 

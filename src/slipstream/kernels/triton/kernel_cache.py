@@ -14,20 +14,21 @@ from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
 
-class LayeredCache(FileCacheManager):
+class LayeredCache(FileCacheManager):  # type: ignore[misc]
     """Triton's cache manager, which looks into `layers` for what its own folder lacks."""
 
     layers: tuple[Path, ...] = ()
 
     def get_file(self, filename: str) -> str | None:
-        found = super().get_file(filename)
+        found: str | None = super().get_file(filename)
         if found is None:
             kept = (layer / self.key / filename for layer in self.layers)
             found = next((str(path) for path in kept if path.is_file()), None)
         return found
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        if (found := super().get_group(filename)) is not None:
+        found: dict[str, str] | None = super().get_group(filename)
+        if found is not None:
             return found
         for layer in self.layers:
             folder = layer / self.key
