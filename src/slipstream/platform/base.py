@@ -118,6 +118,8 @@ class Platform(ABC):
     """Most shared memory that a thread block may use."""
     is_asynchronous: bool
     """Whether a launch returns before its work is done."""
+    pins_memory = False
+    """Whether host memory is pinned for copies to the device."""
     caches_memory: bool
     """Whether freed memory stays with this process until `release_unused`."""
 
