@@ -19,6 +19,7 @@ from typing import Any
 from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.types import StructuredOutputsParams
+from tests.gpu.test_engine_gpu import SHAPES
 
 LIMITS = {"max_num_batched_tokens": 2048, "kv_cache_bytes": 2**28}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -41,6 +42,14 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, 17, 31, 33, 48, 63, 64, 65, 80, 100, 129, 200, 300)
 """Requests at once."""
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 33, 64, 100, 128, 200)
+
+
+def shape_of(family: str) -> dict[str, Any]:
+    """Sizes of a family's tiny model, of a Llama with a longer context."""
+    return {
+        **SHAPES.get(family, {}),
+        **({"max_position_embeddings": 4096} if family == "llama" else {}),
+    }
 
 
 def name_of(case: tuple[str, dict[str, Any]]) -> str:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests import ready_load, tiny_models
-from tests.gpu.test_engine_gpu import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +24,7 @@ pytestmark = [
 @pytest.mark.parametrize("case", ready_load.CASES, ids=ready_load.name_of)
 def test_nothing_compiles_after_a_start(case, tmp_path):
     family, settings = case
-    tiny_models.write_with_tokenizer(tmp_path / "model", family, **SHAPES.get(family, {}))
+    tiny_models.write_with_tokenizer(tmp_path / "model", family, **ready_load.shape_of(family))
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env["TRITON_CACHE_DIR"] = str(tmp_path / "triton")  # Triton's own, so that the machine is fresh
     command = [sys.executable, "-m", "tests.ready_load", str(tmp_path / "model")]

@@ -13,7 +13,6 @@ import sys
 import pytest
 
 from tests import ready_load, tiny_models
-from tests.gpu.test_engine_gpu import SHAPES
 
 LIMITS = {"max_num_seqs": 80, "max_num_batched_tokens": 512}
 
@@ -21,7 +20,7 @@ LIMITS = {"max_num_seqs": 80, "max_num_batched_tokens": 512}
 @pytest.mark.parametrize("case", ready_load.CASES, ids=ready_load.name_of)
 def test_a_load_launches_no_kernel_that_was_not_found_before(case, tmp_path):
     family, settings = case
-    tiny_models.write(tmp_path / "model", family, **SHAPES.get(family, {}))
+    tiny_models.write(tmp_path / "model", family, **ready_load.shape_of(family))
     said = run(tmp_path / "model", {**LIMITS, **settings}, "meta:90")
     assert said["num_launched"] > 20
     assert said["late"] == []
@@ -29,7 +28,7 @@ def test_a_load_launches_no_kernel_that_was_not_found_before(case, tmp_path):
 
 @pytest.mark.parametrize("device", ["meta:80", "meta:100"])
 def test_gpus_of_other_generations_have_their_kernels_found_as_well(device, tmp_path):
-    tiny_models.write(tmp_path / "model", "llama", **SHAPES["llama"])
+    tiny_models.write(tmp_path / "model", "llama", **ready_load.shape_of("llama"))
     assert run(tmp_path / "model", LIMITS, device)["late"] == []
 
 

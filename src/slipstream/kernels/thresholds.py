@@ -23,6 +23,8 @@ class Thresholds:
     """Sequences of one token."""
     queries: tuple[int, ...] = ()
     """Tokens of the step's longest prompt."""
+    keys: tuple[int, ...] = ()
+    """Tokens of the step's longest sequence, the cached ones included."""
     sampled: tuple[int, ...] = ()
     """Rows of logits."""
 

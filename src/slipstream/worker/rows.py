@@ -129,7 +129,7 @@ class Row:
             "logprobs": s.logprobs is not None,
             "draw": s.temperature > 0.0,
             "penalties": s.has_penalties,
-            "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids,
+            "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.speech,
             "allowed": self.allowed is not None,
             "top_k": s.top_k,
             "top_p": s.top_p < 1.0,
@@ -172,7 +172,9 @@ class RowTable:
         self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
         # groups of the requests' own tokens; they come first
         self.num_own = len(groups) - (self.cross is not None)
-        max_blocks = -(-max_model_len // block_size)
+        of_cross = None if self.cross is None else groups[self.cross].num_read
+        self.max_encoder_len = of_cross or max_model_len
+        max_blocks = -(-max(max_model_len, self.max_encoder_len) // block_size)
         # One column more than the context, because the last sampled token is stored but never
         # computed.
         tables: dict[str, tuple[str, tuple[int, ...]]] = {

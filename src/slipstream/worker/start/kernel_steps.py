@@ -132,7 +132,7 @@ class KernelSteps:
         """Steps of about `num_tokens` tokens in prompts of `length`."""
         count = min(max(1, num_tokens // length), self.max_seqs)
         rest = num_tokens - count * length
-        for begin in {0, min(MIDDLE, self.longest - length)}:
+        for begin in self._contexts(length):
             prompts = [Part(begin, length)] * count
             if 0 < rest < length and count < self.max_seqs:
                 prompts = [*prompts, Part(0, rest)]
@@ -144,15 +144,22 @@ class KernelSteps:
                 ):
                     yield [Part(1, 1)] * self.BESIDE + sorted(prompts, key=lambda p: p.num_tokens)
 
+    def _contexts(self, num_tokens: int) -> list[int]:
+        """Cached tokens before `num_tokens` new ones: none, some, and beyond each threshold."""
+        room = self.longest - num_tokens
+        wanted = (0, MIDDLE, *self.thresholds.keys)
+        return sorted({min(n, room) for n in wanted if room >= 0})
+
     def _verified(self) -> Iterator[list[Part]]:
-        most = self.runner.config.max_num_sampled
+        most = min(self.runner.config.max_num_sampled, self.max_tokens)
         limit = min(self.max_drafts, self.longest - 1)
         for drafts in sorted({1, 2, limit} & set(range(1, limit + 1))):
             for n in sizes_around(self.thresholds.decodes, self.max_seqs):
-                if n * (1 + drafts) <= min(most, self.max_tokens):
-                    yield [Part(1, 1 + drafts, drafts)] * n
-                    if n > 1:
-                        yield [Part(1, 1), *[Part(1, 1 + drafts, drafts)] * (n - 1)]
+                for begin in {max(1, c) for c in self._contexts(1 + drafts)}:
+                    if n * (1 + drafts) <= most:
+                        verified = [Part(begin, 1 + drafts, drafts)] * n
+                        yield verified
+                        yield [Part(1, 1), *verified[1:]]
 
     def _sharing(self) -> Iterator[list[Part]]:
         size = self.runner.config.cache.block_size
