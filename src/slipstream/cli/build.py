@@ -2,7 +2,7 @@
 another machine.
 
 DIR has the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and
-on a GPU its kernels' tiles and its compiled kernels. `--kernels` compiles them for GPUs that are
+on a GPU its kernels' tiles and its compiled kernels. `--gpu-kernels` compiles them for GPUs that are
 elsewhere. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. It also runs on
 another machine: what depends on the machine is then chosen and packed again, and a message says so."""
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the tiles of a GPU's kernels; 0: none (default: 120)",
     )
     parser.add_argument(
-        "--kernels",
+        "--gpu-kernels",
         metavar="ARCH,...",
         help="compile GPU kernels for these: sm_80, sm_89, sm_90, sm_100; no GPU is needed (default: this machine's GPU)",
     )
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
             tune_tiles(placed, info, folder / TILES_NAME, args.tune_seconds, on_tile)
 
         tunes = info.is_cuda and args.tune_seconds > 0 and not settings.deterministic
-        kernels = [] if args.kernels is None else args.kernels.split(",")
-        if args.kernels is None and info.compute_capability is not None:
+        kernels = [] if args.gpu_kernels is None else args.gpu_kernels.split(",")
+        if args.gpu_kernels is None and info.compute_capability is not None:
             kernels = kinds_of_gpus([info.compute_capability])
         built = build_folder(
             settings, out, tune=tune if tunes else None, kernels=kernels, progress=on_phase

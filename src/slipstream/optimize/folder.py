@@ -159,7 +159,7 @@ def described_gpu(name: str) -> DescribedGpu:
         if name == "sm_{}{}".format(*gpu.capability):
             return gpu
     known = ", ".join("sm_{}{}".format(*capability) for capability in DESCRIBED_GPUS)
-    raise ConfigError(f"--kernels {name!r}: kernels are made for {known}", field="kernels")
+    raise ConfigError(f"--gpu-kernels {name!r}: kernels are made for {known}", field="gpu_kernels")
 
 
 def _compile_kernels(
