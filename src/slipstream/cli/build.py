@@ -2,9 +2,9 @@
 another machine.
 
 DIR has the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and
-on a GPU its kernels' tiles. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else.
-It also runs on another machine: what depends on the machine is then chosen and packed again, and a
-message says so."""
+on a GPU its kernels' tiles and its compiled kernels. `--gpu-kernels` compiles them for GPUs that are
+elsewhere. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. It also runs on
+another machine: what depends on the machine is then chosen and packed again, and a message says so."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="for the tiles of a GPU's kernels; 0: none (default: 120)",
     )
+    parser.add_argument(
+        "--gpu-kernels",
+        metavar="ARCH,...",
+        help="compile GPU kernels for these: sm_80, sm_89, sm_90, sm_100; no GPU is needed (default: this machine's GPU)",
+    )
     add_output_options(parser)
     add_engine_options(
         parser.add_argument_group("engine (as in LLM(...)), kept in the folder"),
@@ -37,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.hub import machine_folder
-    from slipstream.optimize.folder import build_folder
+    from slipstream.optimize.folder import build_folder, kinds_of_gpus
     from slipstream.worker.device import detect
 
     if args.tune_seconds < 0:
@@ -57,7 +62,12 @@ def run(args: argparse.Namespace) -> int:
             tune_tiles(placed, info, folder / TILES_NAME, args.tune_seconds, on_tile)
 
         tunes = info.is_cuda and args.tune_seconds > 0 and not settings.deterministic
-        built = build_folder(settings, out, tune=tune if tunes else None, progress=on_phase)
+        kernels = [] if args.gpu_kernels is None else args.gpu_kernels.split(",")
+        if args.gpu_kernels is None and info.compute_capability is not None:
+            kernels = kinds_of_gpus([info.compute_capability])
+        built = build_folder(
+            settings, out, tune=tune if tunes else None, kernels=kernels, progress=on_phase
+        )
     folder = built.folder
     if args.json:
         print_json(
@@ -70,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 "chosen": folder.chosen,
                 "graph_sizes": folder.graph_sizes,
                 "tiles": folder.tiles,
+                "kernels": built.kernels,
                 "machine": folder.machine,
             }
         )
@@ -88,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         ("an engine starts in", f"{built.start_s:.2f} s"),
         ("serve it", f"slipstream serve {out}"),
     ]
+    if built.kernels:
+        rows.insert(2, ("compiled kernels", ", ".join(built.kernels)))
     if folder.graph_sizes:
         rows.insert(
             4, ("graphs", f"{len(folder.graph_sizes)} sizes up to {max(folder.graph_sizes)}")

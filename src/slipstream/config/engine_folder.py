@@ -6,6 +6,7 @@ build` and `optimize`.
       slipstream-engine.json versions, the machine it was made on, and the choices for that machine
       packed/                weights as that machine's products want them
       tiles.json             tiles of that machine's GPU kernels
+      kernels/               compiled GPU kernels, and a list of them for each kind of GPU
 
 Such a folder can be used wherever a model is named. Settings have this precedence: the user's,
 `serve.yaml`, and on the folder's machine the choices made there. Another machine chooses and packs
@@ -25,11 +26,12 @@ from slipstream.config.settings import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.files import parse_json, read_yaml
 
-ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = (
+ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME, KERNELS_NAME = (
     "slipstream-engine.json",
     "serve.yaml",
     "packed",
     "tiles.json",
+    "kernels",
 )
 FORMAT = 1
 NOT_SAVED = (
@@ -151,8 +153,17 @@ def is_engine_folder(path: Path) -> bool:
 
 def packed_folder(checkpoint: Path) -> Path | None:
     """The folder of packed weights of a checkpoint that is an engine folder; None for any other."""
+    return _inside(checkpoint, PACKED_NAME)
+
+
+def kernels_folder(checkpoint: Path) -> Path | None:
+    """The folder of compiled kernels of a checkpoint that is an engine folder; None for any other."""
+    return _inside(checkpoint, KERNELS_NAME)
+
+
+def _inside(checkpoint: Path, name: str) -> Path | None:
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-    return folder / PACKED_NAME if is_engine_folder(folder) else None
+    return folder / name if is_engine_folder(folder) else None
 
 
 def read_engine_folder(path: Path) -> EngineFolder:

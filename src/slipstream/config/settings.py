@@ -49,7 +49,7 @@ T = TypeVar("T")
 class DeviceInfo:
     """The kind, memory and abilities of a device, as found by `worker.device.detect`."""
 
-    device: str  # "cpu" or "cuda:0"
+    device: str  # "cpu", "cuda:0", or "meta": a described GPU (`platform/meta.py`)
     name: str
     memory_bytes: int  # in total
     free_bytes: int
@@ -61,7 +61,7 @@ class DeviceInfo:
 
     @property
     def is_cuda(self) -> bool:
-        return self.device.startswith("cuda")
+        return self.device.startswith(("cuda", "meta"))
 
 
 def setting(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -475,6 +476,8 @@ class AsyncLLM:
             ready.canary,
         )
         log_canary(self.canary)
+        stages = ", ".join(f"{name} {s:.2f}" for name, s in self.phases.items() if s >= 0.01)
+        logging.getLogger("slipstream.engine").info("seconds of the start: %s", stages)
         self._input = InputProcessor.for_model(
             self.description, self.config, self.tokenizer, ids=self._ids, in_process=False
         )

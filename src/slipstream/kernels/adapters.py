@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.weights import Activations, Linear
+from slipstream.platform import platform_of
 
 if TYPE_CHECKING:
     from slipstream.kernels.metadata import ExpertCounters
@@ -110,10 +111,7 @@ def tokens_of(slots: Sequence[int] | npt.NDArray[np.int32], device: torch.device
     """Makes the tokens of a step with the adapters in `slots` [T]."""
     given = np.asarray(slots, np.int32)
     order, tiles, groups = sort_tokens(given)
-    on_host = (torch.from_numpy(a) for a in (given, order, tiles))
-    there = (
-        a if device.type == "cpu" else a.pin_memory().to(device, non_blocking=True) for a in on_host
-    )
+    there = (platform_of(device).upload(a) for a in (given, order, tiles))
     return LoRATokens(next(there), next(there), next(there), tile_tokens(len(given)), groups)
 
 

@@ -56,6 +56,7 @@ from slipstream.kernels.states import (
     Mamba2Params,
     MambaParams,
 )
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.weight_ops import WeightOps
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform.collectives import OverlappedSum, RankGroup
@@ -66,6 +67,9 @@ from slipstream.spec.scheme import InputFormat
 
 class OpSet(WeightOps, RankOps):
     """The ops of a decoder and sampler. Implementations have no state except tuned choices."""
+
+    thresholds = Thresholds()
+    """Sizes of steps at which the launched kernels change."""
 
     has_host_experts = False
     """True if the host computes experts next to another device (`host_experts.HostExpertOps`)."""

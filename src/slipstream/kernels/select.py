@@ -7,6 +7,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.kernels.ops import OpSet
+from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 
 
@@ -29,9 +30,10 @@ def select_ops(
     the tokens before it. With `dense_copies`, 4-bit weights (triton) and sparse ones (cpu) are kept
     dense as well.
     """
+    is_gpu = platform_of(device).kind == "cuda"
     if implementation == "auto":
         implementation = (
-            "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
+            "triton" if is_gpu else "cpu" if has_cpu_kernels() else "torch"
         )
     if deterministic and implementation != "triton":
         raise ConfigError(
@@ -50,7 +52,7 @@ def select_ops(
         from slipstream.kernels.cpu.torch_ops import CpuOps
 
         return CpuOps()
-    if implementation == "triton" and device.type == "cuda":
+    if implementation == "triton" and is_gpu:
         from slipstream.kernels.triton import TritonOps
 
         return TritonOps(tiles, deterministic=deterministic, dense_copies=dense_copies)

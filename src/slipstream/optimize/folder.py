@@ -4,15 +4,18 @@ first start with these settings."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineArgs, EngineConfig, num_ranks
 from slipstream.config.engine_folder import (
+    KERNELS_NAME,
     MACHINE_DEPENDENT,
     NOT_SAVED,
     PACKED_NAME,
@@ -24,10 +27,19 @@ from slipstream.config.engine_folder import (
 from slipstream.costs.environment import versions
 from slipstream.engine.folder import this_machine
 from slipstream.engine.llm import LLM
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.files import writing
 from slipstream.hub import resolve_model
+from slipstream.spec.gpu_archs import DESCRIBED_GPUS, DescribedGpu
 from slipstream.worker.local_executor import LocalExecutor
+from slipstream.worker.start.kernel_order import (
+    KERNEL_COMMAND,
+    KernelOrder,
+    failed_kernels,
+    manifest_name,
+)
+
+_logger = logging.getLogger(__name__)
 
 KEPT_FILES = (
     ".safetensors",
@@ -53,6 +65,7 @@ class Built:
     num_bytes: int
     packed_bytes: int
     start_s: float  # of an engine, once packed
+    kernels: tuple[str, ...] = ()  # kinds of GPUs, such as "sm_90"
 
 
 def build_folder(
@@ -61,10 +74,13 @@ def build_folder(
     *,
     measured: Mapping[str, Any] | None = None,
     tune: Tune | None = None,
+    kernels: Sequence[str] = (),
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Built:
     """Make the folder `out`; it appears whole or not at all. ConfigError if `out` exists, or if a
-    setting can't be stored in a folder."""
+    setting can't be stored in a folder. `kernels` are kinds of GPUs, such as "sm_90", whose kernels
+    are compiled into it."""
+    gpus = [described_gpu(name) for name in kernels]
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already; give another --out, or remove it", field="out")
@@ -113,6 +129,8 @@ def build_folder(
         chosen = chosen_settings(config, settings)
         folder = dataclasses.replace(folder, chosen=chosen, graph_sizes=sizes)
         write_engine_folder(folder)
+        if num_ranks(args) == 1:
+            _compile_kernels(placed, partial, gpus, progress)
         _, _, start_s = _start(placed, progress)
         partial.chmod(0o755)
         if out.exists():
@@ -126,7 +144,54 @@ def build_folder(
         num_bytes=_bytes(out),
         packed_bytes=_bytes(out / PACKED_NAME),
         start_s=start_s,
+        kernels=tuple(kernels),
     )
+
+
+def kinds_of_gpus(capabilities: Iterable[tuple[int, int]]) -> list[str]:
+    """Names, such as "sm_90", of those of these compute capabilities that kernels can be made for."""
+    return ["sm_{}{}".format(*c) for c in capabilities if c in DESCRIBED_GPUS]
+
+
+def described_gpu(name: str) -> DescribedGpu:
+    """The GPU that stands for a kind, such as "sm_90"."""
+    for gpu in DESCRIBED_GPUS.values():
+        if name == "sm_{}{}".format(*gpu.capability):
+            return gpu
+    known = ", ".join("sm_{}{}".format(*capability) for capability in DESCRIBED_GPUS)
+    raise ConfigError(f"--gpu-kernels {name!r}: kernels are made for {known}", field="gpu_kernels")
+
+
+def _compile_kernels(
+    args: EngineArgs,
+    folder: Path,
+    gpus: Sequence[DescribedGpu],
+    progress: Callable[[str], None],
+) -> None:
+    """Compile the engine's kernels for each of the GPUs, in processes of their own. EngineError with
+    the compiler's message if one does not compile."""
+    for gpu in gpus:
+        name = manifest_name(gpu.capability)
+        progress(f"kernels for {Path(name).stem}")
+        own = read_engine_folder(folder)
+        tiles = own.tiles if gpu.name in own.machine.gpus[:1] and own.tiles is not None else None
+        table = "auto" if tiles is None else str(tiles)
+        file = folder / KERNELS_NAME / name
+        order = KernelOrder(
+            settings=dataclasses.asdict(dataclasses.replace(args, tile_table=table)),
+            gpu=gpu,
+            key="",
+            manifest=str(file),
+            folder=str(folder / KERNELS_NAME),
+        )
+        ran = subprocess.run(
+            KERNEL_COMMAND, input=order.dump().encode(), capture_output=True, check=False
+        )
+        if ran.returncode:
+            lines = ran.stderr.decode(errors="replace").strip().splitlines() or ["it ended"]
+            raise EngineError(f"the kernels for {Path(name).stem} were not found: {lines[-1]}")
+        for kernel, error in failed_kernels(file).items():
+            _logger.warning("%s: the kernel %s did not compile: %s", Path(name).stem, kernel, error)
 
 
 def saved_settings(args: EngineArgs) -> dict[str, Any]:
@@ -165,7 +230,7 @@ def copy_checkpoint(source: Path, to: Path) -> None:
             file.is_file()
             and file.suffix in KEPT_FILES
             and not hidden
-            and inside.parts[0] != PACKED_NAME
+            and inside.parts[0] not in (PACKED_NAME, KERNELS_NAME)
         ):
             (to / inside).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, to / inside)

@@ -4,6 +4,7 @@ uses `torch.cuda`.
     host.py  a CPU whose values are NumPy arrays, without torch
     cpu.py   a CPU whose values are torch tensors
     cuda.py  an NVIDIA GPU
+    meta.py  a described NVIDIA GPU that computes nothing
     collectives.py  sums and collections over several processes
     peer_copies.py  sums of two GPUs that overlap with their products
 
@@ -42,6 +43,10 @@ def platform_of(device: torch.device | None) -> Platform:
         from slipstream.platform.cuda import CudaPlatform
 
         return CudaPlatform(device)
+    if device.type == "meta":
+        from slipstream.platform.meta import MetaPlatform
+
+        return MetaPlatform(device)
     from slipstream.platform.cpu import CpuPlatform
 
     return CpuPlatform(device)

@@ -92,6 +92,9 @@ class Values(Protocol):
     def array(self, x: Any) -> npt.NDArray[Any]:
         """The memory of a host value, as an array."""
 
+    def on_host(self, x: Any) -> Any:
+        """The value on the host. Waits for the device."""
+
     def floats(self, x: Any) -> npt.NDArray[np.float32]:
         """A float32 array on the host. Waits for the device."""
 
@@ -115,6 +118,8 @@ class Platform(ABC):
     """Most shared memory that a thread block may use."""
     is_asynchronous: bool
     """Whether a launch returns before its work is done."""
+    pins_memory = False
+    """Whether host memory is pinned for copies to the device."""
     caches_memory: bool
     """Whether freed memory stays with this process until `release_unused`."""
 

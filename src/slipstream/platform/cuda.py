@@ -26,6 +26,7 @@ class CudaPlatform(Platform):
     kind = "cuda"
     collectives = "nccl"
     is_asynchronous = True
+    pins_memory = True
     caches_memory = True
 
     def __init__(self, device: torch.device) -> None:

@@ -52,6 +52,9 @@ class Arrays:
     def array(self, x: Array) -> Array:
         return x
 
+    def on_host(self, x: Array) -> Array:
+        return x
+
     def floats(self, x: Array) -> npt.NDArray[np.float32]:
         return x.astype(np.float32, copy=False)
 

@@ -35,6 +35,9 @@ class Tensors:
     def array(self, x: Tensor) -> npt.NDArray[np.generic]:
         return x.numpy()
 
+    def on_host(self, x: Tensor) -> Tensor:
+        return x.cpu()
+
     def floats(self, x: Tensor) -> npt.NDArray[np.float32]:
         return np.asarray(x.float().cpu().numpy())
 

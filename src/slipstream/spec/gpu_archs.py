@@ -50,6 +50,29 @@ INTERPRETER = GpuArch(name="Triton's interpreter", fp8=True, tma=True)
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class DescribedGpu:
+    """Sizes of a GPU for which kernels are compiled without it (`platform/meta.py`)."""
+
+    capability: tuple[int, int]
+    name: str
+    multiprocessors: int
+    shared_bytes: int
+    memory_bytes: int
+
+
+DESCRIBED_GPUS: Mapping[tuple[int, int], DescribedGpu] = {
+    gpu.capability: gpu
+    for gpu in (
+        DescribedGpu((8, 0), "NVIDIA A100-SXM4-80GB", 108, 163 * 1024, 80 * 2**30),
+        DescribedGpu((8, 9), "NVIDIA L40S", 142, 99 * 1024, 44 * 2**30),
+        DescribedGpu((9, 0), "NVIDIA H200", 132, HOPPER_SHARED_BYTES, 139 * 2**30),
+        DescribedGpu((10, 0), "NVIDIA B200", 148, HOPPER_SHARED_BYTES, 178 * 2**30),
+    )
+}
+"""The largest usual GPU of a compute capability: its engine's limits include those of smaller ones."""
+
+
 def gpu_arch(capability: tuple[int, int]) -> GpuArch:
     """The row of a compute capability, or of the newest older one."""
     known = [c for c in GPU_ARCHS if c <= capability]

@@ -80,7 +80,7 @@ class Adapters:
             self.unload(victim)
         folder = Path(request.path)
         version = _version(folder)
-        adapter = self.layout.read(folder, self._slots.dtype, pinned=self._platform.is_asynchronous)
+        adapter = self.layout.read(folder, self._slots.dtype, pinned=self._platform.pins_memory)
         self._num_reads += 1
         self._host[request.id] = adapter
         self._places.add(request, version)

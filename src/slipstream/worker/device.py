@@ -32,6 +32,8 @@ def detect(
     or fewer cores than threads.
     """
     kind, _, index = requested.partition(":")
+    if kind == "meta" and index.isdigit():
+        return _described(int(index))
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(
             f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device"
@@ -92,6 +94,35 @@ def detect(
             compute_capability=gpu.capability,
         )
     return _cpu(folder, num_threads, measuring)
+
+
+def _described(capability: int) -> DeviceInfo:
+    """The GPU of compute capability 90 (9.0), and so on, which need not exist (`platform/meta.py`)."""
+    import torch
+
+    from slipstream.platform import platform_of
+    from slipstream.platform.meta import MetaPlatform
+    from slipstream.spec.gpu_archs import DESCRIBED_GPUS
+
+    gpu = platform_of(torch.device("meta"))
+    assert isinstance(gpu, MetaPlatform)
+    if (found := divmod(capability, 10)) != getattr(gpu, "capability", None):
+        if found not in DESCRIBED_GPUS:
+            known = ", ".join(f"meta:{10 * a + b}" for a, b in DESCRIBED_GPUS)
+            raise ConfigError(
+                f"device='meta:{capability}' is no GPU that can be described; use one of {known}",
+                field="device",
+            )
+        gpu.describe(DESCRIBED_GPUS[found])
+    free, total = gpu.memory()
+    return DeviceInfo(
+        device="meta",
+        name=gpu.name,
+        memory_bytes=total,
+        free_bytes=free,
+        best_dtype="bfloat16",
+        compute_capability=gpu.capability,
+    )
 
 
 def _cpu(folder: Path, num_threads: int | None, measuring: Callable[[], None]) -> DeviceInfo:

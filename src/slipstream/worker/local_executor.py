@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.platform.collectives import RankGroup
+    from slipstream.worker.start.prepared_kernels import PreparedKernels
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -313,10 +314,31 @@ def load_runner(
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     partition = None if ranks is None else _partition(config, ranks, description.spec)
-    loaded = TorchLoaded(config, description, tiles, weights_folder=kept, partition=partition)
+    kernels = None if ranks is not None else _kernels(args, config, description, tiles)
+    loaded = TorchLoaded(
+        config, description, tiles, weights_folder=kept, partition=partition, kernels=kernels
+    )
     loaded.phases["resolve"] = found
     load_draft(loaded)
     return description, loaded, tiles
+
+
+def _kernels(
+    args: EngineArgs, config: EngineConfig, description: ModelDescription, tiles: TileTable
+) -> PreparedKernels | None:
+    """Begin to prepare a GPU's kernels. None where Triton's are not used."""
+    info = config.device.info
+    if not info.device.startswith("cuda") or config.device.kernels not in ("auto", "triton"):
+        return None
+    import torch
+
+    from slipstream.platform import platform_of
+    from slipstream.platform.cuda import CudaPlatform
+    from slipstream.worker.start.prepared_kernels import PreparedKernels
+
+    platform = platform_of(torch.device(info.device))
+    assert isinstance(platform, CudaPlatform)
+    return PreparedKernels.begin(args, config, description, tiles, platform)
 
 
 def _host_loaded(

@@ -196,6 +196,7 @@ class ModelRunner(Runner):
             self.ops.packed_logprobs,
             self.platform.to_host,
             self.platform.values.floats,
+            self.platform.values.on_host,
         )
 
     def _make_rows(self) -> RowTable:

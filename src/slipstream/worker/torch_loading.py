@@ -39,6 +39,7 @@ from slipstream.worker.forward.images import ImageEncoder
 from slipstream.worker.forward.texts import TextGraphs, most_texts, text_ladder
 from slipstream.worker.loaded_runner import LoadedRunner
 from slipstream.worker.model_runner import Runner, TextRunner
+from slipstream.worker.start.prepared_kernels import PreparedKernels
 from slipstream.worker.start.probe_steps import compile_kernels, measure_activations
 
 _logger = logging.getLogger("slipstream.engine")
@@ -57,8 +58,10 @@ class TorchLoaded(LoadedRunner):
         *,
         weights_folder: Path,
         partition: Partition | None = None,
+        kernels: PreparedKernels | None = None,
     ) -> None:
-        """Set up one rank of several if there is a `partition`. `weights_folder` is where rounded weights are kept."""
+        """Set up one rank of several if there is a `partition`. `weights_folder` is where rounded weights are kept.
+        `kernels` are loaded after the weights."""
         super().__init__(config, partition)
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)
@@ -109,6 +112,9 @@ class TorchLoaded(LoadedRunner):
             self.platform.synchronize()
             if self.ops.name == "triton":
                 hash_triton()()  # started when the device was found
+        if kernels is not None:
+            with self.phase("kernels"):
+                kernels.finish()
         with self.phase("host experts"):
             self.model = settle_experts(config, self.model, self.platform)
         self._load_dense(description)

@@ -29,8 +29,10 @@ from slipstream.kernels.ops import (
     TokenShape,
 )
 from slipstream.kernels.quantize import round_linear
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import (
     drawing,
+    fp8_block,
     int4_groupwise,
     linear,
     lora,
@@ -43,7 +45,14 @@ from slipstream.kernels.triton import (
     sparse24,
     split_k,
 )
-from slipstream.kernels.triton.attention import bidirectional, mla_prefill, sparse
+from slipstream.kernels.triton.attention import (
+    bidirectional,
+    mla,
+    mla_prefill,
+    paged,
+    sparse,
+    split_keys,
+)
 from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.experts import moe, mxfp4
@@ -63,6 +72,11 @@ from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
+DECLARING = (
+    fp8_block, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
+)  # fmt: skip
+"""Kernel files with choices by the size of a step."""
+
 
 def attention_kind(kv: LayerKV) -> str:
     """The cache's number format, as tile tables name it."""
@@ -75,6 +89,7 @@ class TritonOps(OpSet):
     name = "triton"
     takes_rows = True
     rounded = NATIVE_PRODUCTS["triton"]
+    thresholds = Thresholds.union(module.THRESHOLDS for module in DECLARING)
     output_multiple = 16  # alignment of cuBLAS, which multiplies many tokens
 
     # Ops that are one function of a kernel file.
@@ -112,7 +127,8 @@ class TritonOps(OpSet):
         self._scratch: dict[torch.device, split_k.ArrivalCounters] = {}
 
     def eight_bits(self, device: torch.device) -> str | None:
-        return "fp8" if device.type == "cuda" and platform_of(device).arch.fp8 else None
+        platform = platform_of(device)
+        return "fp8" if platform.kind == "cuda" and platform.arch.fp8 else None
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1

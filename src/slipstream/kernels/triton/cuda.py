@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.runtime.cache import get_cache_manager
 
 from slipstream.errors import EngineError
 from slipstream.platform.cuda import CudaPlatform
+from slipstream.platform.meta import MetaPlatform
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -31,25 +33,31 @@ LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
 OPTIONS = ("--std=c++17", "--use_fast_math")
 
 
+def cuda_version() -> str:
+    """Major version of torch's CUDA, or of the newest NVRTC where torch has none. Kernels of a version
+    run with any driver of it."""
+    if torch.version.cuda is not None:
+        return torch.version.cuda.split(".")[0]
+    return max((p.name.split(".")[2] for p in _nvrtc_files("[0-9]*")), default="0", key=int)
+
+
+def _nvrtc_files(version: str) -> list[Path]:
+    pattern = f"*/lib/libnvrtc.so.{version}"
+    return [p for folder in sys.path for p in sorted(Path(folder, "nvidia").glob(pattern))]
+
+
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
-    """The NVRTC library of torch's CUDA version. Raises EngineError if it is missing."""
-    name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
-    found = [
-        name,
-        *(
-            str(p)
-            for folder in sys.path
-            for p in sorted(Path(folder, "nvidia").glob(f"*/lib/{name}"))
-        ),
-    ]
-    for path in found:
+    """The NVRTC library of `cuda_version`. Raises EngineError if it is missing."""
+    version = cuda_version()
+    for path in (f"libnvrtc.so.{version}", *map(str, _nvrtc_files(version))):
         try:
             return ctypes.CDLL(path)
         except OSError:
             continue
     raise EngineError(
-        f"{name} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries"
+        f"libnvrtc.so.{version} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries, "
+        "or pip install nvidia-cuda-nvrtc where there is no GPU"
     )
 
 
@@ -121,12 +129,40 @@ class _Launch(ctypes.Structure):
     )
 
 
+def _arch(capability: tuple[int, int]) -> str:
+    return "sm_{}{}".format(*capability)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSource:
+    """Source of one kernel: its text, the kernel's name in it, and definitions of names."""
+
+    text: str
+    name: str
+    definitions: tuple[tuple[str, int | float], ...]
+
+    def key(self, capability: tuple[int, int]) -> str:
+        made_of = self.text, _arch(capability), OPTIONS, sorted(self.definitions), cuda_version()
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()
+
+    def cubin(self, capability: tuple[int, int]) -> bytes:
+        """The kernel for a GPU, from Triton's cache or compiled into it."""
+        cache, file = get_cache_manager(self.key(capability)), f"{self.name}.cubin"
+        kept = cache.get_file(file)
+        if kept is not None:
+            return Path(kept).read_bytes()
+        cubin = compile_source(self.text, _arch(capability), dict(self.definitions), nvrtc())
+        cache.put(cubin, file, binary=True)
+        return cubin
+
+
 class CudaKernel:
-    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`."""
+    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`. On a described GPU only its
+    source is noted."""
 
     def __init__(
         self,
-        platform: CudaPlatform,
+        platform: CudaPlatform | MetaPlatform,
         sources: Sequence[Path],
         name: str,
         definitions: Mapping[str, int | float],
@@ -139,17 +175,12 @@ class CudaKernel:
         self._attributes = (_Attribute * 1)(_Attribute(id=attribute or 0, value=1))
         self._num_attributes = 0 if attribute is None else 1
         self.platform = platform
-        major, minor = platform.capability
-        arch, text = f"sm_{major}{minor}", "".join(source.read_text() for source in sources)
-        made_of = text, arch, OPTIONS, sorted(definitions.items()), torch.version.cuda
-        key = hashlib.sha256(repr(made_of).encode()).hexdigest()
-        cache, file = get_cache_manager(key), f"{name}.cubin"
-        kept = cache.get_file(file)
-        if kept is None:
-            cubin = compile_source(text, arch, definitions, nvrtc())
-            cache.put(cubin, file, binary=True)
-        else:
-            cubin = Path(kept).read_bytes()
+        text = "".join(source.read_text() for source in sources)
+        source = CudaSource(text, name, tuple(sorted(definitions.items())))
+        if isinstance(platform, MetaPlatform):
+            platform.cuda_sources.add(source)
+            return
+        cubin = source.cubin(platform.capability)
         self._driver = ctypes.CDLL("libcuda.so.1")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         platform.stream_pointer()  # creates the context
@@ -161,6 +192,8 @@ class CudaKernel:
 
     def __call__(self, programs: int, threads: int, arguments: Sequence[Tensor | int]) -> None:
         """Launch on the current stream. Tensors are passed as pointers, integers as 32 bits."""
+        if isinstance(self.platform, MetaPlatform):
+            return
         values: list[Any] = [
             ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a)
             for a in arguments

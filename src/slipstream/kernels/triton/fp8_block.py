@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import Quantized, TileScaledLinear
@@ -23,6 +24,7 @@ from slipstream.spec.scheme import FP8_TILE
 
 SPLIT_K_TOKENS = 64
 """Largest number of tokens for which one launch tile holds them all and K may be split."""
+THRESHOLDS = Thresholds(tokens=(SPLIT_K_TOKENS,))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.hopper import _barriers, load_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
 from slipstream.kernels.triton.split_k import ArrivalCounters
@@ -45,6 +46,7 @@ MIN_ROWS = 2048
 MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
 """Range of rows in which fp8 weights use this kernel up to MIDDLE_TOKENS tokens. With 48 tokens a
 whole step of 3.0 ms took 0.18 ms longer than with `linear.skinny_gemm`; with 64 it took as long."""
+THRESHOLDS = Thresholds(tokens=(MAX_TOKENS, MIDDLE_TOKENS))
 LONG_ROW = 8192
 """Bytes of a row from which 64 outputs per thread block are better. The down product of Llama-3-70B
 over two GPUs (8,192 rows of 14,336 bytes) is 10 % faster in 128 thread blocks of 64 rows, which

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.fp8_block import (
     fp8_tile_linear,
     fp8_tile_linear_invariant,
@@ -59,6 +60,7 @@ thread block 128 rows and all of K, so that most of the chip would idle."""
 
 INT4_DENSE_TOKENS = 16
 """Largest number of tokens at which a 4-bit weight is faster than its dense copy, if it has one."""
+THRESHOLDS = Thresholds(tokens=(1, SKINNY_TOKENS, NARROW_TOKENS, INT4_DENSE_TOKENS))
 
 
 def linear(

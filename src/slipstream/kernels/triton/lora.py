@@ -69,7 +69,7 @@ def _products(
     return tl.sum(a.to(tl.float32) * x[None, :], 1) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _shrink_few_kernel(
     x_ptr, scales_ptr, down_ptr, inner_ptr, order_ptr, tiles_ptr, K, R, T, x_stride, scales_stride, slot_stride,
     LIVE_0: tl.constexpr, LIVE_1: tl.constexpr, LIVE_2: tl.constexpr,
@@ -128,7 +128,7 @@ def _shrink_few_kernel(
         gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _expand_few_kernel(
     y_ptr, up_ptr, inner_ptr, order_ptr, tiles_ptr, R, T, y_stride, slot_stride,
     START_1, START_2, END, FIRST_1, FIRST_2,
@@ -219,7 +219,7 @@ THREAD_BLOCKS = 264
 """Thread blocks that read an adapter at the full rate of an H200: two per multiprocessor."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _shrink_kernel(
     x_ptr, scales_ptr, down_ptr, inner_ptr, order_ptr, tiles_ptr, K, R, T, x_stride, scales_stride, slot_stride,
     LIVE_0: tl.constexpr, LIVE_1: tl.constexpr, LIVE_2: tl.constexpr,
@@ -266,7 +266,7 @@ def _shrink_kernel(
         tl.store(inner_ptr + columns, acc, mask=live[:, None] & (rank < R)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _expand_kernel(
     y_ptr, up_ptr, inner_ptr, order_ptr, tiles_ptr, R, T, y_stride, slot_stride,
     START_1, START_2, END, FIRST_1, FIRST_2,

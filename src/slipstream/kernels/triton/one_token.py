@@ -31,6 +31,7 @@ from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, Scale
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform
+from slipstream.platform.meta import MetaPlatform
 from slipstream.spec.reason import Reason
 from slipstream.spec.recurrent import GatedDeltaSpec
 
@@ -242,7 +243,7 @@ def _refusal_here(
 ) -> Reason | None:
     """Return why the kernel can't run on this rank's device; None if it can."""
     device = product.weight.device
-    if device.type != "cuda" or not platform_of(device).arch.one_token_kernel:
+    if not platform_of(device).arch.one_token_kernel:
         return Reason("the one-token kernel needs a Hopper GPU", notable=False)
     if len(layers) < 2:
         return Reason("the one-token kernel needs two layers or more")
@@ -401,7 +402,7 @@ class OneTokenStep:
         self, definitions: Mapping[str, int | float]
     ) -> Callable[[int, int, Sequence[Tensor | int]], None]:
         platform = platform_of(self.product.weight.device)
-        assert isinstance(platform, CudaPlatform)
+        assert isinstance(platform, CudaPlatform | MetaPlatform)
         return CudaKernel(
             platform, SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes
         )

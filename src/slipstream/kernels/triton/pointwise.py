@@ -17,6 +17,7 @@ from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation, Xielu
@@ -72,6 +73,7 @@ MANY_ROWS, SHORT_ROW = 4096, 2048
 """Number of rows, of at most SHORT_ROW numbers each, from which a thread block takes several. An
 H200 starts about 0.8 thread blocks per nanosecond, which otherwise bounds a small model's step
 (16,384 rows of 384 numbers take 20 µs, 8 of them for the bytes)."""
+THRESHOLDS = Thresholds(tokens=(MANY_ROWS - 1, MANY_ROWS, 255))
 
 
 def rows_per_program(num_rows: int, size: int) -> int:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 
@@ -70,6 +71,7 @@ def _block_argmax(row_ptr, start, end, BLOCK: tl.constexpr):
 
 SPLIT_ROWS = 64
 """Largest number of rows whose tokens are split over several thread blocks, to fill the chip."""
+THRESHOLDS = Thresholds(sampled=(SPLIT_ROWS,))
 
 
 def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096) -> Tensor:
@@ -299,6 +301,7 @@ def packed_logprobs(
 ) -> Tensor:
     """`OpSet.packed_logprobs`. Logits are read once: the `num_top` best of each part of a row are the
     candidates."""
+    tokens = tokens.to(torch.int64)  # a prompt's are int32, from any place of a row
     num_rows, vocab = logits.shape
     block = min(block, triton.next_power_of_2(vocab))
     num_splits = triton.cdiv(vocab, block)

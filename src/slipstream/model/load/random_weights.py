@@ -101,7 +101,9 @@ class TensorDraws:
         import torch
 
         self.dtype, self._device, self._torch = dtype, device, torch
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # nothing is drawn on a described GPU
+        on_meta = device.type == "meta"
+        self._generator = None if on_meta else torch.Generator(device).manual_seed(seed)
 
     def normal(self, shape: Shape) -> Any:
         drawn = self._torch.empty(shape, dtype=self.dtype, device=self._device)

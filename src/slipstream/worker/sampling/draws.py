@@ -42,6 +42,8 @@ class Sampler:
     """Starts a copy to the host, which may not be complete when this returns."""
     as_array: Callable[[Any], Floats]
     """Converts logits to a float32 array on the host; waits for them."""
+    on_host: Callable[[Any], Any]
+    """Copies to the host; waits for the copy."""
 
 
 @dataclass(slots=True)
@@ -133,8 +135,9 @@ def prompt_logprobs(
             for i in range(0, num, PROMPT_LOGPROB_ROWS):
                 n = min(PROMPT_LOGPROB_ROWS, num - i)
                 tokens = rows.tokens[row.index, first + i : first + i + n]
-                best: Any = by.best_logprobs(logits_of(start, i, n), tokens, count)
-                entries += as_logprobs(tokens.tolist(), best, [count] * n)
+                found_best = by.best_logprobs(logits_of(start, i, n), tokens, count)
+                best: Any = tuple(by.on_host(x) for x in found_best)
+                entries += as_logprobs(by.on_host(tokens).tolist(), best, [count] * n)
             found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
         start += s.num_tokens
     return found

@@ -25,6 +25,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.paged import (
     LOG2E,
     _load_tile,
@@ -43,6 +44,7 @@ SMALL_BATCH = 8
 TOKENS_PER_PROGRAM = 4
 """Tokens per thread block of `_rows_kernel` that writes the cache: a latent of 512 numbers for each
 of its four warps."""
+THRESHOLDS = Thresholds(tokens=(SMALL_BATCH,), decodes=(SMALL_BATCH,))
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.mla import (
     _interleave,
     _load_cos_sin,
@@ -44,6 +45,7 @@ reads in L2."""
 SHORT_PROMPT = 256
 """Longest prompt, in tokens, for which tiles are lower, so that less of each lies ahead of the
 queries."""
+THRESHOLDS = Thresholds(tokens=(MIN_TOKENS - 1,), queries=(SHORT_PROMPT,))
 THREE_STAGES_BYTES = 168 * 1024
 """Shared memory of a high tile with three stages on Hopper (elsewhere 128 KiB). With two stages it takes 88 KiB."""
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.split_keys import (
     CTAS_PER_SM,
     MAX_PARTS,
@@ -54,6 +55,7 @@ HOPPER_MIN_ROWS = 64
 HOPPER_MIN_KEYS = 1024
 """Keys from which it is faster with fewer rows as well, if sequences are so few that keys must be
 split to fill the chip: 16 new tokens after 100,000 take 0.13 ms a layer on an H200, not 3.0."""
+THRESHOLDS = Thresholds(queries=(HOPPER_MIN_ROWS,), keys=(HOPPER_MIN_KEYS,))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 MAX_SPLITS, CTAS_PER_SM = 64, 4
@@ -34,6 +35,7 @@ the parts alone."""
 FEW_SEQUENCES = 4
 """Largest number of decodes that get equal numbers of parts. These are many, so a separate kernel
 merges them."""
+THRESHOLDS = Thresholds(decodes=(FEW_SEQUENCES, 128))
 
 
 def num_splits(

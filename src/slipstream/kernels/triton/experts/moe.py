@@ -23,6 +23,7 @@ from torch import Tensor
 from slipstream.kernels import reference
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
+from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.experts import grouped_gemm
 from slipstream.kernels.triton.experts.gathered import expert_gemm
 from slipstream.kernels.triton.experts.moe_permute import sort_pairs, unsorted_pairs
@@ -35,6 +36,7 @@ from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512
 """Number of tokens above which one warp routes each token, since they fill the chip."""
+THRESHOLDS = Thresholds(tokens=(SERIAL_TOKENS,))
 
 
 def moe(

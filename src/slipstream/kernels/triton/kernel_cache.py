@@ -1,0 +1,53 @@
+"""Triton's cache with read-only folders beneath it, such as an engine folder's kernels.
+
+A folder has the shape of Triton's own cache: a folder for each kernel, named by the hash of everything
+it was compiled from. So a kernel of another version is never taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from triton import knobs
+from triton.runtime.cache import FileCacheManager
+
+
+class LayeredCache(FileCacheManager):  # type: ignore[misc]
+    """Triton's cache manager, which looks into `layers` for what its own folder lacks."""
+
+    layers: tuple[Path, ...] = ()
+
+    def get_file(self, filename: str) -> str | None:
+        found: str | None = super().get_file(filename)
+        if found is None:
+            kept = (layer / self.key / filename for layer in self.layers)
+            found = next((str(path) for path in kept if path.is_file()), None)
+        return found
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        found: dict[str, str] | None = super().get_group(filename)
+        if found is not None:
+            return found
+        for layer in self.layers:
+            folder = layer / self.key
+            try:
+                group = json.loads((folder / f"__grp__{filename}").read_bytes())
+                paths = {name: folder / name for name in group["child_paths"]}
+            except (OSError, ValueError, KeyError):
+                continue
+            if all(path.is_file() for path in paths.values()):  # wherever the folder is now
+                return {name: str(path) for name, path in paths.items()}
+        return None
+
+
+def use_layers(layers: Sequence[Path]) -> None:
+    """Let Triton find kernels in these folders, in this process."""
+    made = type("LayeredCache", (LayeredCache,), {"layers": tuple(layers)})
+    knobs.cache.manager_class = made
+
+
+def holds(name: str, layers: Sequence[Path]) -> bool:
+    """Whether Triton's cache or a layer has the kernel with this folder name."""
+    return any((layer / name).is_dir() for layer in (Path(knobs.cache.dir), *layers))

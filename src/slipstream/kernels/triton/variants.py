@@ -1,0 +1,168 @@
+"""Variants of Triton kernels: which ones a run launches, and compiling them without running.
+
+Triton compiles a kernel for each combination of constexprs, argument types, integers that are 1 or
+multiples of 16, pointers that are multiples of 16, and options. That combination is a *variant*.
+
+1. `recording` notes the variants that an engine on a described GPU (`platform/meta.py`) launches.
+2. `KernelVariant.load` takes one from Triton's cache, or compiles it. Compiling needs no GPU.
+3. `compile_all` compiles many in several processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.cache import _base32
+
+from slipstream.kernels.triton.cuda import CudaSource
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class KernelVariant:
+    """One kernel as Triton specialises it."""
+
+    module: str
+    name: str
+    key: str
+    """Triton's key: types, specialisations and constexprs of the arguments, then options."""
+    data: str = field(compare=False)
+    """Argument of `JITFunction.preload`, which compiles it: JSON."""
+
+    @classmethod
+    def of(cls, module: str, name: str, key: str, data: str) -> KernelVariant:
+        given = json.loads(data)
+        given["options"]["extern_libs"] = None  # a path of this machine; each finds its own
+        return cls(module, name, key, json.dumps(given))
+
+    def load(self) -> Any:
+        """Triton's kernel, from its cache or compiled into it; launches find it from now on."""
+        for value in json.loads(self.data)["constant_vals"]:  # functions that it calls
+            if isinstance(value, dict) and "jit_function" in value:
+                importlib.import_module(value["jit_function"].split(":")[0])
+        return getattr(importlib.import_module(self.module), self.name).preload(self.data)
+
+
+class TargetDriver:
+    """Triton's driver of a GPU that is not there. It launches nothing."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        major, minor = capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class NotLaunched:
+    """Triton's compiled kernel, without one."""
+
+    function = packed_metadata = None
+
+    @staticmethod
+    def launch_metadata(*_: Any) -> None: ...
+
+    @staticmethod
+    def run(*_: Any) -> None: ...
+
+
+@contextmanager
+def recording(capability: tuple[int, int]) -> Iterator[set[KernelVariant]]:
+    """Collect the variants launched inside. None of them runs or compiles."""
+    found: set[KernelVariant] = set()
+    touched: list[Any] = []
+
+    def note(*, key: str, fn: Any, **given: Any) -> bool:
+        data = given["compile"]["specialization_data"]
+        found.add(KernelVariant.of(fn.module, fn.name, key, data))
+        cache = fn.jit_function.device_caches[0][0]
+        cache[key] = NotLaunched  # the next launch of the variant ends there
+        touched.append(cache)
+        return True  # Triton neither compiles nor launches
+
+    before = knobs.runtime.jit_cache_hook
+    driver.set_active(TargetDriver(capability))
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = before
+        for cache in touched:
+            cache.clear()
+
+
+@contextmanager
+def noting_new_kernels() -> Iterator[list[str]]:
+    """Collect descriptions of the kernels that this process compiles or loads inside."""
+    found: list[str] = []
+    before = knobs.runtime.jit_cache_hook
+
+    def note(**given: Any) -> bool:
+        found.append(given["repr"])
+        return False
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def compile_all(
+    capability: tuple[int, int],
+    variants: Iterable[KernelVariant],
+    sources: Iterable[CudaSource],
+    *,
+    num_processes: int,
+    folder: str | None = None,
+) -> tuple[dict[KernelVariant | CudaSource, str], dict[str, str]]:
+    """Compile for a GPU of this compute capability into Triton's cache, or into `folder`.
+
+    Returns the name of each one's folder in the cache, and of those that do not compile the error, by
+    the kernel's name. This process must not use a GPU: it forks.
+    """
+    # the longest first: CUDA sources take up to half a minute
+    jobs: list[KernelVariant | CudaSource] = [*sources, *sorted(variants)]
+    context = multiprocessing.get_context("fork")
+    begin = partial(_begin, capability, folder)
+    with ProcessPoolExecutor(num_processes, context, begin) as pool:
+        results = list(zip(jobs, pool.map(partial(_compiled, capability), jobs), strict=True))
+    return (
+        {job: name for job, (name, error) in results if not error},
+        {job.name: error for job, (_, error) in results if error},
+    )
+
+
+def _begin(capability: tuple[int, int], folder: str | None) -> None:
+    os.nice(5)  # weights are read and requests are answered at the same time
+    driver.set_active(TargetDriver(capability))
+    if folder is not None:
+        knobs.cache.dir = folder
+
+
+def _compiled(capability: tuple[int, int], job: KernelVariant | CudaSource) -> tuple[str, str]:
+    """(folder name, "") or ("", error)."""
+    try:
+        if isinstance(job, CudaSource):
+            job.cubin(capability)
+            return _base32(job.key(capability)), ""
+        return _base32(job.load().hash), ""
+    except Exception as error:  # of any stage of a compiler
+        return "", f"{type(error).__name__}: {error}"

@@ -1,0 +1,119 @@
+"""Input and output of `kernel_variants.py`: an order, and a list of kernels. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.config import EngineConfig
+from slipstream.spec.autotune_table import TileTable
+from slipstream.spec.gpu_archs import DescribedGpu
+from slipstream.spec.model import ModelSpec
+
+SOURCES = ("config", "core", "costs", "kernels", "model", "platform", "spec", "worker")
+"""Folders of this package that decide which kernels an engine has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOrder:
+    """An order to find and compile the kernels of an engine with `settings` (`EngineArgs`) on `gpu`.
+
+    `manifest`: the file to write, with the variants and `key`, which is found if it is "". `folder`:
+    where the kernels go; None is Triton's cache. `layers`: read-only folders of kernels.
+    """
+
+    settings: Mapping[str, Any]
+    gpu: DescribedGpu
+    key: str
+    manifest: str
+    folder: str | None = None
+    layers: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> KernelOrder:
+        given = json.loads(text)
+        gpu = DescribedGpu(**{**given["gpu"], "capability": tuple(given["gpu"]["capability"])})
+        return cls(**{**given, "gpu": gpu, "layers": tuple(given["layers"])})
+
+    def dump(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelList:
+    """The kernels of an engine. `folders` are all names of their folders in Triton's cache. `failed`:
+    what did not compile, and why."""
+
+    variants: tuple[ListedKernel, ...]
+    folders: tuple[str, ...]
+    failed: Mapping[str, str]
+
+
+KERNEL_COMMAND = (sys.executable, "-m", "slipstream.worker.start.kernel_variants")
+"""Carries out the order on its standard input."""
+
+
+class ListedKernel(NamedTuple):
+    """A variant (`kernels/triton/variants.py`)."""
+
+    module: str
+    name: str
+    key: str
+    data: str
+
+
+def read_manifest(file: Path, key: str) -> KernelList | None:
+    """The list in `file`, if it was made for `key`. None without such a list."""
+    try:
+        given = json.loads(file.read_bytes())
+        variants = tuple(ListedKernel(*entry) for entry in given["variants"])
+        found = KernelList(
+            variants=variants, folders=tuple(given["folders"]), failed=dict(given["failed"])
+        )
+        return found if given["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def failed_kernels(file: Path) -> dict[str, str]:
+    """The kernels of a list that did not compile, and why."""
+    return dict(json.loads(file.read_bytes())["failed"])
+
+
+def manifest_name(capability: tuple[int, int]) -> str:
+    """Name of the list in an engine folder's kernels."""
+    return "sm_{}{}.json".format(*capability)
+
+
+def kernel_key(config: EngineConfig, spec: ModelSpec, tiles: TileTable, gpu: DescribedGpu) -> str:
+    """Name of everything that decides an engine's kernels on a GPU. `config` is the one before the
+    cache is sized."""
+    model, cache, device = config.model, config.cache, config.device
+    parts = (
+        (model.dtype, model.quantization, model.max_model_len, model.offload),
+        (cache.dtype, cache.block_size, cache.groups, cache.state_interval),
+        (device.kernels, device.enforce_eager, device.deterministic, device.dense_copies),
+        (config.scheduling, config.speculation, config.lora, config.images, config.parallel),
+        (spec, tiles.identity),
+        (gpu.capability, gpu.multiprocessors, gpu.shared_bytes),
+        (version("triton"), _sources()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _sources() -> str:
+    package, found = Path(__file__).parents[2], hashlib.sha256()
+    for name in SOURCES:
+        for file in sorted((package / name).rglob("*")):
+            if file.suffix in (".py", ".cu"):
+                found.update(file.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,112 @@
+"""Every kernel of an engine, found on a described GPU and compiled, in a process of its own.
+
+    python -m slipstream.worker.start.kernel_variants < settings.json
+
+A start on a GPU runs it while it reads weights (`prepared_kernels.py`), and `slipstream build` for GPUs
+that need not be there. It uses no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from slipstream.config import EngineArgs, resolve
+from slipstream.costs.hardware import available_cores
+from slipstream.files import write_whole
+from slipstream.hub import machine_folder, resolve_model, tiles_folder
+from slipstream.kernels.triton.cuda import CudaSource
+from slipstream.kernels.triton.kernel_cache import use_layers
+from slipstream.kernels.triton.variants import KernelVariant, compile_all, recording
+from slipstream.platform import platform_of
+from slipstream.platform.meta import MetaPlatform
+from slipstream.spec.autotune_table import load_tiles
+from slipstream.spec.description import read_spec
+from slipstream.spec.gpu_archs import DescribedGpu
+from slipstream.worker.device import detect
+from slipstream.worker.local_executor import LocalExecutor
+from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.start.kernel_order import KernelOrder, kernel_key
+from slipstream.worker.start.kernel_steps import KernelSteps
+
+MAX_PROCESSES = 16
+"""Most processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKernels:
+    """Triton's variants, and kernels in CUDA C++ (`kernels/triton/cuda.py`)."""
+
+    variants: frozenset[KernelVariant]
+    sources: frozenset[CudaSource]
+
+
+def find_kernels(args: EngineArgs, capability: tuple[int, int]) -> EngineKernels:
+    """The kernels of an engine with these settings on a GPU of this compute capability.
+
+    Steps run op by op in one engine, and in graphs in another: padding changes some variants.
+    """
+    device = "meta:{}{}".format(*capability)
+    args = replace(args, device=device, load_format="dummy", skip_tokenizer_init=True, canary="off")
+    with recording(capability) as found:
+        for eager in (True,) if args.enforce_eager else (True, False):
+            executor = LocalExecutor.build(replace(args, enforce_eager=eager))
+            executor.warm_up()
+            if isinstance(executor.runner, ModelRunner) and executor.runner.model.spec.generates:
+                steps = KernelSteps(executor.runner)
+                if eager:
+                    steps.run_forwards()
+                if not eager or args.enforce_eager:
+                    steps.run_samplings()
+            while executor.capture_next():
+                pass
+            executor.shutdown()
+    platform = platform_of(torch.device("meta"))
+    assert isinstance(platform, MetaPlatform)
+    return EngineKernels(frozenset(found), frozenset(platform.cuda_sources))
+
+
+def carry_out(order: KernelOrder) -> None:
+    platform = platform_of(torch.device("meta"))
+    assert isinstance(platform, MetaPlatform)
+    platform.describe(order.gpu)
+    capability = order.gpu.capability
+    args = EngineArgs(**order.settings)
+    found = find_kernels(args, capability)
+    use_layers([Path(layer) for layer in order.layers])
+    names, failed = compile_all(
+        capability,
+        found.variants,
+        found.sources,
+        num_processes=min(MAX_PROCESSES, available_cores()),
+        folder=order.folder,
+    )
+    made = [v for v in sorted(found.variants) if v in names]
+    text = json.dumps(
+        {
+            "key": order.key or _key(args, order.gpu),
+            "variants": [[v.module, v.name, v.key, v.data] for v in made],
+            "folders": sorted(names.values()),
+            "failed": failed,
+        }
+    )
+    Path(order.manifest).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(Path(order.manifest), text)
+
+
+def _key(args: EngineArgs, gpu: DescribedGpu) -> str:
+    """The key of a start with these settings on this GPU."""
+    description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    description = description.taking_images(args.max_images)
+    info = detect("meta:{}{}".format(*gpu.capability), machine_folder())
+    config = resolve(args, description, info).of_rank
+    tiles = load_tiles(config.device.tile_table, info.name, tiles_folder())
+    return kernel_key(config, description.spec, tiles, gpu)
+
+
+if __name__ == "__main__":
+    carry_out(KernelOrder.parse(sys.stdin.read()))

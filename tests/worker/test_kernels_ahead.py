@@ -1,0 +1,137 @@
+"""Kernels compiled before a start: their list, its key, and Triton's cache over the folder that they are shipped in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.errors import ConfigError
+from slipstream.optimize import folder as folders
+from slipstream.spec.autotune_table import NO_TILES
+from slipstream.spec.description import read_spec
+from slipstream.spec.gpu_archs import DESCRIBED_GPUS
+from slipstream.worker.device import detect
+from slipstream.worker.start.kernel_order import KernelOrder, kernel_key, read_manifest
+from tests import tiny_models
+
+GPU = DESCRIBED_GPUS[9, 0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ahead") / "model"
+    tiny_models.write(path)
+    return path
+
+
+def key_of(path, gpu=GPU, **settings):
+    args = EngineArgs(model=str(path), skip_tokenizer_init=True, **settings)
+    info = DeviceInfo(
+        device="cuda:0",
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        free_bytes=gpu.memory_bytes,
+        best_dtype="bfloat16",
+        compute_capability=gpu.capability,
+    )
+    return kernel_key(resolve(args, read_spec(path), info), read_spec(path).spec, NO_TILES, gpu)
+
+
+def test_a_key_follows_what_decides_kernels_and_not_where_the_model_lies(model, tmp_path):
+    shutil.copytree(model, tmp_path / "moved")
+    key = key_of(model)
+    assert key == key_of(tmp_path / "moved") == key_of(model, seed=7, load_format="dummy")
+    others = [
+        key_of(model, max_num_seqs=3),
+        key_of(model, quantization="fp8"),
+        key_of(model, enforce_eager=True),
+        key_of(model, gpu=dataclasses.replace(GPU, multiprocessors=114)),
+    ]
+    assert len({key, *others}) == 5
+
+
+COMPILED_AND_MOVED = """
+import json, shutil, sys
+from pathlib import Path
+import torch, triton
+from triton import knobs
+from slipstream.kernels.triton import rows, sampling
+from slipstream.kernels.triton.kernel_cache import holds, use_layers
+from slipstream.kernels.triton.variants import TargetDriver, compile_all, recording
+from slipstream.platform import platform_of
+from slipstream.spec.gpu_archs import DESCRIBED_GPUS
+
+folder, capability = Path(sys.argv[1]), tuple(json.loads(sys.argv[2]))
+platform_of(torch.device("meta")).describe(DESCRIBED_GPUS[capability])
+with recording(capability) as found:
+    logits = torch.empty(3, 300, dtype=torch.bfloat16, device="meta")
+    sampling.argmax(logits)
+    sampling.argmax(logits[:, :299])
+    ids = torch.empty(2, dtype=torch.int64, device="meta")
+    rows.write_tokens(torch.empty(4, 9, dtype=torch.int32, device="meta"), ids, ids, ids)
+names, failed = compile_all(capability, found, (), num_processes=2, folder=str(folder / "a"))
+shutil.move(folder / "a", folder / "b")
+layers = [folder / "b"]
+use_layers(layers)
+knobs.cache.dir = str(folder / "own")
+triton.runtime.driver.set_active(TargetDriver(capability))
+compiled = []
+knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
+for variant in found:
+    variant.load()
+print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n in names.values())]))
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_kernels_compiled_without_a_gpu_are_found_in_a_moved_folder(tmp_path, capability):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILED_AND_MOVED, str(tmp_path), json.dumps(capability)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    num_found, num_compiled, failed, held = json.loads(ran.stdout.splitlines()[-1])
+    assert num_found >= 2
+    assert (num_compiled, failed, held) == (0, {}, True)
+
+
+STUB = """
+import json, sys
+from pathlib import Path
+order = json.loads(sys.stdin.read())
+file = Path(order["manifest"])
+file.parent.mkdir(parents=True, exist_ok=True)
+file.write_text(json.dumps({"key": "k", "variants": [], "folders": [], "failed": {}, "order": order}))
+"""
+
+
+def test_a_built_folder_has_the_kernels_of_the_gpus_that_are_named(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "KERNEL_COMMAND", (sys.executable, "-c", STUB))
+    args = EngineArgs(model=str(model), skip_tokenizer_init=True, device="cpu", max_num_seqs=4)
+    built = folders.build_folder(args, tmp_path / "out", kernels=["sm_90", "sm_80"])
+    assert built.kernels == ("sm_90", "sm_80")
+    file = tmp_path / "out" / "kernels" / "sm_80.json"
+    assert read_manifest(file, "k") is not None
+    assert read_manifest(file, "another") is None
+    order = json.loads(file.read_bytes())["order"]
+    assert order["settings"]["max_num_seqs"] == 4
+    assert order["gpu"]["capability"] == [8, 0]
+    assert KernelOrder.parse(json.dumps(order)).gpu == DESCRIBED_GPUS[8, 0]
+
+
+def test_kernels_of_an_unknown_gpu_are_refused_before_anything_is_written(model, tmp_path):
+    args = EngineArgs(model=str(model), skip_tokenizer_init=True, device="cpu")
+    with pytest.raises(ConfigError, match=r"'sm_70'.*sm_80, sm_89, sm_90, sm_100"):
+        folders.build_folder(args, tmp_path / "out", kernels=["sm_70"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_that_is_not_described_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"meta:35.*meta:80, meta:89, meta:90, meta:100"):
+        detect("meta:35", tmp_path)
