@@ -32,9 +32,7 @@ def select_ops(
     """
     is_gpu = platform_of(device).kind == "cuda"
     if implementation == "auto":
-        implementation = (
-            "triton" if is_gpu else "cpu" if has_cpu_kernels() else "torch"
-        )
+        implementation = "triton" if is_gpu else "cpu" if has_cpu_kernels() else "torch"
     if deterministic and implementation != "triton":
         raise ConfigError(
             "deterministic=True needs a GPU and its kernels ('triton'); leave it out",
