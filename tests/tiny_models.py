@@ -354,6 +354,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": None,
     },
+    "deepseek_v32": {
+        **_LATENT,
+        **dict(model_type="deepseek_v32", n_shared_experts=1, n_group=4, topk_group=2),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+    },
+    "glm_moe_dsa": {
+        **_LATENT,
+        **dict(model_type="glm_moe_dsa", n_shared_experts=1, num_hidden_layers=4),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+        **dict(indexer_types=["full", "shared", "full", "shared"]),
+    },
+    "youtu": {
+        **{k: v for k, v in _LATENT.items() if "expert" not in k and "first" not in k},
+        **dict(model_type="youtu", moe_intermediate_size=None),
+    },
+    "dbrx": {
+        **dict(model_type="dbrx", vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2),
+        **dict(max_seq_len=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3),
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3},
+    },
     "dots1": {
         **_LLAMA,
         **dict(model_type="dots1", head_dim=16, num_hidden_layers=3, initializer_range=0.2),
@@ -820,3 +841,56 @@ def write_sentence_transformers(
     (path / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": 64, "do_lower_case": False})
     )
+
+
+WHISPER_WORDS = VOCAB
+"""Tokens of text. The end and the other special tokens come after them, then those of times."""
+WHISPER_TOKENS = ("endoftext", "startoftranscript", "en", "de", "fr", "translate", "transcribe", "startoflm",
+                  "startofprev", "nospeech", "notimestamps")  # fmt: skip
+WHISPER_STATES = 50
+
+
+def whisper_id(name: str) -> int:
+    return WHISPER_WORDS + WHISPER_TOKENS.index(name)
+
+
+def build_whisper(
+    path: Path, *, seed: int = 0, noise: float = 0.1, english: bool = False, **more: Any
+) -> Any:
+    """A Whisper with windows of one second, its tokenizer, and its feature extractor. `english`: without languages."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    torch.manual_seed(seed)
+    size = WHISPER_WORDS + len(WHISPER_TOKENS) + WHISPER_STATES + 1
+    end, start = whisper_id("endoftext"), whisper_id("startoftranscript")
+    ends = dict(eos_token_id=end, bos_token_id=end, pad_token_id=end, decoder_start_token_id=start)
+    config = WhisperConfig(**{**dict(
+        vocab_size=size, num_mel_bins=16, d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=48, max_source_positions=WHISPER_STATES,
+        max_target_positions=64, init_std=0.3, suppress_tokens=None, begin_suppress_tokens=None, **ends,
+    ), **more})  # fmt: skip
+    model = WhisperForConditionalGeneration(config).eval()
+    told = model.generation_config
+    for name, value in dict(
+        **ends, max_length=64, no_timestamps_token_id=whisper_id("notimestamps"), is_multilingual=not english,
+        suppress_tokens=[5, 9], begin_suppress_tokens=[220, end], max_initial_timestamp_index=20,
+        prev_sot_token_id=whisper_id("startofprev"), return_timestamps=False,
+    ).items():  # fmt: skip
+        setattr(told, name, value)
+    if not english:
+        told.lang_to_id = {f"<|{name}|>": whisper_id(name) for name in ("en", "de", "fr")}
+        told.task_to_id = {name: whisper_id(name) for name in ("translate", "transcribe")}
+    _shaken(model, path, noise)
+    write_tokenizer(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    fillers = [f"<|word{i}|>" for i in range(tokenizer.get_vocab_size(), WHISPER_WORDS)]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in fillers])
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in WHISPER_TOKENS])
+    times = [f"<|{i * 0.02:.2f}|>" for i in range(WHISPER_STATES + 1)]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in times])
+    assert tokenizer.get_vocab_size() == size
+    tokenizer.save(str(path / "tokenizer.json"))
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(path)
+    return model

@@ -281,6 +281,30 @@ static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange
     else decode_cache<CACHE_I8>(a, range, then, part, mixed, scratch);
 }
 
+static void index_scores(const AttentionArgs& a, int64_t seq, int64_t n, const float* q, const float* weights, float* scores,
+                         float* scratch) {
+    const int64_t d = a.head_dim, dp = round_up(d, 16);
+    float *queries = scratch, *key = scratch + a.num_heads * dp;
+    int64_t at[KT];
+    for (int64_t i = 0; i < a.num_heads * dp; i++) queries[i] = i % dp < d ? q[i / dp * d + i % dp] : 0.0f;
+    for (int64_t i = d; i < dp; i++) key[i] = 0.0f;
+    for (int64_t first = 0; first < n; first += KT) {
+        const int64_t count = n - first < KT ? n - first : KT;
+        find_keys(a, seq, 0, first, count, at);
+        for (int64_t j = 0; j < count; j++) {
+            for (int64_t i = 0; i < d; i++) key[i] = scalar_kv(a.cache, a.k + at[j], i);
+            float score = 0.0f;
+            for (int64_t h = 0; h < a.num_heads; h++) {
+                F s = zero();
+                for (int64_t i = 0; i < dp; i += 16) s = fma(load(queries + h * dp + i), load(key + i), s);
+                const float dot = sum(s);
+                score += weights[h] * (dot > 0.0f ? dot : 0.0f);
+            }
+            scores[first + j] = score;
+        }
+    }
+}
+
 static int64_t decode_scratch(const AttentionArgs& a, int64_t tokens) {
     const int64_t rows = tokens * (a.num_heads / a.num_kv_heads);
     return rows * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + round_up(rows, 16) + MAX_ROWS * KT + 64;

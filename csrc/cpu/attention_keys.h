@@ -38,6 +38,13 @@ static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_hea
     const int64_t bytes = a.head_dim * element_bytes(a.cache), size = a.block_size;
     int64_t block = key0 / size, offset = key0 - block * size;
     const int32_t* table = a.block_table + seq * a.table_stride;
+    if (a.chosen) {
+        for (int64_t j = 0; j < n; j++) {
+            const int64_t key = a.chosen[key0 + j];
+            at[j] = ((table[key / size] * a.num_kv_heads + kv_head) * size + key % size) * bytes;
+        }
+        return;
+    }
     for (int64_t j = 0; j < n; block++, offset = 0) {
         const int64_t first = (table[block] * a.num_kv_heads + kv_head) * size;
         for (; offset < size && j < n; offset++, j++) at[j] = (first + offset) * bytes;

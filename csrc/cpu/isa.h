@@ -14,6 +14,6 @@
                                       ISA::argmax, ISA::ceiling, ISA::ceiling_macs, ISA::decode_scratch,                \
                                       ISA::prefill_scratch, nullptr, ISA::conv, ISA::delta, ISA::ssd, ISA::scan,        \
                                       ISA::gated_norm, ISA::conv_scratch, ISA::delta_scratch, ISA::ssd_scratch,         \
-                                      ISA::scan_scratch};                                                               \
+                                      ISA::scan_scratch, ISA::index_scores};                                            \
         return &table;                                                                                                  \
     }

@@ -65,6 +65,7 @@ struct ActivationArgs {
 
 struct AttentionArgs {
     int64_t num_heads, num_kv_heads, head_dim, block_size;
+    const int32_t* chosen = nullptr;  // positions of the keys that are read, in the place of 0, 1, …
     int64_t value_dim;  // head_dim; or less, and values are parts of the keys' rows (latent attention)
     float *qkv, *out;  // `out` may be columns of a wider buffer
     int64_t qkv_stride, out_stride;
@@ -202,6 +203,9 @@ struct Kernels {
     int64_t (*delta_scratch)(const DeltaArgs&) = nullptr;
     int64_t (*ssd_scratch)(const SsdArgs&) = nullptr;
     int64_t (*scan_scratch)(const ScanArgs&) = nullptr;
+    // scores[j] = Σ weights[h] · max(0, q[h] · key j) of a sequence's first n keys; scratch: (H + 1) · D, each D a multiple of 16
+    void (*index_scores)(const AttentionArgs&, int64_t seq, int64_t n, const float* q, const float* weights, float* scores,
+                         float* scratch) = nullptr;
 };
 
 // Room for two pairs of panels of whole numbers, unpacked to I8 or bfloat16 for many tokens.

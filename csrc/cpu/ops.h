@@ -20,6 +20,24 @@ struct RowOp : Op {
     virtual void row(Program&, int64_t, float*) {}
 };
 
+// An operator that reads or writes the cache of a layer.
+struct WithCache : RowOp {
+    int32_t q, layer, group = 0;
+    bool index = false;  // the keys of the layer's index, in the place of its keys and values
+    AttentionArgs args;
+    void read_step(Program& p) {
+        const ss_step& s = p.step();
+        const ss_layer_kv& kv = s.layers[layer];
+        const ss_group& g = s.groups[group];
+        args.qkv = (float*)p.row(q, 0), args.qkv_stride = p.stride(q) / 4;
+        args.k = (uint8_t*)kv.k, args.v = (uint8_t*)kv.v, args.k_scale = kv.k_scale, args.v_scale = kv.v_scale;
+        if (index) args.k = args.v = (uint8_t*)kv.index;
+        args.cache = s.cache, args.block_size = s.block_size, args.query_start_loc = s.query_start_loc;
+        args.block_table = g.block_table, args.table_stride = g.table_stride, args.seq_lens = g.seq_lens;
+        args.positions = s.positions, args.slots = g.slots;
+    }
+};
+
 template <class T>
 inline T* add(ss_program* program) {
     auto op = std::make_unique<T>();

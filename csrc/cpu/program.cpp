@@ -340,21 +340,6 @@ struct LinearArgmax : Op {
     }
 };
 
-struct WithCache : RowOp {
-    int32_t q, layer, group = 0;
-    AttentionArgs args;
-    void read_step(Program& p) {
-        const ss_step& s = p.step();
-        const ss_layer_kv& kv = s.layers[layer];
-        const ss_group& g = s.groups[group];
-        args.qkv = (float*)p.row(q, 0), args.qkv_stride = p.stride(q) / 4;
-        args.k = (uint8_t*)kv.k, args.v = (uint8_t*)kv.v, args.k_scale = kv.k_scale, args.v_scale = kv.v_scale;
-        args.cache = s.cache, args.block_size = s.block_size, args.query_start_loc = s.query_start_loc;
-        args.block_table = g.block_table, args.table_stride = g.table_stride, args.seq_lens = g.seq_lens;
-        args.positions = s.positions, args.slots = g.slots;
-    }
-};
-
 struct Rope : WithCache {
     int64_t scratch_floats(Program&) override { return args.head_dim; }
     int chunks(Program& p) override {
@@ -637,9 +622,9 @@ void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int3
 void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads, int64_t num_kv_heads,
                            int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved, const float* q_norm,
                            const float* k_norm, float eps, float offset, float value_eps, int32_t own_values,
-                           int32_t norm_after) {
+                           int32_t norm_after, int32_t index) {
     auto* op = add<Rope>(p);
-    op->q = qkv, op->layer = layer, op->group = group, op->args = {};
+    op->q = qkv, op->layer = layer, op->group = group, op->index = index, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.cos_sin = cos_sin, a.rotary_dim = rotary_dim;
     a.interleaved = interleaved, a.q_norm = q_norm, a.k_norm = k_norm, a.norm_eps = eps, a.norm_offset = offset;

@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 32  // changes with any declaration in this file
+#define SS_ABI 33  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -115,11 +115,12 @@ SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t co
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
                            int32_t accumulate);
 // group: the one of `ss_step.groups` whose table and slots are used. value_eps ≥ 0: an RMS norm of each value. Without own_values
-// the values are the keys before their norm, and the row ends with these.
+// the values are the keys before their norm, and the row ends with these. index: the keys go to the layer's index, which has no
+// values.
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
                                   int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset, float value_eps,
-                                  int32_t own_values, int32_t norm_after);
+                                  int32_t own_values, int32_t norm_after, int32_t index);
 // Latent attention (`OpSet.mla_queries`) without its product. q is float32 [H, nope_dim + rotary_dim], row float32
 // [rank + rotary_dim].
 // 1. The cache gets the row as [rotary_dim rotated, rank normed].
@@ -133,6 +134,13 @@ SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer,
                              int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, float scale, int64_t window,
                              float softcap, const float* slopes, const float* sinks, const float* distance_bias,
                              int64_t bias_range, int32_t causal);
+// Sparse attention (`IndexSpec`). choose: q, float32 [H · D], rotated, and a weight for each head → out, int32 [top_k]: the
+// positions of the chosen keys in rising order. Nothing is written for a token that sees up to top_k keys.
+SS_API void ss_add_choose(ss_program*, int32_t q, int32_t weights, int32_t out, int32_t layer, int64_t num_heads, int64_t head_dim,
+                          int64_t top_k);
+// `ss_add_attention` with one kv head over the chosen keys, token by token, so a token's result depends on nothing else in the step.
+SS_API void ss_add_sparse_attention(ss_program*, int32_t q, int32_t chosen, int32_t out, int32_t layer, int64_t num_heads,
+                                    int64_t head_dim, int64_t value_dim, int64_t top_k, float scale);
 // Recurrent layers (slipstream/spec/recurrent.py). States are those of the layer's slots: `ss_step` says which a sequence reads and
 // keeps. Columns are those of x's rows.
 // conv: the layer's convolution of `channels` columns from `column` on. factor, gate: the first column of what the inputs and the
@@ -167,6 +175,7 @@ typedef struct {
     const float *k_scale, *v_scale;
     void* conv;        // a recurrent layer's states: [N, width − 1, channels] of the type conv_type, and
     float* recurrent;  // [N, H, K, V], or [N, channels, K]
+    void* index;       // [B, 1, block_size, I] of the cache's type: keys of the layer's index
     int32_t conv_type;  // 0 float32, 1 bfloat16
 } ss_layer_kv;
 

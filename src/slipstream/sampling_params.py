@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from slipstream.arguments import suggesting_init
 from slipstream.errors import RequestError
+from slipstream.spec.speech_rules import SpeechRules as SpeechRules
 
 MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for at each token (OpenAI's limit for chat)."""
@@ -178,6 +179,7 @@ class SamplingParams:
       are returned.
     - `spaces_between_special_tokens` has no effect, because none of our tokenizers adds such
       spaces.
+    - `speech`: the rules of a speech model's answer; set by transcriptions.
     - `thinking_token_budget`: the reasoning has at most this many tokens; then the marker of its end
       is forced, and the answer follows. −1: no limit. `reasoning` are the markers; None: those of
       the model's chat template.
@@ -228,6 +230,7 @@ class SamplingParams:
     logits_processors: tuple[Any, ...] = ()
     thinking_token_budget: int | None = None
     reasoning: ReasoningMarkers | None = None
+    speech: SpeechRules | None = None
 
     def __post_init__(self) -> None:
         # As in other libraries, stop may be a string or a list, and -1 means no top_k.
@@ -288,6 +291,7 @@ class SamplingParams:
             or self.xtc_probability
             or self.top_n_sigma > 0
             or self.typical_p < 1.0
+            or (self.speech and (self.speech.forced or self.speech.first_timestamp is not None))
         )
 
     def takes(self, sampler: str) -> bool:

@@ -25,6 +25,7 @@ from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
 from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
 from slipstream.sampling_params import ReasoningMarkers as ReasoningMarkers
 from slipstream.sampling_params import SamplingParams as SamplingParams
+from slipstream.sampling_params import SpeechRules as SpeechRules
 from slipstream.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class PicturesPrompt(TypedDict, total=False):
     pictures}.
 
     A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
-    the model's placeholder for each.
+    the model's placeholder for each. A speech model takes {"audio": a file's bytes, samples at 16 kHz,
+    or (samples, rate)}, of one window at most.
     """
 
     prompt: str
@@ -196,6 +198,23 @@ class ImageSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AudioWindow:
+    """A window of audio for an encoder: its log-mel spectrogram, float32 [mels, num_frames] in the machine's byte order."""
+
+    num_mel_bins: int
+    data: bytes = field(repr=False)
+
+    def frames(self) -> npt.NDArray[np.float32]:
+        """Rows [num_frames, mels · 3]: each frame with the one before and the one after it, zeros outside the window."""
+        import numpy as np
+
+        spectrogram = np.frombuffer(self.data, np.float32).reshape(self.num_mel_bins, -1)
+        padded = np.pad(spectrogram, ((0, 0), (1, 1)))
+        around = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)  # [mels, frames, 3]
+        return np.ascontiguousarray(around.transpose(1, 0, 2)).reshape(spectrogram.shape[1], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One sequence for the engine core, with its `RequestOptions`.
 
@@ -217,8 +236,9 @@ class EngineRequest:
     cache_salt: str = ""
     cache_hints: CacheHints = NO_HINTS
     pooled: bool = False  # asks for an embedding or scores, not tokens: max_tokens is 0
-    # An encoder-decoder's prompt; prompt_token_ids then begin its answer.
+    # An encoder-decoder's prompt; prompt_token_ids then begin its answer. With `audio` it has a 0 for each state.
     encoder_token_ids: tuple[int, ...] = ()
+    audio: AudioWindow | None = None
     lora: LoRARequest | None = None
     share: Share | None = None
     client: str = ""
@@ -317,6 +337,7 @@ class NewRequest:
     pooled: bool = False
     encoder_token_ids: tuple[int, ...] = ()
     num_encoder_tokens: int = 0
+    audio: AudioWindow | None = None
     lora: LoRARequest | None = None
     mirostat_mu: float | None = None  # state of its sampler, if it was here before
     images: tuple[ImageSpan, ...] = ()
@@ -343,6 +364,7 @@ class NewRequest:
             pooled=spec.pooled,
             encoder_token_ids=spec.encoder_token_ids if encodes else (),
             num_encoder_tokens=len(spec.encoder_token_ids),
+            audio=spec.audio if encodes else None,
             lora=spec.lora,
             mirostat_mu=mirostat_mu,
             images=spec.images,

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import time
+from array import array
+from hashlib import blake2b
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.prefix_cache import extend_keys, root_key, salted
@@ -85,3 +90,17 @@ def test_hits_are_of_prompts_alone():
     assert found == 6
     stats = engine.scheduler.stats()
     assert (stats.prefix_hits, stats.prefix_queries) == (6, 12)
+
+
+@given(st.lists(st.integers(0, 3), max_size=200), st.lists(st.integers(1, 70), max_size=12))
+def test_keys_are_the_same_however_many_are_made_at_once(tokens, counts):
+    """Stretches are remembered, so texts that differ late share some and not others."""
+    expected, found, num_blocks = [], [], len(tokens) // 2
+    key = b"root"
+    for i in range(num_blocks):
+        data = array("i", tokens[2 * i : 2 * i + 2]).tobytes()
+        key = blake2b(key + data, digest_size=16).digest()
+        expected.append(key)
+    for count in (*counts, num_blocks):
+        extend_keys(found, b"root", tokens, 2, max(len(found), min(len(found) + count, num_blocks)))
+    assert found == expected

@@ -222,6 +222,36 @@ def test_latent_attention(ops, query_lens, contexts, heads):
 
 
 @pytest.mark.parametrize(
+    ("query_lens", "contexts"),
+    [([1, 1, 1], [4000, 7000, 100]), ([1, 300, 17], [5000, 2500, 0])],
+    ids=["decodes", "mixed"],
+)
+def test_sparse_attention(ops, query_lens, contexts):
+    """DeepSeek V3.2's sizes: keys that an index of 64 heads chooses, and attention to them. Then both from a graph."""
+    heads, top_k = 32, 2048
+    q, kv, meta = step(query_lens, contexts, heads=heads, kv_heads=1, dim=576, max_seq_len=8192)
+    like = dict(device="cuda", dtype=torch.bfloat16)
+    index = torch.randn(*kv.k.shape[:3], 128, **like)
+    asked, weights = torch.randn(len(q), 64, 128, **like), torch.randn(len(q), 64, **like)
+    cache, keys = LayerKV(kv.k, kv.k[..., 64:]), LayerKV(index, index[..., 1:])
+
+    def both(o):
+        chosen = o.best_keys(asked, weights, keys, meta, top_k)
+        return chosen, o.sparse_attention(q, chosen, cache, meta, 576**-0.5)
+
+    chosen, seen = both(ops)
+    wanted, _ = both(REFERENCE)
+    for ours, theirs in zip(chosen.tolist(), wanted.tolist(), strict=True):
+        assert len({*ours} ^ {*theirs}) <= 0.02 * top_k  # near scores, which rounding parts
+    assert error(seen, REFERENCE.sparse_attention(q, chosen, cache, meta, 576**-0.5)) < 5e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, again = both(ops)
+    graph.replay()
+    assert error(again, seen) < 5e-3
+
+
+@pytest.mark.parametrize(
     "contexts", [[500], [0, 40, 900], [(i * 37) % 900 for i in range(40)]], ids=len
 )
 def test_latents_before_and_behind(ops, contexts):

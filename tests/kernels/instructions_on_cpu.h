@@ -223,10 +223,12 @@ inline float of_half(u16 x) {  // looked up: the conversion is a call
 inline u16 to_half(float x) { const _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
 inline float of_bfloat(u16 x) { return __uint_as_float((u32)x << 16); }
 inline float to_float(u16 x) { return HALF ? of_half(x) : of_bfloat(x); }
-inline u16 from_float(float x) {
-    if (HALF) return to_half(x);
+inline u16 to_bfloat(float x) {
     const u32 y = bits_of(x);
     return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
+}
+inline u16 from_float(float x) {
+    return HALF ? to_half(x) : to_bfloat(x);
 }
 inline float of_e4m3(u8 code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
@@ -243,6 +245,19 @@ inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high
 inline u32 low_half2(u32 codes) { return to_half(of_e4m3(codes & 255)) | (u32)to_half(of_e4m3(codes >> 8 & 255)) << 16; }
 inline u32 high_half2(u32 codes) { return low_half2(codes >> 16); }
 inline void unpack_half2(u32 x, float& low, float& high) { low = of_half((u16)x), high = of_half((u16)(x >> 16)); }
+template <bool E4M3>
+inline void widen_codes(u32 codes, u32& low, u32& high) {
+    if (E4M3) low = low_half2(codes), high = high_half2(codes);
+    else {
+        auto half = [&](int i) { return (u32)to_half((float)(signed char)(codes >> 8 * i)); };
+        low = half(0) | half(1) << 16, high = half(2) | half(3) << 16;
+    }
+}
+inline u32 pack_halves(float low, float high) { return to_half(low) | (u32)to_half(high) << 16; }
+template <bool HALVES>
+inline u32 pack16(float low, float high) {
+    return HALVES ? pack_halves(low, high) : to_bfloat(low) | (u32)to_bfloat(high) << 16;
+}
 inline float exp2_fast(float x) { return exp2f(x); }
 
 // --- memory
@@ -318,11 +333,26 @@ inline void multiplied(T (&c)[4], const Operands& own, Number number_of) {
             }
     }
 }
-inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <bool HALVES>
+inline void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiplied<float, 2>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) {
         const u16 x = (u16)(word >> 16 * j);
-        return FORM == 1 || HALF ? of_half(x) : of_bfloat(x);
+        return HALVES ? of_half(x) : of_bfloat(x);
     });
+}
+inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma16<FORM == 1 || HALF>(c, a0, a1, a2, a3, b0, b1);
+}
+inline u32 transposed(u32 x) {
+    const u8(*all)[32] = exchanged(x);
+    const int row = now->index % 32 / 4, column = now->index % 4 * 2;
+    u32 y = 0;
+    for (int n = 0; n < 2; n++) {
+        u32 theirs;
+        memcpy(&theirs, all[(column + n) * 4 + row / 2], 4);
+        y |= (theirs >> row % 2 * 16 & 0xffff) << 16 * n;
+    }
+    return y;
 }
 inline void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiplied<int, 4>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) { return (int)(signed char)(word >> 8 * j); });

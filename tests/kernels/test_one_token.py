@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import re
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -466,9 +467,9 @@ ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CACHED = 86
 
 
-def steps(model, cache):
+def steps(model, cache, seed=1):
     """Logits of two tokens, one by one, after a cache of CACHED keys of noise."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     paged = Paged(model, 1, 128, block_size=16)
     if cache is not None:
         paged.kv = [
@@ -548,9 +549,15 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
         )
     )
     assert not isinstance(fast(ours.decoder).one_token, Reason)
-    expected = steps(exact, cache)
+    # a token of a mixture may lose an expert to rounding, in either way
+    seeds = range(1, 4) if shape_of(ours.spec).experts is not None else (1,)
+    expected = [steps(exact, cache, seed) for seed in seeds]
     ours_off, theirs_off = (
-        ((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs)
+        statistics.median(
+            ((steps(m, cache, seed) - truth).norm() / truth.norm()).item()
+            for seed, truth in zip(seeds, expected, strict=True)
+        )
+        for m in (ours, theirs)
     )
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
     assert ours_off < 1.2 * theirs_off + 2e-3

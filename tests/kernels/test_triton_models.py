@@ -40,6 +40,8 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("gpt_oss", {}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
         ("deepseek_v3", {}),
+        ("deepseek_v32", {"index_topk": 3}),
+        ("glm_moe_dsa", {"index_topk": 3, "index_head_dim": 12}),
     ],
     ids=str,
 )

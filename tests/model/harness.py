@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, index_tensor
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.states import StateMetadata, chunk_table, layer_state
 from slipstream.model.decoder import Decoder
@@ -80,6 +80,12 @@ class Paged:
                     lambda shape: torch.randn(shape).to(dtype),
                 ),
                 state=layer_state(layer.recurrent, num_seqs + 1, dtype, torch.float32, torch.zeros),
+                index=index_tensor(
+                    layer.attention,
+                    len(ids) + 1,
+                    block_size,
+                    lambda shape: torch.randn(shape).to(dtype),
+                ),
             )
             for layer in (model.spec.layers[i] for i in model.spec.local_layers)
         ]

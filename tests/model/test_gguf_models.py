@@ -477,6 +477,22 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "expert_group_used_count": 2,
         },
     ),
+    "glm-dsa": (
+        "glm-dsa",
+        "glm_moe_dsa",
+        {"indexer_types": ["full"] * 3, "num_hidden_layers": 3, "rms_norm_eps": 1e-6},
+        {
+            **DEEPSEEK,
+            "attention.q_lora_rank": 16,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "expert_shared_count": 1,
+            "attention.indexer.head_count": 24,
+            "attention.indexer.key_length": 16,
+            "attention.indexer.top_k": 9,
+        },
+    ),
     "olmo2": ("olmo2", "olmo2", {"rms_norm_eps": 1e-6}, RMS),
     "olmo3": (
         "olmo2",
@@ -777,7 +793,7 @@ def apart(architecture, name, value, a):
     """Tensors that llama.cpp's converter makes of one, by its own names."""
     layer = next((part for part in name.split(".") if part.isdigit()), None)
     last = name.rsplit(".", 1)[-1]
-    if architecture == "deepseek2" and "kv_b_proj" in name:
+    if architecture in ("deepseek2", "glm-dsa") and "kv_b_proj" in name:
         keys, values = np.split(value.reshape(a.num_heads, -1, a.kv_rank), [a.nope_dim], axis=1)
         return {
             f"blk.{layer}.attn_k_b.weight": keys.swapaxes(1, 2),

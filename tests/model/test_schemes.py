@@ -64,6 +64,13 @@ ALL_EXPERTS = {
     "nemotron_h": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    # Nor does another choice of keys.
+    "deepseek_v32": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "index_topk": 256},
+    "glm_moe_dsa": {"num_experts_per_tok": 8, "index_topk": 256},
+    "dbrx": {
+        **dict(d_model=128, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}),
+        "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 6},
+    },
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {"num_experts_per_tok": 8},
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from slipstream.kernels.cpu.lowering import Emitter, lower
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.layouts import (
+    AttentionParams,
+    Experts,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.recording import TOKENS, NamedLinear, NamedWeight, RecordingOps, Value
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
@@ -36,7 +43,7 @@ BUILD = {
 }
 WITHOUT_PROGRAM = {"gemma3n_text": "table for layers that is shorter"}
 OF_WEIGHTS = (
-    *(QKVLayout, AttentionParams, Experts, MLAParams, NormParams),
+    *(QKVLayout, AttentionParams, Experts, IndexParams, MLAParams, NormParams),
     *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
 )
 

@@ -28,6 +28,7 @@ from slipstream.spec.host_experts import mixtures
 from slipstream.spec.model import (
     DenseSpec,
     GatedDeltaSpec,
+    IndexSpec,
     LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
@@ -295,7 +296,9 @@ def describe_vectors(description: ModelDescription) -> str:
             classifier.pooling
         ]
         return f"{classifier.num_labels} scores of {of}"
-    return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (
+    size, steps = how.vector_size(description.spec.hidden_size), len(how.dense)
+    dense = f", {steps} Dense" if steps else ""
+    return f"{size:,} numbers, {how.kind} of the tokens{dense}" + (
         ", length 1" if how.normalize else ""
     )
 
@@ -319,7 +322,11 @@ def describe(layer: LayerSpec) -> str:
     a, m = layer.attention, layer.mlp
     parts = [] if layer.recurrent is None else [describe_recurrent(layer.recurrent)]
     if isinstance(a, LatentAttentionSpec):
-        parts += [f"latent attention, {a.num_heads} heads, {a.head_dim} cached"]
+        parts += [f"latent attention, {a.num_heads} heads, {a.cached_size} cached"]
+        if isinstance(a.index, IndexSpec):
+            parts += [f"the {a.index.top_k:,} best keys of an index with {a.index.num_heads} heads"]
+        elif a.index is not None:
+            parts += ["the keys of the layer before"]
     elif a is not None:
         kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
         parts += [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]

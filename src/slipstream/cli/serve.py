@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "prompts times n, or texts to embed or to rerank (default: 2048)"
     add("--max-choices-per-request", Rare(text), **whole)
     add("--max-body-bytes", Rare("of a request; beyond it: 413 (default: 8MiB)"), **size)
+    add("--max-audio-bytes", Rare("of an audio file; beyond it: 413 (default: 25MiB)"), **size)
+    add("--max-audio-seconds", Rare("of a sound; beyond it: 400 (default: 7200)"), **seconds)
     text = "seconds for a body to arrive (default: 30)"
     add("--body-timeout", Rare(text), dest="body_timeout_s", **seconds)
 

@@ -66,6 +66,9 @@ def parallel_section(
     if ranks == 1:
         return OneDevice()
     _check_ranks(args)
+    if spec.encoder is not None and spec.encoder.audio is not None:
+        field = split_setting(args)
+        raise ConfigError(f"{field} does not cover encoders of audio; leave it at 1", field=field)
     if args.cpu_layers is not None:
         return HostAndGpu(int(args.cpu_layers), spec.num_layers - int(args.cpu_layers))
     check_split(spec, tensor=tensor, experts=experts)

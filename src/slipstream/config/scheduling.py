@@ -58,7 +58,7 @@ def scheduling_section(
     if not chunked:
         tokens_auto = max(tokens_auto, ranks * max_model_len, 2048 if spec.is_encoder else 0)
     # The encoder's whole prompt, with the others' tokens.
-    needed = max_model_len + seqs if spec.encoder is not None else 0
+    needed = spec.encoder.longest(max_model_len) + seqs if spec.encoder is not None else 0
     tokens_auto = max(tokens_auto, needed)
     picture = 0 if spec.vision is None else spec.vision.whole_tokens
     if picture:  # its tokens attend to each other

@@ -490,7 +490,8 @@ class EngineConfig:
     def max_blocks_per_seq(self) -> int:
         """The width of a block table: a prompt with its answer, or the longer of the two if an
         encoder reads the prompt."""
-        return -(-self.model.max_model_len // self.cache.block_size)
+        longest = max(self.model.max_model_len, *(g.num_read or 0 for g in self.cache.groups))
+        return -(-longest // self.cache.block_size)
 
     @property
     def drafts_ahead(self) -> bool:

@@ -18,7 +18,7 @@ Every operation takes constant time per block, apart from the order's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from slipstream.errors import ConfigError
@@ -29,11 +29,11 @@ NULL_BLOCK = 0
 class EvictionOrder(Protocol):
     """An order of the free cached blocks other than by their last use."""
 
-    def add(self, block: int) -> None:
-        """Take in a cached block that nobody holds any more."""
+    def add(self, blocks: Iterable[int]) -> None:
+        """Take in cached blocks that nobody holds any more."""
 
-    def remove(self, block: int) -> None:
-        """Give out a free block to a holder."""
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Give out free blocks to a holder."""
 
     def take(self, count: int) -> list[int]:
         """Take the blocks to evict. There are as many."""
@@ -107,20 +107,27 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add one holder to each block. A free (cached) block leaves the free list."""
+        counts, blocks = self.ref_counts, tuple(blocks)
+        free = {b: None for b in blocks if not counts[b]}
+        if free:
+            self._unlink(free)
         for block in blocks:
-            if self.ref_counts[block] == 0:
-                self._unlink(block)
-            self.ref_counts[block] += 1
+            counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block, starting with the last block."""
-        for block in reversed(blocks):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self._link(block)
+        counts = self.ref_counts
+        for block in blocks:
+            counts[block] -= 1
+        free = {b: None for b in reversed(blocks) if not counts[b]}
+        if free:
+            self._link(free)
 
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
+
+    def lookups(self, keys: Iterable[bytes]) -> list[int | None]:
+        return list(map(self._cached.get, keys))
 
     def register(self, block: int, key: bytes) -> bool:
         """Cache `block` under `key`. False if the key or the block is already cached."""
@@ -144,12 +151,12 @@ class BlockPool:
     def drop(self, block: int) -> None:
         """Forget a cached block, which is then among the first to be used."""
         if self.ref_counts[block] == 0:
-            self._unlink(block)
+            self._unlink((block,))
         if self.order is not None:
             self.order.discard(block)
         self.forget(block)
         if self.ref_counts[block] == 0:
-            self._link(block)
+            self._link((block,))
 
     def forget_all(self) -> None:
         if self.order is not None:
@@ -190,21 +197,25 @@ class BlockPool:
             b: k for b, k in enumerate(self.hashes) if k is not None
         }
 
-    def _link(self, block: int) -> None:
-        """Put a block into the free list: at the tail if it is cached, unless there is an order, otherwise at the head."""
-        self.num_free += 1
-        before = self._end
-        if self.hashes[block] is not None:
-            if self.order is not None:
-                return self.order.add(block)
-            before = self._previous[self._end]
-        after = self._next[before]
-        self._next[before], self._previous[block] = block, before
-        self._next[block], self._previous[after] = after, block
+    def _link(self, blocks: Collection[int]) -> None:
+        """Take free blocks in: cached ones at the list's tail, or into the order; others at the head."""
+        self.num_free += len(blocks)
+        following, previous, hashes = self._next, self._previous, self.hashes
+        if self.order is not None:
+            self.order.add([b for b in blocks if hashes[b] is not None])
+            blocks = [b for b in blocks if hashes[b] is None]
+        for block in blocks:
+            before = self._end if hashes[block] is None else previous[self._end]
+            after = following[before]
+            following[before], previous[block] = block, before
+            following[block], previous[after] = after, block
 
-    def _unlink(self, block: int) -> None:
-        self.num_free -= 1
-        if self.order is not None and self.hashes[block] is not None:
-            return self.order.remove(block)
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
+    def _unlink(self, blocks: Collection[int]) -> None:
+        self.num_free -= len(blocks)
+        following, previous, hashes = self._next, self._previous, self.hashes
+        if self.order is not None:
+            self.order.remove([b for b in blocks if hashes[b] is not None])
+            blocks = [b for b in blocks if hashes[b] is None]
+        for block in blocks:
+            before, after = previous[block], following[block]
+            following[before], previous[after] = after, before

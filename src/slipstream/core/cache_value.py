@@ -74,23 +74,26 @@ class ValueOrder:
 
     # --- What the pool calls ------------------------------------------------------------------------------------------
 
-    def add(self, block: int) -> None:
-        """Take in a cached block that nobody holds any more."""
-        run = self._owners[block]
-        if run is None:
-            self._loose[block] = None
-            return
-        run.num_free += 1
-        if run.entry is None:
-            self.revalue(run)
+    def add(self, blocks: Iterable[int]) -> None:
+        """Take in cached blocks that nobody holds any more."""
+        for block in blocks:
+            run = self._owners[block]
+            if run is None:
+                self._loose[block] = None
+                continue
+            run.num_free += 1
+            if run.entry is None:
+                self.revalue(run)
 
-    def remove(self, block: int) -> None:
-        """Give out a free block to a holder."""
-        run = self._owners[block]
-        if run is None:
-            del self._loose[block]
-        else:
-            run.num_free -= 1
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Give out free blocks to a holder."""
+        owners = self._owners
+        for block in blocks:
+            run = owners[block]
+            if run is None:
+                del self._loose[block]
+            else:
+                run.num_free -= 1
 
     def take(self, count: int) -> list[int]:
         """Take the blocks that are worth least. There must be as many."""

@@ -22,7 +22,7 @@ def check_length(
             f"prompt and answer are {total} tokens, more than max_model_len={longest}",
             field="prompt",
         )
-    if encoded > longest:
+    if encoded > max(longest, *(g.num_read or 0 for g in cache.groups)):
         raise ContextLengthError(
             f"the prompt has {encoded} tokens, more than max_model_len={longest}", field="prompt"
         )

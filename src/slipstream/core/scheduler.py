@@ -580,7 +580,8 @@ class Scheduler:
         if kv.states is not None and not kv.states.has_room(request):
             return False
         own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
-        revived = sum(kv.pool.ref_counts[b] == 0 for table in cached for b in table)
+        counts = kv.pool.ref_counts
+        revived = sum([counts[b] for b in table].count(0) for table in cached)
         return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
 
     def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:

@@ -31,7 +31,15 @@ def part_of(name: str) -> str:
     of_layer = name.removeprefix("encoder.").removeprefix("layers.")
     first, _, rest = of_layer.partition(".")
     first = rest.partition(".")[0] if first.isdigit() else first
-    if first in ("embed", "embed_in", "embed_out", "positions", "token_types", "distances"):
+    if first in (
+        "embed",
+        "embed_in",
+        "embed_out",
+        "positions",
+        "token_types",
+        "distances",
+        "audio",
+    ):
         return "embeddings"
     if first in ("attention", "cross", "recurrent"):
         return "attention"
@@ -335,7 +343,11 @@ class MemoryLedger:
     def num_kv_tokens(self) -> int:
         """Tokens that the caches hold in sequences of maximum length, including prompts that an
         encoder reads."""
-        tables = -(-self.max_model_len // self.block_size) * (1 + self.has_cross)
+        own, cross = (
+            -(-self.max_model_len // self.block_size),
+            [g for g in self.groups if g.kind == "cross"],
+        )
+        tables = own + sum(g.max_blocks(self.max_model_len, self.block_size, 0) for g in cross)
         blocks = self.num_caches * max(0, self.num_blocks - 1)
         return blocks * self.block_size * tables // self.blocks_per_sequence
 
@@ -394,7 +406,9 @@ class MemoryLedger:
         return lines
 
     def describe_capacity(self) -> str:
+        read = next((g.num_read for g in self.groups if g.num_read), None)
         each = ", prompt and answer each" if self.has_cross else ""
+        each = each if read is None else f", and {read:,} states of audio each"
         ranks = f", on all {self.num_caches} ranks together" if self.num_caches > 1 else ""
         return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}{ranks}"
 

@@ -22,7 +22,10 @@ from slipstream.spec.model import (
 )
 
 UNROUNDED = frozenset(
-    ("expand", "router", "shared_weight", "gate", "project", "experts_in", "experts_out")
+    (
+        *("expand", "router", "shared_weight", "gate", "project", "experts_in", "experts_out"),
+        *("index_q", "index_k", "index_weights"),
+    )
 )
 """Products of a layer that keep the model's type."""
 
@@ -119,7 +122,8 @@ def _of_layer(layer: LayerSpec, hidden_size: int) -> list[tuple[str, str, int, i
 
 
 def attention_bytes(a: AttentionKind, num_cached: float, element_bytes: int) -> float:
-    """Bytes of the keys and values of `num_cached` tokens. A latent is read once as both."""
+    """Bytes of the keys and values of `num_cached` tokens. A latent is read once as both. With an index this is the most that
+    is read: the latents of all keys."""
     return num_cached * a.cached_size * element_bytes
 
 

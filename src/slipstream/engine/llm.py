@@ -21,17 +21,27 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from slipstream.arguments import suggesting
 from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.costs.memory import MemoryLedger
+from slipstream.engine.audio.sound import read_samples
+from slipstream.engine.audio.transcription import (
+    Task,
+    Transcription,
+    TranscriptionOptions,
+    speech_of,
+)
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import Asleep, EngineCore, check_alive, collect_and_release
 from slipstream.engine.folder import settled
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
 from slipstream.engine.pooled import (
+    ClassificationOutput,
     EncodingOutput,
     TextsAnswer,
     as_embeddings,
     check_dimensions,
     check_task,
+    classified,
     encoded,
+    label_names,
     rank,
     refuse_classifier,
     rerank_texts,
@@ -64,6 +74,7 @@ from slipstream.outputs import (
     RequestOutput,
     RerankResult,
     ScoreOutput,
+    TranscriptionOutput,
     Vectors,
 )
 from slipstream.stats import CanaryResult, EngineStats
@@ -367,6 +378,48 @@ class LLM:
         return [s.answer(found[s.request.request_id], self.tokenizer) for s in searches]
 
     @suggesting
+    def transcribe(
+        self,
+        audio: Any,
+        *,
+        task: Task = "transcribe",
+        language: str | None = None,
+        prompt: str = "",
+        temperature: float = 0.0,
+        seed: int | None = None,
+        timestamps: bool = False,
+        details: bool = False,
+        progress: bool = True,
+    ) -> list[TranscriptionOutput]:
+        """The text of a sound, or of each of a list: a path, a file's bytes, samples at 16 kHz, or (samples, rate).
+
+        Sounds of any length are read in windows; those of different sounds run together. `task="translate"` writes English.
+        `timestamps`: the segments have times (those of sounds longer than a window always have). `details`: they have
+        log-probabilities. RequestError names what can't work before anything runs.
+        """
+        options = TranscriptionOptions(
+            task=task,
+            language=language,
+            prompt=prompt,
+            temperature=temperature,
+            seed=seed,
+            timestamps=timestamps,
+            details=details,
+        )
+        description, longest = self.core.description, self.config.model.max_model_len
+        speech_of(description)
+        made = [
+            Transcription.begin(description, self.tokenizer, read_samples(sound), options, longest)
+            for sound in (audio if isinstance(audio, list) else [audio])
+        ]
+        while waiting := [one for one in made if not one.is_done]:
+            prompts, sampling = zip(*(one.next() for one in waiting), strict=True)
+            answers = self.generate(list(prompts), list(sampling), progress=progress)
+            for one, answer in zip(waiting, answers, strict=True):
+                one.take(answer.outputs[0].token_ids, answer.outputs[0].logprobs)
+        return [one.output() for one in made]
+
+    @suggesting
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -448,6 +501,22 @@ class LLM:
         return encoded(
             self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors()
         )
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[ClassificationOutput]:
+        """A classifier's probabilities of its labels for each text, and the name of the likeliest. `problem_type` of its config
+        says whether labels exclude each other."""
+        prompts = _listed(prompts)
+        label_names(self.core.description)
+        shown = progress if use_tqdm is None else use_tqdm
+        answer = self._read(prompts, truncate, lambda first, vectors: None, progress=shown)
+        return classified(self.core.description, answer.vectors())
 
     def stream(
         self,

@@ -36,7 +36,8 @@ def refuse_classifier(model: ModelDescription) -> None:
 
 def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
     """Raise RequestError if the model was not trained to give vectors of that length."""
-    whole, known = model.spec.hidden_size, model.pooling.dimensions
+    whole = model.pooling.vector_size(model.spec.hidden_size)
+    known = model.pooling.dimensions
     if dimensions is None or dimensions == whole:
         return
     if known is None:
@@ -107,6 +108,66 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
             zip(vectors.prompts, vectors.prompt_token_ids, strict=True)
         )
     ]
+
+
+def label_names(model: ModelDescription) -> list[str]:
+    """The names of a classifier's scores. RequestError (field `model`) for another model."""
+    classifier = model.spec.classifier
+    if classifier is None:
+        raise RequestError(
+            "this model is no classifier; use embeddings, or serve a model with a head for classes",
+            field="model",
+        )
+    own = model.pooling.labels
+    return [own[i] if i < len(own) else f"LABEL_{i}" for i in range(classifier.num_labels)]
+
+
+def label_probabilities(
+    model: ModelDescription, vectors: Vectors, *, activate: bool = True
+) -> npt.NDArray[np.float64]:
+    """A classifier's scores [N, labels] as probabilities, in the way of its `problem_type`. Without `activate` as they are."""
+    found, how = rows(vectors).astype(np.float64), model.pooling
+    if not activate or how.problem == "regression":
+        return found
+    if how.problem == "multi_label" or (found.shape[1] == 1 and how.probabilities):
+        return np.asarray(np.exp(-np.logaddexp(0.0, -found)))
+    if found.shape[1] == 1:
+        return found
+    powers = np.exp(found - found.max(axis=1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+
+
+def classified(model: ModelDescription, vectors: Vectors) -> list[ClassificationOutput]:
+    """An object for each text."""
+    names = label_names(model)
+    if not vectors.prompts:
+        return []
+    found = label_probabilities(model, vectors)
+    parts = zip(vectors.prompts, vectors.prompt_token_ids, found, strict=True)
+    return [
+        ClassificationOutput(
+            prompt=prompt,
+            prompt_token_ids=ids,
+            label=names[int(own.argmax())],
+            probs=[float(x) for x in own],
+        )
+        for prompt, ids, own in parts
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationOutput:
+    """A text's probabilities of a classifier's labels, and the name of the likeliest."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    label: str
+    probs: list[float]
+
+    @property
+    def outputs(self) -> ClassificationOutput:
+        """This object, so that `output.outputs.probs` works as in vLLM."""
+        return self
 
 
 def check_task(model: ModelDescription, task: str | None) -> None:

@@ -98,7 +98,7 @@ class PreparedRequest:
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         first = self.engine_requests[0]
-        return first.encoder_token_ids or first.prompt_token_ids
+        return (not first.audio and first.encoder_token_ids) or first.prompt_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +250,7 @@ class InputProcessor:
             )
         if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
+        audio = self.prompts.audio_of(prompt)
         prompt, pictures = self.prompts.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
         special = options.add_special_tokens
@@ -265,15 +266,17 @@ class InputProcessor:
         if sampling.truncate_prompt_tokens is not None:
             tokens = self.prompts.last(tokens, sampling, text is not None and special)
         encoded: tuple[int, ...] = ()
-        if spec is not None and spec.encoder is not None:
+        if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
+            encoded = (0,) * spec.encoder.audio.num_states
+        elif spec is not None and spec.encoder is not None:
             encoded, tokens = tokens, (spec.encoder.start_token_id,)
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))
-            if sampling.prompt_logprobs is not None:
-                raise RequestError(
-                    "an encoder's prompt has no log-probabilities (echo needs them)",
-                    field="prompt_logprobs",
-                )
+        if encoded and sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "an encoder's prompt has no log-probabilities (echo needs them)",
+                field="prompt_logprobs",
+            )
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise self._too_long(len(tokens))
@@ -317,6 +320,7 @@ class InputProcessor:
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
             max_tokens=max_tokens,
             encoder_token_ids=encoded,
+            audio=audio,
             images=images,
             marks=self.prompts.borders(tokens),
         )

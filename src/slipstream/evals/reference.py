@@ -39,6 +39,9 @@ def check_against_transformers(
     """Compare both models. `num_tokens` None: 64, or the whole context if that is shorter."""
     phase("description")
     description = read_spec(path)
+    if description.speech is not None:
+        message = "this model reads audio, and check-model compares texts alone; compare its transcriptions"
+        raise ConfigError(message, field="model")
     most = description.spec.max_position
     if num_tokens is None:
         num_tokens = min(DEFAULT_NUM_TOKENS, most)

@@ -133,6 +133,14 @@ class MLAParams:
         return self.cos_sin.shape[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexParams:
+    """A layer's index (`IndexSpec`): the layout of its queries and its one key, and how many keys it chooses."""
+
+    heads: QKVLayout
+    top_k: int
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A layer's experts, stacked: `up` [X · 2F, E] (without a gate [X · F, E]) and `down`

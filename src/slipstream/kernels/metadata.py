@@ -75,6 +75,7 @@ class LayerKV:
     k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
     v_scale: Tensor | None = None  # float32 [K]
     state: LayerState | None = None
+    index: Tensor | None = None  # [B, 1, block_size, I]: the keys of sparse attention's index
 
     @property
     def block_size(self) -> int:
@@ -84,6 +85,12 @@ class LayerKV:
     def latent(self) -> bool:
         """True if values are a part of the keys and are not written separately."""
         return self.v.shape[3] < self.k.shape[3]
+
+    @property
+    def of_index(self) -> LayerKV:
+        """The index's keys as a cache of latents, whose values are never read."""
+        assert self.index is not None
+        return LayerKV(self.index, self.index[..., 1:])
 
 
 def cache_tensors(
@@ -104,14 +111,28 @@ def cache_tensors(
     return k, new((*shape[:2], shape[3], shape[2])).transpose(2, 3) if values_by_dim else new(shape)
 
 
+def index_tensor(
+    attention: AttentionKind | None,
+    num_blocks: int,
+    block_size: int,
+    new: Callable[[tuple[int, ...]], Tensor],
+) -> Tensor | None:
+    """Makes `LayerKV`'s index for a layer; None if it has no index of its own."""
+    if not isinstance(attention, LatentAttentionSpec) or not attention.index_dim:
+        return None
+    return new((num_blocks, 1, block_size, attention.index_dim))
+
+
 def shared_caches(
     layers: Iterable[int],
     places: Sequence[int],
     new: Callable[[int], tuple[Tensor, Tensor]],
     scales: Sequence[tuple[Tensor, Tensor]] | None = None,
     state: Callable[[int], LayerState | None] = lambda layer: None,
+    index: Callable[[int], Tensor | None] = lambda layer: None,
 ) -> list[LayerKV]:
-    """Makes the caches of `layers`, with an 8-bit cache's `scales`, and the states that `state` makes for a layer.
+    """Makes the caches of `layers`, with an 8-bit cache's `scales`, and the states and index keys that `state` and `index`
+    make for a layer.
 
     `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
     place share what `new` makes for the first of them.
@@ -120,14 +141,15 @@ def shared_caches(
     made = {place: new(i) for i, place in reversed(held.items())}
     caches = [(*made[place], state(i)) for i, place in held.items()]
     if scales is None:
-        return [LayerKV(k, v, state=s) for k, v, s in caches]
+        keys = (index(i) for i in held)
+        return [LayerKV(k, v, state=s, index=x) for (k, v, s), x in zip(caches, keys, strict=True)]
     return [LayerKV(k, v, *scale, s) for (k, v, s), scale in zip(caches, scales, strict=True)]
 
 
 def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
     """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
-    parts = ((layer.k,) if layer.latent else (layer.k, layer.v) for layer in layers)
-    return [x for own in parts for x in own if len(x) > 1]
+    parts = ((layer.k, None if layer.latent else layer.v, layer.index) for layer in layers)
+    return [x for own in parts for x in own if x is not None and len(x) > 1]
 
 
 def by_dim(v: Tensor) -> Tensor:

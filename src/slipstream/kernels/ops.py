@@ -33,6 +33,7 @@ from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
+from slipstream.kernels.layouts import IndexParams as IndexParams
 from slipstream.kernels.layouts import LayerTensors as LayerTensors
 from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
@@ -526,17 +527,65 @@ class OpSet(WeightOps, RankOps):
         return hidden[index.long().clamp(max=len(hidden) - 1)].float()
 
     def mla_attention(
-        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: MLAParams,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries`, then
-        `mla_paged_attention`, or an equivalent.
+        `mla_paged_attention`, or an equivalent. `chosen` is from `choose_keys`; None: all keys.
 
         All rows are written to the cache before any is read, because a decode may share blocks with
         a prompt of this step.
         """
-        return self.mla_paged_attention(
-            self.mla_queries(q, row, kv, meta, params), kv, meta, params
-        )
+        queries = self.mla_queries(q, row, kv, meta, params)
+        if chosen is None or meta.max_seq_len <= chosen.shape[1]:
+            return self.mla_paged_attention(queries, kv, meta, params)
+        return self.mla_sparse_attention(queries, chosen, kv, meta, params)
+
+    def choose_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: IndexParams,
+    ) -> Tensor:
+        """Chooses the keys of sparse attention (`IndexSpec`): index queries q [T, H · D], index keys k [T, D] and
+        weights [T, H] → positions of keys, int32 [T, top_k].
+
+        The keys go into `kv.index`. A row is in any order, and −1 stands for no key. In a step without more keys than
+        `top_k` the result is unspecified.
+        """
+        rows, index = torch.cat((q, k), dim=1), kv.of_index
+        queries = self.rope_and_cache(rows, index, meta, params.heads)
+        if meta.max_seq_len <= params.top_k:
+            return torch.empty(len(q), params.top_k, dtype=torch.int32, device=q.device)
+        return self.best_keys(queries, weights, index, meta, params.top_k)
+
+    @abstractmethod
+    def best_keys(
+        self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int
+    ) -> Tensor:
+        """The keys of the cache with the highest scores for each token, as `choose_keys` returns them: q [T, H, D],
+        weights [T, H]."""
+
+    @abstractmethod
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """`attention` over a cache of latents, of each token to its chosen keys alone: [T, H, R + C] → [T, H, C]."""
+
+    def mla_sparse_attention(
+        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
+        """`mla_paged_attention` over the chosen keys."""
+        seen = self.sparse_attention(q, chosen, kv, meta, params.scale)
+        return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
 
     def mla_queries(
         self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams

@@ -217,9 +217,10 @@ class PositionTables:
                 return self.rope(position), None, None
 
     def rope(self, position: RopeSpec) -> Tensor:
-        if position not in self._rope:
-            self._rope[position] = self._placed(rope_angles(position, self.max_model_len))
-        return self._rope[position]
+        angles = replace(position, style="half")  # both styles have the same angles
+        if angles not in self._rope:
+            self._rope[angles] = self._placed(rope_angles(angles, self.max_model_len))
+        return self._rope[angles]
 
     def query_scale(self, spec: QueryScale | None) -> Tensor | None:
         """Returns the factors of the queries by position. None if all are 1 in so short a context."""

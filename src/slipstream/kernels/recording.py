@@ -15,7 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.layouts import (
+    AttentionParams,
+    Experts,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import (
     Activation,
@@ -121,9 +128,10 @@ class TracedMeta:
 
     group: int = 0
     layer_inputs: Value | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def of_group(self, group: int) -> TracedMeta:
-        return TracedMeta(group)
+        return TracedMeta(group, derived=self.derived)
 
 
 TOKENS = "tokens"
@@ -434,8 +442,25 @@ class RecordingOps:
             "bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params
         )
 
+    def choose_keys(
+        self,
+        q: Value,
+        k: Value,
+        weights: Value,
+        kv: TracedKV,
+        meta: TracedMeta,
+        params: IndexParams,
+    ) -> Value:
+        return self.record("choose_keys", (q, k, weights), (params.top_k,), kv=kv, params=params)
+
     def mla_attention(
-        self, q: Value, row: Value, kv: TracedKV, meta: TracedMeta, params: MLAParams
+        self,
+        q: Value,
+        row: Value,
+        kv: TracedKV,
+        meta: TracedMeta,
+        params: MLAParams,
+        chosen: Value | None = None,
     ) -> Value:
         # in the op set's layout: a tensor [H, C, V], or a weight with the stacked rows of all heads
         values = params.values
@@ -444,7 +469,8 @@ class RecordingOps:
             if hasattr(values, "out_features")
             else values.shape[0] * values.shape[2]
         )
-        return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
+        inputs = (q, row) if chosen is None else (q, row, chosen)
+        return self.record("mla_attention", inputs, (width,), kv=kv, meta=meta, params=params)
 
     def activation(
         self,

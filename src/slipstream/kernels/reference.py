@@ -217,6 +217,41 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
+    def best_keys(
+        self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int
+    ) -> Tensor:
+        found = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+        starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+        for i, length in enumerate(lens):
+            rows = slice(starts[i], starts[i + 1])
+            keys = gather_sequence(kv, meta.block_table[i], length)[0][0].float()
+            scores = torch.einsum("nhd,ld->nhl", q[rows].float(), keys).relu()
+            scores = torch.einsum("nh,nhl->nl", weights[rows].float(), scores)
+            hidden = torch.arange(length, device=q.device) > meta.positions[rows, None]
+            best = scores.masked_fill(hidden, -math.inf).sort(dim=1, descending=True, stable=True)
+            best_k = best.indices[:, :top_k]
+            own = best_k.masked_fill(hidden.gather(1, best_k), -1)
+            found[rows, : own.shape[1]] = own.int()
+        return found
+
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, scale: float
+    ) -> Tensor:
+        out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
+        starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+        for i, length in enumerate(lens):
+            rows = slice(starts[i], starts[i + 1])
+            if length == 0 or rows.start == rows.stop:
+                continue
+            keys, values = (x[0].float() for x in gather_sequence(kv, meta.block_table[i], length))
+            marked = torch.zeros(rows.stop - rows.start, length + 1, device=q.device)
+            at = torch.where(chosen[rows] < 0, length, chosen[rows]).long()  # the last column: none
+            seen = marked.scatter_(1, at, 1.0)[:, :length] > 0
+            scores = torch.einsum("nhd,ld->nhl", q[rows].float(), keys) * scale
+            weight = scores.masked_fill(~seen[:, None], -math.inf).softmax(dim=-1)
+            out[rows] = torch.einsum("nhl,ld->nhd", weight, values).to(q.dtype)
+        return out
+
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
     ) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.sampling import Floats, Longs, least_of_top_p
+from slipstream.spec.speech_rules import SpeechRules
 
 MIN_LOGIT = np.float32(-1e29)
 """Logits at or below this were forbidden before: they are not drawn while another token is left."""
@@ -27,6 +28,46 @@ def drop_forbidden(logits: Floats) -> None:
     forbidden = logits <= MIN_LOGIT
     if not forbidden.all():
         logits[forbidden] = -np.inf
+
+
+def speech(logits: Floats, answer: Longs, rules: SpeechRules) -> None:
+    """Applies the rules of a speech model's answer after the tokens `answer` [N], besides those that forbid single tokens.
+
+    1. A forced position has one of its tokens.
+    2. Times come in pairs, except before the end, and do not decrease. The first token is a time.
+    3. A time is drawn where all times together are likelier than each token of text.
+    """
+    forced = rules.forced
+    if len(answer) < len(forced):
+        kept = np.array(forced[len(answer)], np.int64)
+        values = logits[kept].copy()
+        logits[:] = -np.inf
+        logits[kept] = values
+        return
+    first = rules.first_timestamp
+    if first is None:
+        return
+    answer = answer[len(forced) :]
+    logits[rules.no_timestamps] = -np.inf
+    is_time = answer >= first
+    last, before = is_time[-1:].any(), is_time[-2:-1].any() or len(answer) < 2
+    if last and before:
+        logits[first:] = -np.inf
+    elif last:
+        logits[: rules.end] = -np.inf
+    if is_time.any():
+        latest = int(answer[is_time][-1])
+        logits[first : latest + (not (last and not before))] = -np.inf
+    if not len(answer):
+        logits[:first] = -np.inf
+        if rules.max_first is not None:
+            logits[first + rules.max_first + 1 :] = -np.inf
+    text, times = logits[:first], logits[first:]
+    highest = float(times.max())
+    if highest > -np.inf:
+        together = highest + float(np.log(np.exp(times - highest).sum()))
+        if together > float(text.max()):
+            text[:] = -np.inf
 
 
 def penalties(

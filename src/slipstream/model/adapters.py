@@ -58,6 +58,9 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
                 "attention.latent": a.latent,
                 "attention.out": a.out,
             }
+            if (x := a.index) is not None:
+                parts = {"q": x.q, "k": x.k, "weights": x.weights}
+                own |= {f"attention.index_{key}": w for key, w in parts.items()}
         if isinstance(m, MLP):
             own |= {"mlp.up": m.up, "mlp.down": m.down}
         elif m is not None:

@@ -8,11 +8,19 @@ import math
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.layouts import (
+    AttentionParams,
+    Experts,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
 from slipstream.model.layers import (
     MLP,
     Attention,
     CrossAttention,
+    Index,
     LatentAttention,
     Layer,
     MoE,
@@ -25,6 +33,7 @@ from slipstream.spec.model import (
     Activation,
     AttentionSpec,
     DenseSpec,
+    IndexSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoESpec,
@@ -151,7 +160,26 @@ def build_layer(
         q_latent = linear("attention.q_latent") if s.q_rank is not None else None
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
         scale = tables.query_scale(s.query_scale)
-        return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale)
+        found = index(s.index) if isinstance(s.index, IndexSpec) else None
+        return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale, found)
+
+    def index(s: IndexSpec) -> Index:
+        q, k, weights = (linear(f"attention.index_{x}", None) for x in ("q", "k", "weights"))
+        layout = QKVLayout(
+            num_heads=s.num_heads,
+            num_kv_heads=1,
+            head_dim=s.head_dim,
+            cos_sin=tables.rope(s.position),
+            interleaved=s.position.style == "interleaved",
+        )
+        norm = NormSpec(kind="layer", size=s.head_dim, eps=s.eps)
+        return Index(
+            q,
+            k,
+            weights,
+            build_norm(norm, f"{name}attention.index_norm", parameters),
+            IndexParams(heads=layout, top_k=s.top_k),
+        )
 
     def own_input(s: OwnInputSpec) -> OwnInput:
         gate, project = linear("own_input.gate", None), linear("own_input.project", None)

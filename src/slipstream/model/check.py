@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, index_tensor
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.states import layer_state
 from slipstream.model.decoder import Decoder
@@ -184,6 +184,7 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
         LayerKV(
             *cache_tensors(layer.attention, num_blocks, BLOCK_SIZE, new),
             state=layer_state(layer.recurrent, 2, decoder.dtype, torch.float32, zeros),
+            index=index_tensor(layer.attention, num_blocks, BLOCK_SIZE, new),
         )
         for layer in layers
     ]

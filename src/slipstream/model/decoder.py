@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.building import build_layer, build_linear, build_norm
-from slipstream.model.encoder import Classifier, Encoder
+from slipstream.model.encoder import AudioInput, Classifier, Encoder
 from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.model import LayerInputsSpec, LayerSpec, ModelSpec, SinusoidSpec
@@ -173,8 +173,16 @@ class Decoder:
 
         if (e := spec.encoder) is not None:
             own_stack = stack(e.layers, "encoder.", range(len(e.layers)))
+            audio: AudioInput | None = None
+            if e.audio is not None:
+                first, second = (
+                    build_linear(f"encoder.audio.{x}", parameters, ops, None, products)
+                    for x in ("first", "second")
+                )
+                where = parameters.pop("encoder.positions.weight")
+                audio = AudioInput(e.audio, first, second, where)
             self.encoder = Encoder(
-                own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters)
+                own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters), audio
             )
         if (c := spec.classifier) is not None and spec.has_last:
             out = build_linear("classifier.out", parameters, ops, None, products)
@@ -279,13 +287,21 @@ class Decoder:
             else None
         )
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Encodes the whole prompts of an encoder-decoder, token_ids [T].
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Encodes the whole prompts of an encoder-decoder: token ids [T], or frames of audio (`AudioInput`).
 
         The keys and values that the decoder's layers read go into `meta`'s slots of their caches.
         """
         assert self.encoder is not None
-        self.remember(self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta), kv, meta)
+        self.remember(
+            self.encoder(self.ops, self.encoder_input(given, meta), kv[0], meta), kv, meta
+        )
+
+    def encoder_input(self, given: Tensor, meta: AttentionMetadata) -> Tensor:
+        """Returns the input [T, E] of the encoder's first layer."""
+        assert self.encoder is not None
+        audio = self.encoder.audio
+        return self.embedded(given, meta) if audio is None else audio(self.ops, given)
 
     def remember(self, states: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Writes the keys and values of the encoder's states [T, E] to each layer's cache."""

@@ -7,16 +7,18 @@
    values of these states are computed once per request. They are in blocks of the layers' own
    caches, with a block table of their own (`CacheGroup`'s `cross`).
 3. While the encoder runs, it uses these blocks of the first layer's cache.
+4. An encoder of audio (Whisper) reads what two convolutions make of a spectrogram. They are products of each three frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from slipstream.model.layers import Layer, finished, normed, run_layers
-from slipstream.spec.model import ClassifierSpec
+from slipstream.spec.model import AudioSpec, ClassifierSpec
+from slipstream.spec.pooling import DenseActivation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +32,37 @@ PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
 
 
 @dataclass(frozen=True, slots=True)
+class AudioInput:
+    """Convolutions over a spectrogram's frames, and positions."""
+
+    spec: AudioSpec
+    first: Linear
+    second: Linear
+    positions: Tensor  # [num_states, E]
+
+    def __call__(self, ops: OpSet, frames: Tensor) -> Tensor:
+        """Frames float32 [N · num_frames, mels · 3] of N windows, each with the frames before and after it → [N · num_states,
+        E]."""
+        rows = frames.to(self.positions.dtype)
+        h: Any = ops.activation(ops.linear(rows, self.first), "gelu", gated=False)
+        pairs = h.unflatten(0, (-1, self.spec.num_states, 2))  # [N, num_states, 2, E]
+        around = h.new_empty((*pairs.shape[:2], pairs.shape[3], 3))
+        around[:, 0, :, 0] = 0.0
+        around[:, 1:, :, 0] = pairs[:, :-1, 1]
+        around[..., 1:] = pairs.transpose(2, 3)
+        made: Any = ops.linear(around.flatten(0, 1).flatten(1), self.second)
+        made = ops.activation(made, "gelu", gated=False)
+        states: Tensor = made.unflatten(0, (-1, self.spec.num_states)) + self.positions
+        return states.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Encoder:
-    """The encoder of an encoder-decoder. Its inputs are the decoder's embeddings."""
+    """The encoder of an encoder-decoder. Its inputs are the decoder's embeddings, or made from `audio`."""
 
     layers: Sequence[Layer]
     final_norm: NormParams
+    audio: AudioInput | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """Embeddings of whole texts [T, E] → their states [T, E]. `kv` holds keys and values for
@@ -73,6 +101,25 @@ def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tenso
         return ops.mean_of_texts(hidden, starts)
     index = starts[:-1] if kind == "cls" else starts[1:] - 1
     return ops.states_at(hidden, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A Dense step of sentence-transformers, in float32."""
+
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None
+    activation: DenseActivation
+
+    def __call__(self, vectors: Tensor, xp: Any) -> Tensor:
+        """[S, inputs] → [S, outputs]. `xp` is the module of its arrays, NumPy or torch."""
+        made: Any = vectors @ self.weight.T
+        made = made if self.bias is None else made + self.bias
+        if self.activation == "tanh":
+            return xp.tanh(made)  # type: ignore[no-any-return]
+        if self.activation == "sigmoid":
+            return 1.0 / (1.0 + xp.exp(-made))  # type: ignore[no-any-return]
+        return made * (made > 0) if self.activation == "relu" else made  # type: ignore[no-any-return]
 
 
 def normalized(vectors: Tensor) -> Tensor:

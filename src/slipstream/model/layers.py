@@ -19,7 +19,14 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.layouts import (
+    AttentionParams,
+    Experts,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
 from slipstream.kernels.weights import Pair
 from slipstream.model.recurrent import Recurrent
 from slipstream.spec.model import (
@@ -117,11 +124,33 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Index:
+    """The index of a layer's sparse attention (`IndexSpec`)."""
+
+    q: Linear
+    k: Linear
+    weights: Linear
+    norm: NormParams
+    params: IndexParams
+
+    def __call__(
+        self, ops: OpSet, x: Any, rows: Any, kv: LayerKV, meta: AttentionMetadata
+    ) -> Tensor:
+        """Rows of the layer [T, E] and the queries' latents → the chosen keys, int32 [T, top_k]."""
+        key = normed(ops, self.norm, ops.linear(x, self.k))
+        q, weights = ops.linear(rows, self.q), ops.linear(x, self.weights)
+        return ops.choose_keys(q, key, weights, kv, meta, self.params)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Attention over the latents themselves (MLA).
 
     The weights that expand latents to keys and values multiply the queries and results instead
     (DeepSeek-V2, section 2.1.3). So all heads read one cached row per token.
+
+    With an `index` a token attends to the keys that it chooses. The choice is kept in the step's metadata for the layers
+    after it that attend to the same keys.
     """
 
     spec: LatentAttentionSpec
@@ -132,6 +161,7 @@ class LatentAttention:
     q_norm: NormParams | None
     params: MLAParams
     query_scale: Tensor | None = None  # float32 [positions]
+    index: Index | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -142,16 +172,22 @@ class LatentAttention:
         rows = x
         if self.q_latent is not None:
             assert self.q_norm is not None
-            rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=self.q.inputs)[0]
+            inputs = self.q.inputs if self.index is None else None
+            rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=inputs)[0]
+        if self.index is not None:
+            meta.derived["chosen keys"] = self.index(ops, x, rows, kv, meta)
         q = ops.linear(rows, self.q)
         if self.query_scale is not None:
             q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
         q = q.unflatten(1, (self.spec.num_heads, -1))
-        return ops.mla_attention(q, ops.linear(x, self.latent), kv, meta, self.params)
+        row = ops.linear(x, self.latent)
+        if self.spec.index is None:
+            return ops.mla_attention(q, row, kv, meta, self.params)
+        return ops.mla_attention(q, row, kv, meta, self.params, meta.derived["chosen keys"])
 
     @property
     def inputs(self) -> InputFormat | None:
-        return self.latent.inputs
+        return self.latent.inputs if self.index is None else None  # the index is not quantised
 
 
 @dataclass(frozen=True, slots=True)

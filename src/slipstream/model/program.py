@@ -78,9 +78,9 @@ class CpuProgram:
         upload = self.platform.upload
         return upload(hidden), upload(taken)
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Runs `Decoder.encode`."""
-        embedded = self.decoder.embedded(token_ids, meta)
+        embedded = self.decoder.encoder_input(given, meta)
         self.step.encode(self.platform.values.floats(embedded), kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from slipstream.spec.parameters import (
     Regroup,
     Reshape,
     Scale,
+    Stacked,
     Transpose,
     Turnable,
     Ungroup,
@@ -140,6 +141,8 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return whole.flatten(0, 1)
         case Reshape(shape=shape):
             return part.reshape(shape)
+        case Stacked(transposed=turn):
+            return (part.mT if turn else part).flatten(0, 1)
         case Scale(factors=factors):
             rows = torch.cat([torch.full((count,), x) for count, x in factors]).to(part.device)
             return (part.float() / rows.view(-1, *(1,) * (part.ndim - 1))).to(part.dtype)

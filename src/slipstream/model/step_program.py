@@ -19,7 +19,11 @@ import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.lowering import Emitter, Lowered, ScratchBuffers, lower, refusal
-from slipstream.kernels.cpu.mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu.mla import (
+    add_choose_keys,
+    add_latent_attention,
+    add_latent_queries,
+)
 from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.cpu.native import (
     FORM_F32,
@@ -46,7 +50,14 @@ from slipstream.kernels.cpu.recurrent import (
     add_selective_scan,
     add_short_conv,
 )
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.layouts import (
+    AttentionParams,
+    Experts,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.kernels.states import (
@@ -393,6 +404,18 @@ class ProgramEmitter(Emitter):
     ) -> None:
         add_attention(self.program, q, out, layer, sizes, params, group=group)
 
+    def choose_keys(
+        self,
+        q: int,
+        k: int,
+        weights: int,
+        out: int,
+        layer: int,
+        params: IndexParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        add_choose_keys(self.program, q, k, weights, out, layer, params, scratch)
+
     def mla_attention(
         self,
         q: int,
@@ -402,10 +425,11 @@ class ProgramEmitter(Emitter):
         size: int,
         params: MLAParams,
         scratch: ScratchBuffers,
+        chosen: tuple[int, int] | None = None,
     ) -> None:
         queries = scratch("queries", FORM_F32, size)
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
-        add_latent_attention(self.program, queries, out, layer, params, scratch)
+        add_latent_attention(self.program, queries, out, layer, params, scratch, chosen)
 
     def gated_delta(
         self,

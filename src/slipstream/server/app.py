@@ -37,19 +37,26 @@ from slipstream.server.http.web_guard import WebGuard, with_cors
 from slipstream.server.kserve import routes as kserve
 from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai import chat, completions, responses
+from slipstream.server.openai.audio import TRANSCRIPTIONS, TRANSLATIONS, SpeechRoute
 from slipstream.server.openai.embeddings import (
+    CLASSIFY_PATHS,
+    POOLING_PATHS,
     RERANK_PATHS,
     SCORE_PATHS,
     PooledRoute,
+    classify,
     embeddings,
+    pooling,
     rerank,
     score,
 )
 from slipstream.server.openai.models import Models
 from slipstream.server.openai.protocol import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
@@ -177,6 +184,16 @@ def create_app(
                 Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
                 for path in SCORE_PATHS
             ),
+            *(
+                Route(path, PooledRoute(state, ClassifyRequest, classify), methods=["POST"])
+                for path in CLASSIFY_PATHS
+            ),
+            *(
+                Route(path, PooledRoute(state, PoolingRequest, pooling), methods=["POST"])
+                for path in POOLING_PATHS
+            ),
+            Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
+            Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),

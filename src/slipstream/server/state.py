@@ -182,6 +182,8 @@ class ServerSettings:
     max_concurrent_requests: int = 4096
     max_choices_per_request: int = 2048  # prompts times n, or texts to embed or rerank
     max_body_bytes: int = 8 * 2**20
+    max_audio_bytes: int = 25 * 2**20  # OpenAI's limit
+    max_audio_seconds: float = 7200.0
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
     enable_sleep_mode: bool = False  # enables /sleep and /wake_up
@@ -246,6 +248,8 @@ class ServerSettings:
                 "max_concurrent_requests",
                 "max_choices_per_request",
                 "max_body_bytes",
+                "max_audio_bytes",
+                "max_audio_seconds",
                 "body_timeout_s",
             ),
             *("max_stored_bytes", "max_files_bytes", "max_file_bytes"),

@@ -30,6 +30,7 @@ _STEMS = frozenset(
         ),
         *("router", "shared_weight", "shared.up", "shared.down"),
         *("own_input.gate", "own_input.project"),
+        *("attention.index_q", "attention.index_k", "attention.index_weights"),
     )
 )
 """Products of a layer that can have an adapter."""

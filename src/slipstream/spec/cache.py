@@ -18,13 +18,15 @@ class CacheGroup:
 
     1. In a `full` group a sequence keeps all its blocks.
     2. In a `window` group it releases the blocks that no later token attends to.
-    3. A `cross` group holds the keys and values of an encoder's states.
+    3. A `cross` group holds the keys and values of an encoder's states. `num_read`: each request has so many (audio); None: as
+       many as its prompt has tokens.
     4. Block ids are unique over all groups, so one pool serves them. The layer at place p of any group uses cache tensor p.
     """
 
     kind: Literal["full", "window", "cross"]
     layers: tuple[int, ...] = ()
     window: int | None = None
+    num_read: int | None = None
 
     def first_block(self, num_computed_tokens: int, block_size: int) -> int:
         """The first block that a token at position `num_computed_tokens` or later attends to."""
@@ -37,7 +39,7 @@ class CacheGroup:
     def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
         """The most blocks that a sequence holds at once until it has `num_tokens` tokens, if a step computes up to
         `max_step_tokens` of them."""
-        whole = -(-num_tokens // block_size)
+        whole = -(-(self.num_read or num_tokens) // block_size)
         return (
             whole
             if self.window is None

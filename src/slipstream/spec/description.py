@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
+from slipstream.spec.audio import SpeechSpec, read_speech
 from slipstream.spec.families import find_family, find_gguf_family, is_base
 from slipstream.spec.families.base import (
     GGUF_FREQUENCIES,
@@ -80,6 +81,7 @@ class ModelDescription:
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
     # How pictures are prepared, for a model with an image encoder.
     images: ImageProcessing | None = None
+    speech: SpeechSpec | None = None  # the tokens of a model that reads audio
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     def taking_images(self, most: int | None) -> ModelDescription:
@@ -340,7 +342,16 @@ def _read_folder(path: Path) -> ModelDescription:
         pooling=pooling,
         sampling=_sampling(defaults),
         images=images,
+        speech=_speech(path, defaults, spec),
     )
+
+
+def _speech(path: Path, generation: Mapping[str, Any], spec: ModelSpec) -> SpeechSpec | None:
+    encoder = spec.encoder
+    if encoder is None or encoder.audio is None:
+        return None
+    start, size = encoder.start_token_id, spec.vocab_size
+    return read_speech(path, generation, start=start, vocab_size=size, audio=encoder.audio)
 
 
 def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:

@@ -149,6 +149,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """The index of sparse attention, which chooses the keys that a token attends to (DeepSeek-V3.2, arXiv:2512.02556).
+
+    1. A token has one index key of `head_dim` numbers, layer-normed and rotated. It is cached next to the token's latent.
+    2. It has `num_heads` index queries, products of the queries' latent, and a weight for each of them.
+    3. The score of a key is the sum, over the heads, of weight · max(0, query · key).
+    4. The token attends to the `top_k` keys with the highest scores, of equals the earlier ones. Up to `top_k` keys it
+       attends to all.
+
+    The products of the index are never quantised, so that rounding doesn't change the choice.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    position: RopeSpec
+    eps: float = 1e-6
+
+    def shapes(self, hidden_size: int, q_rank: int) -> dict[str, Shape]:
+        found = linear_shapes("attention.index_q", self.num_heads * self.head_dim, q_rank)
+        found |= linear_shapes("attention.index_k", self.head_dim, hidden_size)
+        found |= linear_shapes("attention.index_weights", self.num_heads, hidden_size)
+        return found | {f"attention.index_norm.{x}": (self.head_dim,) for x in ("weight", "bias")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
@@ -159,7 +185,8 @@ class LatentAttentionSpec:
        `value_dim` numbers.
     5. With `q_rank`, queries are products of a latent too.
 
-    `bias` is for the products into latents and for the output product.
+    `bias` is for the products into latents and for the output product. `index` chooses the keys that a token attends to
+    ("previous": those of the layer before it); it needs `q_rank`.
     """
 
     num_heads: int
@@ -172,6 +199,7 @@ class LatentAttentionSpec:
     eps: float
     query_scale: QueryScale | None = None
     bias: bool = False
+    index: IndexSpec | Literal["previous"] | None = None
 
     num_kv_heads: ClassVar[int] = 1
     kv_from: ClassVar[None] = None
@@ -190,8 +218,13 @@ class LatentAttentionSpec:
         return self.num_heads * (self.nope_dim + self.rotary_dim)
 
     @property
+    def index_dim(self) -> int:
+        """Numbers of a cached index key; 0 without an index of the layer's own."""
+        return self.index.head_dim if isinstance(self.index, IndexSpec) else 0
+
+    @property
     def cached_size(self) -> int:
-        return self.head_dim
+        return self.head_dim + self.index_dim
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         """The shapes of all parameters. `expand` maps a latent, for each head, to the unrotated part of the key and the
@@ -206,6 +239,8 @@ class LatentAttentionSpec:
         found |= linear_shapes(
             "attention.expand", self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank
         )
+        if isinstance(self.index, IndexSpec):
+            found |= self.index.shapes(hidden_size, self.q_rank or hidden_size)
         return found | linear_shapes(
             "attention.out", hidden_size, self.num_heads * self.value_dim, self.bias
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.spec.audio import AudioSpec as AudioSpec
 from slipstream.spec.cache import CacheGroup as CacheGroup
 from slipstream.spec.cache import group_layers
 from slipstream.spec.cache import longest_sequence as longest_sequence
@@ -29,6 +30,7 @@ from slipstream.spec.layers import AttentionSpec as AttentionSpec
 from slipstream.spec.layers import BlockSpec as BlockSpec
 from slipstream.spec.layers import DenseSpec as DenseSpec
 from slipstream.spec.layers import GroupLimit as GroupLimit
+from slipstream.spec.layers import IndexSpec as IndexSpec
 from slipstream.spec.layers import LatentAttentionSpec as LatentAttentionSpec
 from slipstream.spec.layers import LayerSpec as LayerSpec
 from slipstream.spec.layers import MLPSpec as MLPSpec
@@ -65,12 +67,17 @@ from slipstream.spec.vision import VisionSpec as VisionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """The encoder of an encoder-decoder model. It shares the decoder's embeddings. The decoder's text begins with
-    `start_token_id`."""
+    """The encoder of an encoder-decoder model. It shares the decoder's embeddings, or reads `audio`. The decoder's text begins
+    with `start_token_id`."""
 
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
     start_token_id: int
+    audio: AudioSpec | None = None
+
+    def longest(self, max_model_len: int) -> int:
+        """The most tokens or states of a request that it reads. Of audio it always reads as many."""
+        return max_model_len if self.audio is None else self.audio.num_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +145,7 @@ class ModelSpec:
     1. A decoder has causal `layers`, and an output head or a `classifier`.
     2. An encoder (BERT) has `layers` that are not causal, no output head, and sometimes a `classifier`. Embeddings of
        `num_token_types` token types are added to the tokens' embeddings.
-    3. An encoder-decoder (T5) has an `encoder`, and causal `layers` with cross attention.
+    3. An encoder-decoder (T5) has an `encoder`, and causal `layers` with cross attention. Its encoder may read audio (Whisper).
     4. A decoder with an image encoder (`vision`) reads pictures, too: their embeddings stand in the place of placeholders.
 
     `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
@@ -214,6 +221,13 @@ class ModelSpec:
                 raise UnsupportedModelError(
                     f"layer {i} reads the keys and values of layer {source}, which is no layer before it",
                     field="num_kv_shared_layers",
+                )
+        for i in (0, self.local_layers.start):
+            first = self.layers[i].attention
+            if isinstance(first, LatentAttentionSpec) and first.index == "previous":
+                raise UnsupportedModelError(
+                    f"layer {i} attends to the keys that the layer before it chose, which is not on this stage",
+                    field="indexer_types",
                 )
         for layer in self.all_layers:
             a, r = layer.attention, layer.recurrent
@@ -352,7 +366,10 @@ class ModelSpec:
             divide=not self.is_encoder,
         )
         if self.encoder is not None:
-            groups.append(CacheGroup(kind="cross", layers=tuple(range(self.num_layers))))
+            read = None if self.encoder.audio is None else self.encoder.audio.num_states
+            groups.append(
+                CacheGroup(kind="cross", layers=tuple(range(self.num_layers)), num_read=read)
+            )
         return tuple(groups)
 
     @property
@@ -451,6 +468,8 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
     if spec.layer_inputs is not None:
         found |= spec.layer_inputs.shapes(hidden)
     if spec.encoder is not None:
+        if spec.encoder.audio is not None:
+            found |= spec.encoder.audio.shapes(hidden)
         found |= _stack_shapes("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden)
     found |= _stack_shapes("", spec.layers, spec.final_norm, hidden)
     if spec.classifier is not None:

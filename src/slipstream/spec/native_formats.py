@@ -58,8 +58,10 @@ def native_weight_bytes(
 
 def is_expandable(target: str) -> bool:
     """Whether a checkpoint may store `target` quantised: a product, or one of those that are
-    expanded at load: `expand`, and `join` of a draft head."""
-    return is_product(target) or target.endswith((".expand.weight", "join.weight"))
+    expanded at load: `expand`, an index's, and `join` of a draft head."""
+    return is_product(target) or target.endswith(
+        (".expand.weight", ".index_q.weight", ".index_k.weight", "join.weight")
+    )
 
 
 def native_formats(

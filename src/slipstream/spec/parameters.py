@@ -103,6 +103,15 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """The tensor has the rows of all experts below each other, [copies · rows, in] (DBRX). `transposed`: an expert's are
+    [in, out]."""
+
+    copies: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Reshape:
     """A vector is stored with more dimensions (Kimi Linear's decays, norms of groups in GGUF)."""
 
@@ -125,6 +134,7 @@ Transform: TypeAlias = (
     | AxisHalves
     | Scale
     | Reshape
+    | Stacked
 )
 
 

@@ -1,7 +1,7 @@
 """The pooling of a text into one vector or score, read from sentence-transformers' files. No torch.
 
 1. `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first, or the
-   last), Normalize. An unknown step raises an error.
+   last), Dense (EmbeddingGemma has two), Normalize. An unknown step or order raises an error.
 2. A language model that scores pairs (Qwen3-Reranker) has the step LogitScore. The chat template
    makes a prompt of query and document, and the score comes from the logits of one or two tokens
    after it.
@@ -15,10 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.files import parse_json
+
+DenseActivation: TypeAlias = Literal["identity", "tanh", "relu", "sigmoid"]
+
+Problem: TypeAlias = Literal["multi_label", "single_label", "regression"]
 
 CONFIG_KEYS = frozenset(
     (
@@ -29,6 +33,17 @@ CONFIG_KEYS = frozenset(
     )
 )
 """Keys of config.json that are read here instead of by the family."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseStep:
+    """A step that multiplies pooled vectors: act(x · weightᵀ + bias). `folder` has its weights."""
+
+    folder: Path
+    num_inputs: int
+    num_outputs: int
+    bias: bool
+    activation: DenseActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +59,10 @@ class PoolingSpec:
     - `probabilities`: a classifier's scores pass the sigmoid.
     - `score_tokens`: a pair's score is the logit of the first token, minus that of the second if
       there is one.
+    - `labels`: names of a classifier's scores, as far as its config has them. `problem` says how they become probabilities:
+      each by itself (`multi_label`), all together (`single_label`), or not at all (`regression`). None: together, and one
+      label by `probabilities`.
+    - `dense`: products of the pooled vectors, before they are normalised.
     """
 
     kind: Literal["mean", "cls", "last"]
@@ -53,6 +72,13 @@ class PoolingSpec:
     dimensions: tuple[int, ...] | None = None
     probabilities: bool = True
     score_tokens: tuple[int, int | None] | None = None
+    dense: tuple[DenseStep, ...] = ()
+    labels: tuple[str, ...] = ()
+    problem: Problem | None = None
+
+    def vector_size(self, hidden_size: int) -> int:
+        """Numbers of a vector."""
+        return self.dense[-1].num_outputs if self.dense else hidden_size
 
 
 LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
@@ -62,7 +88,7 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
     """The pooling of the folder `path`, whose config.json is `config`. UnsupportedModelError names
     what is unknown."""
     kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"
-    normalize, score_tokens = True, None
+    normalize, score_tokens, dense = True, None, list[DenseStep]()
     modules = _json(path / "modules.json", [])
     if modules:
         normalize = False
@@ -74,7 +100,15 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
             if folder.is_absolute() or ".." in folder.parts:
                 what = f"modules.json: the path {str(folder)!r} is outside the model's folder"
                 raise CheckpointError(what, field="modules.json")
-            if name == "Pooling":
+            if name in ("Pooling", "Dense") and normalize:
+                raise UnsupportedModelError(
+                    f"modules.json: the step {name} comes after Normalize; only the order Pooling, Dense, Normalize is "
+                    "supported",
+                    field="modules.json",
+                )
+            if name == "Dense":
+                dense.append(_dense(path / folder, dense[-1] if dense else None))
+            elif name == "Pooling":
                 kind = _kind(_json(path / folder / "config.json", {}))
             elif name == "Normalize":
                 normalize = True
@@ -103,6 +137,68 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
         dimensions=tuple(listed) if listed else () if config.get("is_matryoshka") else None,
         probabilities=_probabilities({**says, **config} if "activation_fn" in says else config),
         score_tokens=score_tokens,
+        dense=tuple(dense),
+        labels=_labels(config),
+        problem=_problem(config),
+    )
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    named = config.get("id2label")
+    if not isinstance(named, Mapping):
+        return ()
+    return tuple(str(named.get(str(i), named.get(i, f"LABEL_{i}"))) for i in range(len(named)))
+
+
+def _problem(config: Mapping[str, Any]) -> Problem | None:
+    """The kind of a classifier's scores. UnsupportedModelError if it is unknown."""
+    said = config.get("problem_type")
+    known: dict[Any, Problem | None] = {
+        None: None,
+        "regression": "regression",
+        "single_label_classification": "single_label",
+        "multi_label_classification": "multi_label",
+    }
+    if isinstance(said, (list, dict)) or said not in known:
+        names = ", ".join(name for name in known if name)
+        raise UnsupportedModelError(
+            f"problem_type = {said!r} is none of {names}", field="problem_type"
+        )
+    return known[said]
+
+
+def _dense(folder: Path, before: DenseStep | None) -> DenseStep:
+    """A Dense step. UnsupportedModelError names what is unknown in its config."""
+    config = _json(folder / "config.json", {})
+    sizes = [config.get(name) for name in ("in_features", "out_features")]
+    if any(not isinstance(n, int) or isinstance(n, bool) or not 0 < n < 2**20 for n in sizes):
+        raise UnsupportedModelError(
+            f"a Dense step with in_features, out_features = {sizes}", field="in_features"
+        )
+    if before is not None and before.num_outputs != sizes[0]:
+        raise CheckpointError(
+            f"a Dense step reads {sizes[0]} numbers, and the one before it gives {before.num_outputs}",
+            field="in_features",
+        )
+    for name in ("module_input_name", "module_output_name"):
+        if config.get(name, "sentence_embedding") not in ("sentence_embedding", None):
+            raise UnsupportedModelError(
+                f"a Dense step with {name} = {config[name]!r}: only pooled vectors are supported",
+                field=name,
+            )
+    said = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = str(said).rsplit(".", 1)[-1].removesuffix("()").lower()
+    if activation not in get_args(DenseActivation):
+        raise UnsupportedModelError(
+            f"a Dense step with the activation {said!r}: there are {', '.join(get_args(DenseActivation))}",
+            field="activation_function",
+        )
+    return DenseStep(
+        folder=folder,
+        num_inputs=sizes[0],
+        num_outputs=sizes[1],
+        bias=config.get("bias", True) is not False,
+        activation=activation,  # type: ignore[arg-type]
     )
 
 

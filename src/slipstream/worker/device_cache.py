@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.settings import CacheConfig
-from slipstream.kernels.metadata import LayerKV, cache_tensors, shared_caches
+from slipstream.kernels.metadata import LayerKV, cache_tensors, index_tensor, shared_caches
 from slipstream.kernels.states import LayerState, layer_state
 from slipstream.platform import Platform
 from slipstream.spec.model import ModelSpec
@@ -40,13 +40,18 @@ class DeviceCache:
             lambda i: self._layer(i, num_blocks, dtype),
             scales,
             lambda i: self._state(i, self.config.state_slots),
+            lambda i: self._index(i, num_blocks, dtype),
         )
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
         """Zeroed keys and values without scales, one tensor pair per layer that has its own."""
         owners = self.spec.owners
         made = {
-            i: LayerKV(*self._layer(i, num_blocks, dtype), state=self._state(i, 2))
+            i: LayerKV(
+                *self._layer(i, num_blocks, dtype),
+                state=self._state(i, 2),
+                index=self._index(i, num_blocks, dtype),
+            )
             for i in self.spec.local_layers
             if owners[i] == i
         }
@@ -62,6 +67,11 @@ class DeviceCache:
             dtype("float32"),
             lambda shape, dtype: zeros(shape, dtype),
         )
+
+    def _index(self, layer: int, num_blocks: int, name: str) -> Tensor | None:
+        attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)
+        new, size = self.platform.zeros, self.config.block_size
+        return index_tensor(attention, num_blocks, size, lambda shape: new(shape, dtype))
 
     def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
         attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)

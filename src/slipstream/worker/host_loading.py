@@ -55,6 +55,7 @@ class HostLoaded(LoadedRunner):
                 self.model.decoder, pool, None if fixed else ThreadGovernor(pool)
             )
             self.experts = HostExpertCounts(table.count_experts())
+        self._load_dense(description)
         self._load_kv_scales()
         self.experts.reset()
 

@@ -360,19 +360,20 @@ def _of_cross(
             meta,
             seq_lens=table.encoder_lens[rows],
             block_table=table.of_rows(table.block_tables[table.cross], rows),
-            max_seq_len=max_encoder_len or table.tokens.shape[1] - 1,
+            max_seq_len=max_encoder_len or table.max_encoder_len,
         )
     ]
 
 
 def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMetadata] | None:
-    """Inputs of an encoder for a step's new requests: whole texts as tokens [T] and metadata.
+    """Inputs of an encoder for a step's new requests: whole texts as tokens [T], or frames of audio, and metadata.
 
     None if there are none. This is one upload.
     """
     new = [s for s in plan.new if s.encoder_token_ids]
     if not new:
         return None
+    audio = [s.audio for s in new if s.audio is not None]
     blocks = {
         s.request_id: u.block_ids
         for s in plan.scheduled
@@ -384,7 +385,8 @@ def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMet
     for line, s in zip(tables, new, strict=True):
         line[: len(blocks[s.request_id])] = blocks[s.request_id]
     tokens = np.concatenate([np.asarray(s.encoder_token_ids, dtype=np.int32) for s in new])
-    return _whole_texts(tokens, lengths, tables, None, table.block_size, table.device)
+    given, meta = _whole_texts(tokens, lengths, tables, None, table.block_size, table.device)
+    return (table.upload(np.concatenate([x.frames() for x in audio])) if audio else given), meta
 
 
 def text_batch(

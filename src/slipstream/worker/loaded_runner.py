@@ -7,6 +7,7 @@ subclasses: `torch_loading.py` and `host_loading.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
+from slipstream.model.encoder import Dense
+from slipstream.model.load.dense import read_dense
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform
 from slipstream.spec.description import ModelDescription
@@ -126,6 +129,21 @@ class LoadedRunner(ABC):
             self.draft = DraftModel(self.config, self._draft_memory(), model, forwards)
             if self.config.drafts_ahead:  # the same limit as for a head
                 self.config = self.config.with_most_drafts(CHAIN_DEPTHS[-1])
+
+    def _load_dense(self, description: ModelDescription) -> None:
+        """Load the Dense steps of sentence-transformers, which the ledger counts as weights."""
+        upload, made, size = self.platform.upload, list[Dense](), 0
+        for step in description.pooling.dense:
+            weight, bias = read_dense(step, self.config.model.load_format)
+            size += weight.nbytes + (0 if bias is None else bias.nbytes)
+            made.append(
+                Dense(upload(weight), None if bias is None else upload(bias), step.activation)
+            )
+        if made:
+            self.forwards.dense = tuple(made)
+            self.model = dataclasses.replace(
+                self.model, weights_bytes=self.model.weights_bytes + size
+            )
 
     def _load_kv_scales(self) -> None:
         """Read or measure the scales of an 8-bit cache."""

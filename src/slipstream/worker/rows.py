@@ -14,6 +14,7 @@ visiting the host.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,7 +129,7 @@ class Row:
             "logprobs": s.logprobs is not None,
             "draw": s.temperature > 0.0,
             "penalties": s.has_penalties,
-            "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids,
+            "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.speech,
             "allowed": self.allowed is not None,
             "top_k": s.top_k,
             "top_p": s.top_p < 1.0,
@@ -171,7 +172,9 @@ class RowTable:
         self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
         # groups of the requests' own tokens; they come first
         self.num_own = len(groups) - (self.cross is not None)
-        max_blocks = -(-max_model_len // block_size)
+        of_cross = None if self.cross is None else groups[self.cross].num_read
+        self.max_encoder_len = of_cross or max_model_len
+        max_blocks = -(-max(max_model_len, self.max_encoder_len) // block_size)
         # One column more than the context, because the last sampled token is stored but never
         # computed.
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -306,7 +309,9 @@ class RowTable:
                 self.wanting["images"].add(request.request_id)
             start = row.index * width
             where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
-        tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
+        # `pack` takes half of the time that NumPy takes to read a tuple
+        packed = [struct.pack(f"{len(s.token_ids)}i", *s.token_ids) for s in new]
+        tokens = np.frombuffer(b"".join(packed), np.int32)
         self._tables.put("tokens", np.concatenate(where), tokens)
         self._put_sampling([self.rows[s.request_id] for s in new])
         if self.position_shifts is not None:

@@ -111,6 +111,7 @@ class TorchLoaded(LoadedRunner):
                 hash_triton()()  # started when the device was found
         with self.phase("host experts"):
             self.model = settle_experts(config, self.model, self.platform)
+        self._load_dense(description)
         self._load_kv_scales()
         self.experts: ExpertLoad = ExpertLoad(self.forwards.count_experts(), self.platform)
         self.follower = LoadFollower(self.ops, self.experts)

@@ -212,7 +212,7 @@ class Speculation(Participant):
         return own.proposer.propose(request.token_ids, most)
 
     def _proposer(self, request: Request) -> Proposer:
-        config, text = self.config, request.spec.encoder_token_ids
+        config, text = self.config, () if request.spec.audio else request.spec.encoder_token_ids
         if isinstance(config, NgramDrafts):
             return LookUp(
                 least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text

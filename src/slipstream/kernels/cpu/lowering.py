@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from slipstream.kernels.layouts import MLAParams, NormParams, norm_parts
+from slipstream.kernels.layouts import IndexParams, MLAParams, NormParams, norm_parts
 from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
@@ -122,6 +122,17 @@ class Emitter:
         params: Any,
     ) -> None: ...
 
+    def choose_keys(
+        self,
+        q: int,
+        k: int,
+        weights: int,
+        out: int,
+        layer: int,
+        params: IndexParams,
+        scratch: ScratchBuffers,
+    ) -> None: ...
+
     def mla_attention(
         self,
         q: int,
@@ -131,8 +142,10 @@ class Emitter:
         size: int,
         params: MLAParams,
         scratch: ScratchBuffers,
+        chosen: tuple[int, int] | None = None,
     ) -> None:
-        """Writes latent attention. `size` is the size of all heads' queries."""
+        """Writes latent attention. `size` is the size of all heads' queries. `chosen`: the buffer of chosen keys, and
+        their number."""
 
     def gated_delta(
         self,
@@ -685,13 +698,22 @@ class Lowering:
         self._attention(op)
 
     def _mla_attention(self, op: Op) -> None:
-        q, row = (self.stored(x).number for x in op.inputs)
+        q, row, *more = (self.stored(x).number for x in op.inputs)
         out, scratch = self.new(F32, op.out.width), ScratchBuffers(self)
         self.put(op.out, Stored(out))
-        size = op.x.shape[0] * op.inputs[1].width
+        size, layer = op.x.shape[0] * op.inputs[1].width, op.arguments["kv"].layer
+        chosen = (more[0], op.inputs[2].width) if more else None
         self.emit.mla_attention(
-            q, row, out.number, op.arguments["kv"].layer, size, op.arguments["params"], scratch
+            q, row, out.number, layer, size, op.arguments["params"], scratch, chosen
         )
+        scratch.free()
+
+    def _choose_keys(self, op: Op) -> None:
+        q, k, weights = (self.stored(x).number for x in op.inputs)
+        out, scratch = self.new(F32, op.out.width), ScratchBuffers(self)  # int32, of the same size
+        self.put(op.out, Stored(out))
+        layer, params = op.arguments["kv"].layer, op.arguments["params"]
+        self.emit.choose_keys(q, k, weights, out.number, layer, params, scratch)
         scratch.free()
 
     def _gated_delta(self, op: Op) -> None:

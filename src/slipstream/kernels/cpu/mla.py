@@ -17,7 +17,8 @@ import numpy.typing as npt
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.moe import NativeExperts, pack_expert_weight
 from slipstream.kernels.cpu.native import Arena, Program
-from slipstream.kernels.layouts import MLAParams
+from slipstream.kernels.cpu.programs import add_rope_and_cache
+from slipstream.kernels.layouts import IndexParams, MLAParams
 from slipstream.kernels.weights import Linear
 
 NewBuffer = Callable[[str, int, int], int]
@@ -50,31 +51,48 @@ def add_latent_queries(
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 
 
+def add_choose_keys(
+    p: Program,
+    q: int,
+    k: int,
+    weights: int,
+    out: int,
+    layer: int,
+    params: IndexParams,
+    new: NewBuffer,
+) -> None:
+    """Adds `OpSet.choose_keys`: float32 rows q [H · D], k [D] and weights [H] → int32 [top_k], and `layer`'s index."""
+    heads = params.heads
+    q_size = heads.num_heads * heads.head_dim
+    rows = new("index rows", native.FORM_F32, q_size + heads.head_dim)
+    p.add("place", q, 0, rows, 0, q_size)
+    p.add("place", k, 0, rows, q_size, heads.head_dim)
+    add_rope_and_cache(p, rows, layer, heads, index=True)
+    p.add("choose", rows, weights, out, layer, heads.num_heads, heads.head_dim, params.top_k)
+
+
 def add_latent_attention(
-    p: Program, queries: int, out: int, layer: int, params: MLAParams, new: NewBuffer
+    p: Program,
+    queries: int,
+    out: int,
+    layer: int,
+    params: MLAParams,
+    new: NewBuffer,
+    chosen: tuple[int, int] | None = None,
 ) -> None:
     """Adds `OpSet.mla_paged_attention`: float32 rows [H · (R + C)] → [H · V], over `layer`'s
-    cache."""
+    cache. `chosen`: the buffer of `add_choose_keys`, and its size."""
     values = params.values
     num_heads, rank = _num_heads(values), values.inner
     seen = new("seen latents", native.FORM_F32, num_heads * rank)
-    sizes = num_heads, 1, params.rotary_dim + rank, rank
-    p.add(
-        "attention",
-        queries,
-        seen,
-        layer,
-        0,
-        *sizes,
-        params.scale,
-        0,
-        0.0,
-        None,
-        None,
-        None,
-        0,
-        True,
-    )
+    width = params.rotary_dim + rank
+    if chosen is None:
+        masks = 0, 0.0, None, None, None, 0, True
+        p.add("attention", queries, seen, layer, 0, num_heads, 1, width, rank, params.scale, *masks)
+    else:
+        buffer, top_k = chosen
+        sizes = num_heads, width, rank, top_k
+        p.add("sparse_attention", queries, buffer, seen, layer, *sizes, params.scale)
     if values.form != native.FORM_F32:
         wide, seen = seen, new("seen latents", values.form, num_heads * rank)
         p.add("convert", wide, seen, values.form, num_heads * rank, 1)

@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 32
+ABI = 33
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -636,6 +636,7 @@ def layer_pointers(kv: Sequence[LayerKV]) -> Any:
         assert layer.k.dtype == layer.v.dtype
         pointers.k, pointers.v = address(layer.k), address(layer.v)
         pointers.k_scale, pointers.v_scale = _at(layer.k_scale), _at(layer.v_scale)
+        pointers.index = _at(layer.index)
         if layer.state is not None:
             point_at(pointers, layer.state)
     return array

@@ -12,7 +12,10 @@ class LayerPointers(ctypes.Structure):
     """The struct `ss_layer_kv`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale", "conv", "recurrent")),
+        *(
+            (name, c_void_p)
+            for name in ("k", "v", "k_scale", "v_scale", "conv", "recurrent", "index")
+        ),
         ("conv_type", c_int32),
     )
 
@@ -93,8 +96,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
     "add_rope_and_cache": (
         None,
-        [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F, _F, _I, _I],
+        [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F, _F, _I, _I, _I],
     ),
+    "add_choose": (None, [_P, _I, _I, _I, _I, _L, _L, _L]),
+    "add_sparse_attention": (None, [_P, _I, _I, _I, _I, _L, _L, _L, _L, _F]),
     "add_latent_queries": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _L, _P, _F, _P, _L, _I]),
     "add_attention": (None, [_P, _I, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
     "add_conv": (None, [_P, _I, _L, _L, _L, _I, _I, _I, _L, _L, _P, _P, _I]),

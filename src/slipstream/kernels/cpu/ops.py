@@ -21,7 +21,11 @@ from torch import Tensor
 from slipstream.kernels.arrays import as_arrays, meta, to_array
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.host_ops import HostOps
-from slipstream.kernels.cpu.mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu.mla import (
+    add_choose_keys,
+    add_latent_attention,
+    add_latent_queries,
+)
 from slipstream.kernels.cpu.moe import (
     NativeExperts,
     add_choice,
@@ -45,7 +49,14 @@ from slipstream.kernels.cpu.recurrent import (
 )
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV
-from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.ops import (
+    AttentionParams,
+    Experts,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -285,6 +296,33 @@ class NativeOps(CpuOps):
             params,
             lambda _, *sizes: p.buffer(*sizes),
         )
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
+
+    def choose_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: IndexParams,
+    ) -> Tensor:
+        out = torch.empty(len(q), params.top_k, dtype=torch.int32)
+        p = Program(self.pool)
+        own, key, of_heads = (p.bound(_wide(x)) for x in (q, k, weights))
+        add_choose_keys(p, own, key, of_heads, p.bound(out), 0, params, _temporary(p))
+        self._run_cached(p, kv, meta)
+        return out
+
+    def mla_sparse_attention(
+        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
+        out = torch.empty(len(q), params.values.out_features)
+        p = Program(self.pool)
+        places = p.bound(_wide(q.flatten(1))), p.bound(out), 0
+        keys = p.bound(chosen), chosen.shape[1]
+        add_latent_attention(p, *places, params, _temporary(p), keys)
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 

@@ -146,15 +146,15 @@ def add_norm_parts(
 
 
 def add_rope_and_cache(
-    program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0
+    program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0, index: bool = False
 ) -> None:
     """Adds rotary and cache for float32 rows. q is rotated in place; k and v go to the step's slots
-    of `group` in the layer's cache."""
+    of `group` in the layer's cache, or k alone to its index."""
     norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
-    values = -1.0 if h.value_eps is None else h.value_eps, h.has_values
-    how = *norms, h.norm_eps, h.norm_offset, *values, h.norm_after
+    values = -1.0 if h.value_eps is None else h.value_eps, h.has_values and not index
+    how = *norms, h.norm_eps, h.norm_offset, *values, h.norm_after, index
     program.add("rope_and_cache", qkv, layer, group, *sizes, *turned, *how)
 
 

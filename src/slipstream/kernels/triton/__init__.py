@@ -42,7 +42,7 @@ from slipstream.kernels.triton import (
     sparse24,
     split_k,
 )
-from slipstream.kernels.triton.attention import bidirectional, mla_prefill
+from slipstream.kernels.triton.attention import bidirectional, mla_prefill, sparse
 from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.experts import moe, mxfp4
@@ -311,10 +311,28 @@ class TritonOps(OpSet):
         )
 
     def mla_attention(
-        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: MLAParams,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        attend = mla_prefill.mla_attention if mla_prefill.covers(meta) else super().mla_attention
-        return attend(q, row, kv, meta, params)
+        dense = chosen is None or meta.max_seq_len <= chosen.shape[1]
+        if dense and mla_prefill.covers(meta):
+            return mla_prefill.mla_attention(q, row, kv, meta, params)
+        return super().mla_attention(q, row, kv, meta, params, chosen)
+
+    def best_keys(
+        self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int
+    ) -> Tensor:
+        return sparse.best_keys(q, weights, kv, meta, top_k)
+
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, scale: float
+    ) -> Tensor:
+        return sparse.sparse_attention(q, chosen, kv, meta, scale)
 
     def mla_paged_attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams

@@ -37,6 +37,27 @@ DEVICE u32 high_half2(u32 codes) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(y) : "r"(codes));
     return y;
 }
+template <bool E4M3>
+DEVICE void widen_codes(u32 codes, u32& low, u32& high) {  // four codes, e4m3 or int8, → float16
+    if (E4M3) low = low_half2(codes), high = high_half2(codes);
+    else  // the byte of x + 128 in the low half of 0x6400 is the float16 1024 + 128 + x
+        asm("{.reg .b32 x, k; xor.b32 x, %2, 0x80808080; mov.b32 k, 0x64806480;"
+            " prmt.b32 %0, x, 0x64646464, 0x5150; prmt.b32 %1, x, 0x64646464, 0x5352;"
+            " sub.f16x2 %0, %0, k; sub.f16x2 %1, %1, k;}"
+            : "=&r"(low), "=&r"(high) : "r"(codes));
+}
+DEVICE u32 pack_halves(float low, float high) {  // → float16
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+template <bool HALVES>
+DEVICE u32 pack16(float low, float high) {  // → float16 if HALVES, else bfloat16
+    if (HALVES) return pack_halves(low, high);
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
 DEVICE void unpack_half2(u32 pair, float& low, float& high) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
 }
@@ -169,11 +190,18 @@ DEVICE void relaxed_add(u64* number) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(number) : "memory");
 }
 
+// Transpose a matrix [8, 8] of 16-bit numbers: lane i has numbers 2 (i % 4) and the next of row i / 4.
+DEVICE u32 transposed(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 DEVICE u32 warp_max(u32 x) { return __reduce_max_sync(~0u, x); }
 
 // c += a · b on tensor cores: a [16, 16 or 32], b [16 or 32, 8].
-DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if (FORM == 1 || HALF)  // FP8 codes were converted to float16
+template <bool HALVES>  // float16 operands, else bfloat16
+DEVICE void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (HALVES)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
             "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -181,6 +209,9 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
             "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma16<FORM == 1 || HALF>(c, a0, a1, a2, a3, b0, b1);  // FP8 codes were converted to float16
 }
 DEVICE void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "

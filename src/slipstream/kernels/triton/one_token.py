@@ -54,7 +54,7 @@ PRODUCER_WARPS = 2
 RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
 in flight. Measured on an H200."""
-MAX_SPLITS = 16
+MAX_SPLITS = 64
 ONE_HEAD_KEYS = 4096
 """Longest sequence for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
@@ -186,12 +186,8 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     if isinstance(product, GroupedLinear):
         stage, sums = stage + step_bytes * 2 // product.group_size * 32, widest // 32 * 4
     attention = 0
-    for size in (1, 2):  # bytes of a cached number
-        keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
-        partials = WARPS * 32 // s.head_dim if size == 1 else WARPS
-        attention = max(
-            attention, 4 * ((2 * heads + 4 + partials * heads) * s.head_dim + heads * (keys + 1))
-        )
+    rows = 4 + heads + WARPS * heads  # of float32; and the queries, of 16 bits
+    attention = 4 * (heads * s.head_dim // 2 + rows * s.head_dim + (2 * WARPS + 1) * 8)
     if (own := s.latent) is not None:
         row_of_cache = own.rank + own.rotary_dim
         attention = 4 * (

@@ -10,8 +10,8 @@
 
 // How many splits a head's keys have. Splits are merged one after the other, so short splits cost more than they save.
 DEVICE int num_splits(int length, int most) {
-    const int wanted = (length + 63) / 64, least = length <= 1024 ? most < 8 ? most : 8 : most;
-    return wanted < least ? wanted : least;
+    const int wanted = (length + 63) / 64, enough = length <= 1024 ? 8 : length <= 16384 ? 16 : length / 1024;
+    return min(wanted, min(enough, most));
 }
 
 // The first `num_active` CTAs attend. Each has one split of the keys, for `heads` kv heads.
@@ -89,19 +89,6 @@ DEVICE void merge_splits(const SplitPlan& plan, int cta, const u64* row, const f
     if (threadIdx.x == 0) release_add(counters + 1);
 }
 
-DEVICE void widen_cached(const uint4& v, float* y) {  // 16 bytes of the cache → float32
-    if (CACHE == 16) return unpack8(v, y);
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (CACHE == 8) {
-            unpack_e4m3(words[i], y[4 * i], y[4 * i + 1]);
-            unpack_e4m3(words[i] >> 16, y[4 * i + 2], y[4 * i + 3]);
-        } else
-#pragma unroll
-            for (int j = 0; j < 4; j++) y[4 * i + j] = (float)(signed char)(words[i] >> 8 * j);
-}
-
 DEVICE u16 finite(float x) {
     const u16 code = from_float(x);
     return fabsf(to_float(code)) < __int_as_float(0x7f800000) ? code : 0;
@@ -127,47 +114,113 @@ DEVICE float store_cached(float x, float scale, u8* to, long long at) {
     return (float)code;
 }
 
+// Each warp attends to KEYS keys at a time, on tensor cores: scores [16 keys, 8 heads] = K [16, D] · q [D, 8], and the sum of
+// values [D, 8 heads] = V [D, 16 keys] · weights [16, 8]. Operands go from memory to registers, 16 bytes to a lane where they
+// lie together; the loads of the next keys are in flight while these are computed. Warps meet once, at the end.
+//
+// Lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 of a tile of K or V. The order of a sum is free, so the numbers of a
+// row that a lane has are consecutive. An 8-bit cache becomes float16; it holds values by dimension, 16 keys to 16 bytes, so
+// lane t has keys t · KEYS / 4 … of each dimension, and the rows of K follow that order. A cache of 16 bits holds values by
+// key, and `transposed` turns them.
 struct Attention : Split {
-    const int* table;  // the sequence's KV block table
+    static constexpr int KEYS = KV_BYTES * D <= 128 ? 32 : 16, TILES = KEYS / 16;
+    static constexpr int WORDS = D * KV_BYTES < 64 ? D * KV_BYTES / 16 : 4;  // a lane's words of a chunk of a key
+    static constexpr int CHUNKS = D * KV_BYTES / 16 / WORDS, NUMBERS = WORDS * 4 / KV_BYTES, STEPS = NUMBERS / 4;
+    static constexpr int DIMS = D / 16;  // tiles of dimensions
+    // Values that are loaded at once: all, or half of the dimensions if they took too many registers.
+    static constexpr int SLICES = KV_BYTES * D > 256 ? 2 : 1, VALUE_WORDS = KV_BYTES == 1 ? TILES : 2 * TILES;
+    static constexpr int BLOCKS = KV_BYTES == 1 ? 2 : 2 * TILES;  // table entries of a lane's rows
+    static constexpr bool HALVES = KV_BYTES == 1 || HALF;         // float16 operands
+
+    const int* table;
     u8 *k, *v;
-    uint4 keys[UNROLL], values[UNROLL];
+    int blocks[BLOCKS];  // of the next keys; −1 beyond the end
+    u32 keys[TILES][2][CHUNKS][WORDS], values[DIMS / SLICES][2][VALUE_WORDS];
     float k_scale, v_scale, cos[HEAD_PER_LANE], sin[HEAD_PER_LANE];
     long long block;  // the new key's block · HK + head
 
     DEVICE Attention(const SplitPlan& all, int cta, const u64* row, const int* table)
         : Split(all, cta), table(table), k((u8*)row[K_AT]), v((u8*)row[V_AT]) {}
-    // Byte offset, in k or v, of this head's part of a key's block.
-    DEVICE long long block_of(int key) const {
-        return ((long long)table[key / BLOCK_SIZE] * HK + head) * (BLOCK_SIZE * D * KV_BYTES);
+    static DEVICE int group() { return threadIdx.x % 32 / 4; }
+    static DEVICE int quarter() { return threadIdx.x % 4; }
+    DEVICE int begin() const { return first + threadIdx.x / 32 * KEYS; }
+    // The key of row g or g + 8 (`half`) of a tile, of those that the warp attends to.
+    static DEVICE int key_of(int tile, int half) {
+        return KV_BYTES == 1 ? group() / 2 * (KEYS / 4) + tile * 4 + half * 2 + group() % 2 : tile * 16 + half * 8 + group();
     }
-    // This lane's 16 bytes of a key, or of a value in a cache of 16 bits, which has the same layout.
-    DEVICE uint4 load_lane(const u8* from, int key) const {
-        return *(const uint4*)(from + block_of(key) + key % BLOCK_SIZE * (D * KV_BYTES) + threadIdx.x % LANES_PER_KEY * 16);
+    // The dimension of row g or g + 8 of a tile of values.
+    static DEVICE int dim_of(int tile, int half) {
+        return KV_BYTES == 1 ? tile * 16 + half * 8 + group()
+                             : tile / 2 * 32 + group() / 2 * 8 + tile % 2 * 4 + half * 2 + group() % 2;
     }
-    DEVICE void prefetch_keys(int start) {
+    DEVICE void find_blocks(int start) {
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            const int key = start + i * KEYS_PER_PASS + threadIdx.x / LANES_PER_KEY;
-            if (key < cached_end) keys[i] = load_lane(k, key);
+        for (int i = 0; i < BLOCKS; i++) {
+            const int own = KV_BYTES == 1 ? (i ? quarter() : group() / 2) * (KEYS / 4) : key_of(i / 2, i % 2);
+            blocks[i] = start + own < cached_end ? table[(start + own) / BLOCK_SIZE] : -1;
         }
     }
-    DEVICE void prefetch_values(int start) {
+    // Byte offset of this head's part of a block.
+    DEVICE long long part_of(int found) const { return ((long long)found * HK + head) * (BLOCK_SIZE * D * KV_BYTES); }
+    template <int COUNT>
+    static DEVICE void load(u32 (&to)[COUNT], const u8* from, int offset = 0) {
+        if constexpr (COUNT == 1) to[0] = *(const u32*)from;
+        else if constexpr (COUNT == 2) {
+            const uint2 words = *(const uint2*)from;
+            to[0] = words.x, to[1] = words.y;
+        } else {
+            const uint4 words = *(const uint4*)from;
+            to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+        }
+    }
+    DEVICE void load_keys(int start) {
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++)
-            if (KV_BYTES == 2) {
-                const int key = start + i * KEYS_PER_PASS + threadIdx.x / LANES_PER_KEY;
-                if (key < cached_end) values[i] = load_lane(v, key);
-            } else {  // 16 keys of one dimension
-                const int key = start + (i * PARTIALS + threadIdx.x / D) * 16;
-                if (key < cached_end)
-                    values[i] = *(const uint4*)(v + block_of(key) + threadIdx.x % D * BLOCK_SIZE + key % BLOCK_SIZE);
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int found = blocks[KV_BYTES == 1 ? 0 : tile * 2 + half], key = start + key_of(tile, half);
+                const u8* from = k + part_of(found) + key % BLOCK_SIZE * (D * KV_BYTES) + quarter() * (WORDS * 4);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++)
+                    if (found >= 0) load(keys[tile][half][c], from + c * (WORDS * 16));
+                    else
+#pragma unroll
+                        for (int i = 0; i < WORDS; i++) keys[tile][half][c][i] = 0;
             }
+    }
+    // The values of the keys from `start` on, whose entries are `found`.
+    DEVICE void load_values(int start, int slice, const int (&found)[BLOCKS]) {
+        if constexpr (KV_BYTES == 1) {
+            const u8* from = v + part_of(found[1]) + (start + quarter() * (KEYS / 4)) % BLOCK_SIZE;
+#pragma unroll
+            for (int tile = 0; tile < DIMS; tile++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (found[1] >= 0) load(values[tile][half], from + dim_of(tile, half) * BLOCK_SIZE);
+                    else
+#pragma unroll
+                        for (int i = 0; i < VALUE_WORDS; i++) values[tile][half][i] = 0;
+        } else {  // the words of two tiles of dimensions lie together
+#pragma unroll
+            for (int i = 0; i < BLOCKS; i++) {
+                const int key = start + key_of(i / 2, i % 2);
+                const u8* from = v + part_of(found[i]) + key % BLOCK_SIZE * (D * 2) + quarter() * 16;
+#pragma unroll
+                for (int c = 0; c < DIMS / SLICES / 2; c++) {
+                    u32 words[4] = {};
+                    if (found[i] >= 0) load(words, from + (slice * (DIMS / SLICES / 2) + c) * 64);
+#pragma unroll
+                    for (int n = 0; n < 4; n++) values[c * 2 + n / 2][n % 2][i] = words[n];
+                }
+            }
+        }
     }
 
     // Loads that do not depend on this layer's q, k and v. They are issued before the grid barrier.
     DEVICE void prefetch(const u64* row, const float* angles, int length) {
-        prefetch_keys(first);
-        prefetch_values(first);
+        find_blocks(begin());
+        load_keys(begin());
+        load_values(begin(), 0, blocks);
         k_scale = CACHE == 16 ? 1.0f : ((const float*)row[K_SCALE])[head];
         v_scale = CACHE == 16 ? 1.0f : ((const float*)row[V_SCALE])[head];
         block = (long long)table[(length - 1) / BLOCK_SIZE] * HK + head;
@@ -179,16 +232,25 @@ struct Attention : Split {
         }
     }
 
+    // Four numbers of a cached row, from word `step` (8 bits) or words 2 `step` and 2 `step` + 1, as pairs.
+    template <int COUNT>
+    static DEVICE uint2 pairs(const u32 (&words)[COUNT], int step) {
+        uint2 found;
+        if constexpr (KV_BYTES == 1) widen_codes<CACHE == 8>(words[step], found.x, found.y);
+        else found = make_uint2(words[2 * step % COUNT], words[(2 * step + 1) % COUNT]);
+        return found;
+    }
+
     // Write this split's unnormalised sums of values to `partials` [SPLITS, H, D], and its largest score and sum of
     // weights to `softmax` [SPLITS, H, 2].
     DEVICE void run(const u64* row, const u16* qkv, int length, float* partials, float* softmax, u8* memory) {
-        float* q = (float*)(memory + INPUT_AT);  // [G, D], permuted: 4 numbers of a lane, then the next lane's 4
-        float* new_k = q + G * D;
+        u16* q = (u16*)(memory + INPUT_AT);  // [G, D], in the operands' type
+        float* new_k = (float*)(q + G * D);
         float* new_v = new_k + D;
-        float* raw = new_v + D;  // [G + 2, D]
-        float* scores = raw + (G + 2) * D;  // [G, CHUNK_KEYS]
-        float* rescales = scores + G * CHUNK_KEYS;  // [G]: exp(previous maximum − new maximum)
-        float* sums = rescales + G;                 // [PARTIALS, G, D]
+        float* raw = new_v + D;              // [G + 2, D]
+        float* maxima = raw + (G + 2) * D;   // [WARPS + 1, 8]: largest scores; last, those of the new key
+        float* totals = maxima + (WARPS + 1) * 8;  // [WARPS, 8]: sums of weights
+        float* sums = totals + WARPS * 8;          // [WARPS, G, D]
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const float factor = SCALE * 1.4426950408889634f * k_scale;
         for (int which = warp; which < G + 2 * has_new_key; which += WARPS) {
@@ -224,129 +286,134 @@ struct Attention : Split {
                     const float sign = (INTERLEAVED ? d % 2 == 0 : d < R / 2) ? -1.0f : 1.0f;
                     y = y * cos[i] + sign * own[other] * sin[i];
                 }
-                if (is_q)
-                    q[which * D + ((d % LANE_NUMBERS / 4) * LANES_PER_KEY + d / LANE_NUMBERS) * 4 + d % 4] =
-                        to_float(from_float(y));
-                else if (is_v)
+                if (is_q) {
+                    const float rounded = to_float(from_float(y));
+                    q[which * D + d] = HALVES ? (u16)pack_halves(rounded, 0.0f) : from_float(y);
+                } else if (is_v)
                     new_v[d] = store_cached(y, v_scale, v, KV_BYTES == 1 ? (block * D + d) * BLOCK_SIZE + inside : key_at + d);
                 else
-                    new_k[((d % LANE_NUMBERS / 4) * LANES_PER_KEY + d / LANE_NUMBERS) * 4 + d % 4] =
-                        store_cached(y, k_scale, k, key_at + d);
+                    new_k[d] = store_cached(y, k_scale, k, key_at + d);
             }
         }
         sync_consumers();
-        float top = -1e30f, total = 0.0f;  // largest score and sum of weights of head `warp`
-        if (has_new_key && warp < G) {
+        for (int g = warp; g < G; g += WARPS) {
             float score = 0.0f;
-            for (int d = lane; d < D; d += 32) score += q[warp * D + d] * new_k[d];
-            top = warp_reduce(score) * factor;
-            total = 1.0f;
+            if (has_new_key)
+                for (int d = lane; d < D; d += 32) {
+                    float number = to_float(q[g * D + d]), unused;
+                    if (HALVES) unpack_half2(q[g * D + d], number, unused);
+                    score += number * new_k[d];
+                }
+            score = warp_reduce(score) * factor;
+            if (lane == 0) maxima[WARPS * 8 + g] = has_new_key ? score : -1e30f;
         }
-        constexpr int WIDE = KV_BYTES == 2 ? 8 : 1;  // numbers of a value that a thread adds up
-        constexpr int SUM_LANES = KV_BYTES == 2 ? 32 / LANES_PER_KEY : 1;  // of a warp, that add up the same numbers
-        float acc[(G * WIDE + SUM_LANES - 1) / SUM_LANES * SUM_LANES] = {};
-        const int of = KV_BYTES == 2 ? threadIdx.x % LANES_PER_KEY * 8 : threadIdx.x % D;
-        // These threads begin with the new value, whose weight is 1.
-        const bool begins = has_new_key && threadIdx.x < (KV_BYTES == 2 ? LANES_PER_KEY : D);
+        float acc[DIMS][4] = {}, top[2] = {-1e30f, -1e30f}, total[2] = {};  // of heads 2 t and 2 t + 1
+        const u32 queries = smem_address(q) + min(group(), G - 1) * (D * 2) + quarter() * (NUMBERS * 2);
+#pragma unroll 1
+        for (int start = begin(); start < cached_end; start += WARPS * KEYS) {
+            const int next = start + WARPS * KEYS;
+            int here[BLOCKS];
 #pragma unroll
-        for (int g = 0; g < G; g++)
+            for (int i = 0; i < BLOCKS; i++) here[i] = blocks[i];
+            find_blocks(next);
+            float scores[TILES][4] = {};
 #pragma unroll
-            for (int j = 0; j < WIDE; j++) acc[g * WIDE + j] = begins ? new_v[of + j] : 0.0f;
-        for (int start = first; start < cached_end; start += CHUNK_KEYS) {
-            constexpr int KEYS = KV_BYTES == 1 ? 2 : G > 4 ? 1 : UNROLL;  // for which a query is loaded once; more would spill
-            constexpr int HEADS = G <= 1 ? 1 : G <= 2 ? 2 : G <= 4 ? 4 : 8;
-            typedef Scattered<HEADS, LANES_PER_KEY> Scores;
+            for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-            for (int i = 0; i < UNROLL; i += KEYS) {
-                float x[KEYS][LANE_NUMBERS], score[KEYS][HEADS] = {};
+                for (int step = 0; step < STEPS; step += 2) {
+                    const uint4 given = load_smem16(queries + (c * 4 * NUMBERS + step * 4) * 2);
 #pragma unroll
-                for (int n = 0; n < KEYS; n++) widen_cached(keys[i + n], x[n]);
+                    for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-                for (int g = 0; g < G; g++)
+                        for (int i = 0; i < 2; i++) {
+                            const uint2 upper = pairs(keys[tile][0][c], step + i), lower = pairs(keys[tile][1][c], step + i);
+                            mma16<HALVES>(scores[tile], upper.x, lower.x, upper.y, lower.y, i ? given.z : given.x,
+                                          i ? given.w : given.y);
+                        }
+                }
+            if (next < cached_end) load_keys(next);
+            float highest[2] = {top[0], top[1]};
 #pragma unroll
-                    for (int j = 0; j < LANE_NUMBERS / 4; j++) {
-                        const float4 part = ((const float4*)(q + g * D))[j * LANES_PER_KEY + threadIdx.x % LANES_PER_KEY];
+            for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-                        for (int n = 0; n < KEYS; n++)
-                            score[n][g] += x[n][4 * j] * part.x + x[n][4 * j + 1] * part.y + x[n][4 * j + 2] * part.z +
-                                           x[n][4 * j + 3] * part.w;
+                for (int i = 0; i < 4; i++) {
+                    float& own = scores[tile][i];
+                    own = has(start + key_of(tile, i / 2)) ? own * factor : -2e30f;
+                    highest[i % 2] = fmaxf(highest[i % 2], own);
+                }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+#pragma unroll
+                for (int by = 4; by < 32; by *= 2) highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], by));
+                const float rescale = exp2_fast(top[i] - highest[i]);
+                total[i] *= rescale;
+                top[i] = highest[i];
+#pragma unroll
+                for (int tile = 0; tile < DIMS; tile++) acc[tile][i] *= rescale, acc[tile][i + 2] *= rescale;
+            }
+            uint2 weights[TILES];
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    scores[tile][i] = exp2_fast(scores[tile][i] - top[i % 2]);
+                    total[i % 2] += scores[tile][i];
+                }
+                weights[tile].x = transposed(pack16<HALVES>(scores[tile][0], scores[tile][1]));
+                weights[tile].y = transposed(pack16<HALVES>(scores[tile][2], scores[tile][3]));
+            }
+#pragma unroll
+            for (int slice = 0; slice < SLICES; slice++) {
+                if (slice) load_values(start, slice, here);
+#pragma unroll
+                for (int n = 0; n < DIMS / SLICES; n++)
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) {
+                        float(&own)[4] = acc[slice * (DIMS / SLICES) + n];
+                        if constexpr (KV_BYTES == 1) {
+                            const uint2 upper = pairs(values[n][0], tile), lower = pairs(values[n][1], tile);
+                            mma16<HALVES>(own, upper.x, lower.x, upper.y, lower.y, weights[tile].x, weights[tile].y);
+                        } else
+                            mma16<HALVES>(own, transposed(values[n][0][tile * 2]), transposed(values[n][1][tile * 2]),
+                                          transposed(values[n][0][tile * 2 + 1]), transposed(values[n][1][tile * 2 + 1]),
+                                          weights[tile].x, weights[tile].y);
                     }
-#pragma unroll
-                for (int n = 0; n < KEYS; n++) {
-                    const int inside = (i + n) * KEYS_PER_PASS + threadIdx.x / LANES_PER_KEY;
-                    Scores::sum(score[n]);
-#pragma unroll
-                    for (int j = 0; j < Scores::kept; j++)
-                        if (Scores::stores() && Scores::first() + j < G)
-                            scores[(Scores::first() + j) * CHUNK_KEYS + inside] =
-                                has(start + inside) ? score[n][j] * factor : -1e30f;
-                }
             }
-            if (start + CHUNK_KEYS < cached_end) prefetch_keys(start + CHUNK_KEYS);
-            sync_consumers();
-            if (warp < G) {
-                float highest = top;
-                for (int i = lane; i < CHUNK_KEYS; i += 32) highest = fmaxf(highest, scores[warp * CHUNK_KEYS + i]);
-                highest = warp_reduce<true>(highest);
-                float more = 0.0f;
-                for (int i = lane; i < CHUNK_KEYS; i += 32) {
-                    const float p = has(start + i) ? exp2_fast(scores[warp * CHUNK_KEYS + i] - highest) : 0.0f;
-                    scores[warp * CHUNK_KEYS + i] = p;
-                    more += p;
-                }
-                const float rescale = exp2_fast(top - highest);
-                total = total * rescale + warp_reduce(more);
-                top = highest;
-                if (lane == 0) rescales[warp] = rescale;
-            }
-            sync_consumers();
-#pragma unroll
-            for (int g = 0; g < G; g++)
-#pragma unroll
-                for (int j = 0; j < WIDE; j++) acc[g * WIDE + j] *= rescales[g];
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                float x[LANE_NUMBERS];
-                const int inside =
-                    KV_BYTES == 2 ? i * KEYS_PER_PASS + threadIdx.x / LANES_PER_KEY : (i * PARTIALS + threadIdx.x / D) * 16;
-                if (start + inside >= cached_end) continue;
-                widen_cached(values[i], x);
-#pragma unroll
-                for (int g = 0; g < G; g++)
-                    if (KV_BYTES == 2) {
-                        const float p = scores[g * CHUNK_KEYS + inside];
-#pragma unroll
-                        for (int j = 0; j < 8; j++) acc[g * WIDE + j % WIDE] += p * x[j];
-                    } else
-#pragma unroll
-                        for (int j = 0; j < 16; j++) acc[g * WIDE] += scores[g * CHUNK_KEYS + inside + j] * x[j % LANE_NUMBERS];
-            }
-            if (start + CHUNK_KEYS < cached_end) prefetch_values(start + CHUNK_KEYS);
-            sync_consumers();  // until all warps have read the scores that the next chunk overwrites
+            if (next < cached_end) load_values(next, 0, blocks);
         }
-        // Add the sums of the threads that hold the same numbers of a value.
-        if constexpr (KV_BYTES == 2) {
-            typedef Scattered<sizeof(acc) / 4, SUM_LANES, LANES_PER_KEY> Values;
-            Values::sum(acc);
 #pragma unroll
-            for (int j = 0; j < Values::kept; j++) {
-                const int at = Values::first() + j;
-                if (at < G * WIDE) sums[(warp * G + at / WIDE) * D + of + at % WIDE] = acc[j];
-            }
-        } else
+        for (int i = 0; i < 2; i++) {
 #pragma unroll
-            for (int g = 0; g < G; g++) sums[(threadIdx.x / D * G + g) * D + of] = acc[g];
+            for (int by = 4; by < 32; by *= 2) total[i] += __shfl_xor_sync(~0u, total[i], by);
+            const int g = quarter() * 2 + i;
+            if (group() == 0) maxima[warp * 8 + g] = top[i], totals[warp * 8 + g] = total[i];
+            if (g < G)
+#pragma unroll
+                for (int tile = 0; tile < DIMS; tile++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        sums[(warp * G + g) * D + dim_of(tile, half)] = acc[tile][half * 2 + i];
+        }
         sync_consumers();
         for (int i = threadIdx.x; i < G * D; i += THREADS) {
-            float y = 0.0f;
+            const int g = i / D;
+            float highest = maxima[WARPS * 8 + g];
 #pragma unroll
-            for (int j = 0; j < PARTIALS; j++) y += sums[j * G * D + i];
+            for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, maxima[w * 8 + g]);
+            const float weight = has_new_key ? exp2_fast(maxima[WARPS * 8 + g] - highest) : 0.0f;
+            float y = has_new_key ? weight * new_v[i % D] : 0.0f, all = weight;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const float by = exp2_fast(maxima[w * 8 + g] - highest);
+                y += by * sums[w * G * D + i];
+                all += by * totals[w * 8 + g];
+            }
             partials[(long long)split * Q + head * G * D + i] = y * v_scale;
-        }
-        if (warp < G && lane == 0) {
-            float* own = softmax + (split * H + head * G + warp) * 2;
-            own[0] = top;
-            own[1] = total;
+            if (i % D == 0) {
+                float* own = softmax + (split * H + head * G + g) * 2;
+                own[0] = highest;
+                own[1] = all;
+            }
         }
         sync_consumers();
     }
@@ -354,7 +421,9 @@ struct Attention : Split {
 
 #if !LATENT
 DEVICE SplitPlan plan_splits(int length, int window = 0) { return SplitPlan(length, 1, SPLITS, window); }
-// The cached keys (one producer warp) and values (another) of this CTA's split, into L2, while the weights of q, k and v arrive.
+// The first cached keys (one producer warp) and values (another) of this CTA's split, into L2, while the weights of q, k and v
+// arrive: what all CTAs prefetch must fit into it.
+constexpr int PREFETCHED = 128 << 10;
 template <typename Pointer>
 DEVICE void produce_attention(const SplitPlan& all, Pointer pointer, const int* table, Producer& producer) {
     const SplitPlan plan = WINDOWS ? plan_splits(all.length, (int)(u64)pointer(WINDOW)) : all;
@@ -362,7 +431,8 @@ DEVICE void produce_attention(const SplitPlan& all, Pointer pointer, const int* 
     if (producer.cta >= plan.num_active) return;
     const Split own(plan, producer.cta);
     constexpr int BYTES = BLOCK_SIZE * D * KV_BYTES;
-    for (int block = own.first / BLOCK_SIZE + producer.lane; block * BLOCK_SIZE < own.cached_end; block += 32)
+    const int end = min(own.cached_end, own.first + PREFETCHED / (2 * D * KV_BYTES));
+    for (int block = own.first / BLOCK_SIZE + producer.lane; block * BLOCK_SIZE < end; block += 32)
         for (int i = producer.which; i < 2; i += PRODUCER_WARPS)
             bulk_prefetch((i ? v : k) + ((long long)table[block] * HK + own.head) * BYTES, BYTES);
 }

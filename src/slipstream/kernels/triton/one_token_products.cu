@@ -30,14 +30,9 @@ constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : 0;
 
 // --- attention
 constexpr int KV_BYTES = CACHE == 16 ? 2 : 1;                   // bytes of a cached number
-constexpr int LANES_PER_KEY = D * KV_BYTES / 16;                // a lane loads 16 bytes
-constexpr int LANE_NUMBERS = 16 / KV_BYTES;                     // numbers in these 16 bytes
-constexpr int KEYS_PER_PASS = THREADS / LANES_PER_KEY;          // keys that all threads load at once
-constexpr int UNROLL = 4, CHUNK_KEYS = UNROLL * KEYS_PER_PASS;  // loads in flight; keys of them
 constexpr int HEAD_PER_LANE = (D + 31) / 32;                    // numbers of a head per lane
-constexpr int PARTIALS = KV_BYTES == 1 ? THREADS / D : WARPS;   // partial sums of each number of a value
 constexpr int ATTENTION_BYTES = 4 * (LATENT ? HEADS_PER_BLOCK * (R + RANK) + NOPE + R + RANK + WARPS * (RANK + 2)
-                                   : G * D + 2 * D + (G + 2) * D + G * CHUNK_KEYS + G + PARTIALS * G * D);
+                                   : G * D / 2 + 2 * D + (G + 2) * D + (2 * WARPS + 1) * 8 + WARPS * G * D);
 
 constexpr int DELTA_BYTES = DELTA ? 4 * (2 * DELTA_K + (1 + 2 * WARPS) * DELTA_COLUMNS) : 0;
 
@@ -53,7 +48,7 @@ constexpr int RING_AT = (INPUT_AT + max_of(max_of(INPUT_BYTES, DELTA_BYTES), ATT
 constexpr int STAGES = (SHARED - RING_AT) / STAGE_BYTES < 16 ? (SHARED - RING_AT) / STAGE_BYTES : 16;
 static_assert(STAGES >= 3, "too little shared memory");
 static_assert(STAGES <= 16 && ROUTED_BARRIER + 8 <= POINTERS_AT, "the barriers' places");
-static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 16 == 0 && G <= 8 && LANES_PER_KEY <= 32,
+static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 16 == 0 && G <= 8,
               "a shape that one_token.py should refuse");
 
 // A layer's row of pointers, in the order of `POINTERS` in one_token.py.

@@ -47,6 +47,7 @@ from slipstream.spec.parameters import (
     Reshape,
     Scale,
     Shape,
+    Stacked,
     SwapGateUp,
     Transform,
     Transpose,
@@ -308,15 +309,24 @@ def filled_arrays(
             (transformed(f.read().reshape(f.shape), f.placement.transform), f.placement)
             for f in fills[name]
         )
-        if len(fills[name]) == 1:  # its array is the parameter, unless it has to be converted
+        whole = is_whole(shapes[name], fills[name])
+        if (
+            len(fills[name]) == 1 and whole
+        ):  # its array is the parameter, unless it has to be converted
             value, _ = next(parts)
             return np.ascontiguousarray(value.reshape(shapes[name]), kind)
-        value = np.empty(shapes[name], kind)
+        value = np.empty(shapes[name], kind) if whole else np.zeros(shapes[name], kind)
         for part, placement in parts:
             place(value, placement)[...] = part
         return value
 
     return Pulled({name: partial(made, name) for name in shapes})
+
+
+def is_whole(shape: Shape, fills: Sequence[Fill]) -> bool:
+    """Whether tensors fill all rows of a parameter. Others are zeros (the bias of keys in Whisper)."""
+    rows = [fill.placement.rows for fill in fills]
+    return None in rows or any(f.placement.copies for f in fills) or sum(map(int, rows)) == shape[0]  # type: ignore[arg-type]
 
 
 def random_arrays(
@@ -449,6 +459,9 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
         return shape[1:]
     if isinstance(transform, Reshape):
         return transform.shape
+    if isinstance(transform, Stacked):
+        copies, rows, inner = shape
+        return (copies * inner, rows) if transform.transposed else (copies * rows, inner)
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -486,6 +499,9 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return xp.log(-xp.asarray(value, dtype=xp.float32))
         case Reshape():
             return value.reshape(-1)
+        case Stacked(copies=copies, transposed=turn):
+            each = value.reshape(copies, -1, value.shape[-1])
+            return each.swapaxes(-1, -2) if turn else each
         case Scale(factors=factors):
             rows = [xp.full((count,), x, dtype=xp.float32) for count, x in factors]
             numbers = xp.concatenate(rows).reshape(-1, *(1,) * (value.ndim - 1))

@@ -24,6 +24,7 @@ from slipstream.model.load.checkpoint import (
     expands,
     finder,
     gguf_arrays,
+    is_whole,
     names_of,
     parameter_fills,
     place,
@@ -167,7 +168,8 @@ def filled_tensors(
 
     def made(name: str) -> Tensor:
         own = fills[name]
-        value = new(shapes[name], dtype=_dtype(name, dtype), device=place_of(name))
+        make = new if is_whole(shapes[name], own) else torch.zeros
+        value = make(shapes[name], dtype=_dtype(name, dtype), device=place_of(name))
         for fill in own:
             part = transform(fill.read().view(fill.shape), fill.placement.transform)
             place(value, fill.placement).copy_(part)

@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import sqlite3
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,8 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
@@ -35,11 +33,11 @@ from starlette.routing import Route
 from slipstream.engine.fair_threads import FairThreads
 from slipstream.server.http.errors import (
     ApiError,
-    ClientDisconnected,
     bad_request,
     storage_error,
     unavailable,
 )
+from slipstream.server.http.forms import AROUND, read_form
 from slipstream.server.http.limits import counted
 from slipstream.server.http.replies import json_response, page_answer, page_options
 from slipstream.server.openai.response_store import Database
@@ -52,7 +50,6 @@ MAX_NAME = 255
 MAX_PAGE = 10_000
 _CHUNK = 2**20
 _copies = FairThreads("files", 16, per_client=4)
-_AROUND = 2**16  # most bytes of a multipart body besides its file
 
 _SCHEMA = """
 create table if not exists files (
@@ -148,7 +145,7 @@ class FileStore:
 
         def count(num_bytes: int) -> None:
             nonlocal counted
-            more = max(0, num_bytes - _AROUND) - counted
+            more = max(0, num_bytes - AROUND) - counted
             counted += more
             self._arriving[owner] += more
             self._require_room(owner, used, (self._arriving.total(), self._arriving[owner]))
@@ -341,55 +338,16 @@ class FileRoutes:
                     await value.close()
 
     async def _form(self, request: Request, count: Callable[[int], None]) -> dict[str, Any]:
-        limit, content_type = (
-            self.state.settings.max_file_bytes,
-            request.headers.get("content-type", ""),
+        settings = self.state.settings
+        form = await read_form(
+            request,
+            limit=settings.max_file_bytes,
+            option="--max-file-bytes",
+            fields="file and purpose",
+            body_timeout_s=settings.body_timeout_s,
+            count=count,
         )
-        if not content_type.lower().startswith("multipart/form-data"):
-            raise bad_request("the body must be multipart/form-data, with file and purpose", "file")
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit + _AROUND:
-            raise _too_long(limit)
-        try:
-            chunks = self._chunks(request, limit, count)
-            parser = MultiPartParser(
-                Headers(scope=request.scope), chunks, max_files=1, max_fields=8
-            )
-            form = await parser.parse()
-        except (MultiPartException, KeyError, ValueError) as error:
-            raise bad_request(
-                f"the body is no valid multipart/form-data: {error}", "file"
-            ) from None
-        except OSError as error:
-            raise storage_error("the file cannot be kept", error) from None
-        return dict(form.multi_items())
-
-    async def _chunks(
-        self, request: Request, limit: int, count: Callable[[int], None]
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the body. A slow one ends with a 408: each MiB may take as long as a whole body of
-        other routes."""
-        patience, received = self.state.settings.body_timeout_s, 0
-        begun = asyncio.get_running_loop().time()
-        while True:
-            try:
-                async with asyncio.timeout_at(begun + patience * (1 + received / 2**20)):
-                    event = await request.receive()
-            except TimeoutError:
-                message = f"no MiB of the body within {patience:g} s"
-                raise ApiError(
-                    408, message, code="request_timeout", headers={"connection": "close"}
-                ) from None
-            if event["type"] == "http.disconnect":
-                raise ClientDisconnected
-            data = event.get("body", b"")
-            received += len(data)
-            if received > limit + _AROUND:
-                raise _too_long(limit)
-            count(received)
-            yield data
-            if not event.get("more_body", False):
-                return
+        return dict(form)
 
     async def list(self, request: Request) -> Response:
         after, limit, newest_first = page_options(request, "purpose", most=MAX_PAGE, usual=MAX_PAGE)
@@ -437,11 +395,6 @@ def _life(anchor: Any, seconds: Any) -> int:
             f"seconds must be from {MIN_LIFE_S} to {MAX_LIFE_S}", "expires_after.seconds"
         )
     return int(seconds)
-
-
-def _too_long(limit: int) -> ApiError:
-    message = f"the file is longer than the {limit} bytes this server takes (--max-file-bytes)"
-    return ApiError(413, message, param="file", code="request_too_large")
 
 
 def _unknown(id_: str) -> ApiError:

@@ -11,12 +11,15 @@ from slipstream.server.anthropic.messages import CountTokensRequest, MessagesReq
 from slipstream.server.batches.batches import BatchRequest
 from slipstream.server.kserve.routes import GenerateRequest, InferRequest
 from slipstream.server.ollama import routes as ollama
+from slipstream.server.openai.audio import FORMATS, TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.protocol import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -32,6 +35,10 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
+    "/classify": ClassifyRequest,
+    "/v1/classify": ClassifyRequest,
+    "/pooling": PoolingRequest,
+    "/v1/pooling": PoolingRequest,
     "/score": ScoreRequest,
     "/v1/score": ScoreRequest,
     "/v1/load_lora_adapter": LoadAdapterRequest,
@@ -109,6 +116,46 @@ _UPLOAD = {
     },
     "additionalProperties": False,
 }
+_SPEECH: dict[str, Any] = {
+    "file": {"type": "string", "format": "binary"},
+    "model": {"type": "string"},
+    "prompt": {"type": "string"},
+    "response_format": {"type": "string", "enum": list(FORMATS)},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+    "timestamp_granularities[]": {
+        "type": "array",
+        "items": {"type": "string", "enum": ["segment"]},
+    },
+    "chunking_strategy": {"type": "string", "enum": ["auto"]},
+    "seed": {"type": "integer"},
+    "user": {"type": "string"},
+}
+_FORM_SCHEMAS: dict[str, Any] = {
+    "Upload": _UPLOAD,
+    "Transcription": {
+        "title": "Transcription",
+        "type": "object",
+        "required": ["file"],
+        "properties": {
+            **_SPEECH,
+            "language": {"type": "string"},
+            "stream": {"type": "boolean"},
+        },
+        "additionalProperties": False,
+    },
+    "Translation": {
+        "title": "Translation",
+        "type": "object",
+        "required": ["file"],
+        "properties": _SPEECH,
+        "additionalProperties": False,
+    },
+}
+_FORMS = {
+    "/v1/files": ("Keep a file for a batch", "Upload"),
+    TRANSCRIPTIONS: ("The text of a sound (speech models)", "Transcription"),
+    TRANSLATIONS: ("The text of a sound, in English", "Translation"),
+}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -163,19 +210,19 @@ def document(version: str, *, has_keys: bool) -> dict[str, Any]:
             for n, some in query.items()
         ]
         paths[path] = {"post": {"summary": summary, "parameters": parameters, "responses": answers}}
-    form = {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/Upload"}}}
-    upload = {
-        "summary": "Keep a file for a batch",
-        "requestBody": {"required": True, "content": form},
-        "responses": answers,
-    }
-    paths["/v1/files"]["post"] = upload
+    for path, (summary, name) in _FORMS.items():
+        form = {"multipart/form-data": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        paths.setdefault(path, {})["post"] = {
+            "summary": summary,
+            "requestBody": {"required": True, "content": form},
+            "responses": answers,
+        }
     scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Slipstream", "version": version},
         "paths": paths,
-        "components": {"schemas": {**components, "Upload": _UPLOAD, "Error": _ERROR}, **scheme},
+        "components": {"schemas": {**components, **_FORM_SCHEMAS, "Error": _ERROR}, **scheme},
         "security": [{"key": []}] if has_keys else [],
     }
 

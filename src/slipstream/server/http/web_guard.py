@@ -28,7 +28,7 @@ from slipstream.server.state import ServerSettings
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:/?#@,\s\\]+))(?::[0-9]*)?")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_UPLOADS = frozenset({"/v1/files"})
+_UPLOADS = frozenset({"/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations"})
 _FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 

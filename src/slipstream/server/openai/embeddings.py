@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.engine.pooled import (
     check_dimensions,
+    label_names,
+    label_probabilities,
     rank,
     refuse_classifier,
     rerank_texts,
@@ -34,8 +36,10 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import send_whole
 from slipstream.server.openai.models import served_model
 from slipstream.server.openai.protocol import (
+    ClassifyRequest,
     EmbeddingRequest,
     Pooled,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
     decode,
@@ -45,6 +49,8 @@ from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
+CLASSIFY_PATHS = ("/classify", "/v1/classify")
+POOLING_PATHS = ("/pooling", "/v1/pooling")
 
 
 class PooledRoute:
@@ -81,16 +87,8 @@ async def embeddings(
     engine = state.engine
     refuse_classifier(engine.description)
     check_dimensions(engine.description, body.dimensions)
-    prompts: list[Prompt | tuple[str, str]] = [
-        p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
-    ]
-    try:
-        answer = await embed(state, prompts, body, "input", record)
-    except RequestError as error:
-        if error.field in ("prompt", "prompt_token_ids"):
-            error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
-        raise
-    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    answer = await of_inputs(state, body, record)
+    tokens = record.num_prompt_tokens
     found = rows(answer, body.dimensions)
     vectors = (
         [base64.b64encode(row).decode() for row in found]
@@ -105,6 +103,70 @@ async def embeddings(
         "model": body.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+
+
+async def of_inputs(
+    state: ServerState,
+    body: EmbeddingRequest | ClassifyRequest | PoolingRequest,
+    record: RequestRecord,
+) -> Vectors:
+    """The engine's vectors for the texts of `input`."""
+    prompts: list[Prompt | tuple[str, str]] = [
+        p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
+    ]
+    try:
+        answer = await embed(state, prompts, body, "input", record)
+    except RequestError as error:
+        if error.field in ("prompt", "prompt_token_ids"):
+            error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
+        raise
+    record.num_prompt_tokens = sum(map(len, answer.prompt_token_ids))
+    return answer
+
+
+def listed(
+    kind: str, body: Pooled, record: RequestRecord, data: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """An answer in vLLM's form."""
+    tokens = record.num_prompt_tokens
+    return {
+        "id": f"{kind}-{record.id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "data": data,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+async def classify(
+    state: ServerState, body: ClassifyRequest, record: RequestRecord
+) -> dict[str, Any]:
+    model = state.engine.description
+    names = label_names(model)
+    found = label_probabilities(
+        model, await of_inputs(state, body, record), activate=body.use_activation
+    )
+    data = [
+        {
+            "index": i,
+            "label": names[int(own.argmax())],
+            "probs": own.tolist(),
+            "num_classes": len(names),
+        }
+        for i, own in enumerate(found)
+    ]
+    return listed("classify", body, record, data)
+
+
+async def pooling(
+    state: ServerState, body: PoolingRequest, record: RequestRecord
+) -> dict[str, Any]:
+    found = rows(await of_inputs(state, body, record))
+    as_text = body.encoding_format == "base64"
+    values = [base64.b64encode(row).decode() if as_text else row.tolist() for row in found]
+    data = [{"index": i, "object": "pooling", "data": own} for i, own in enumerate(values)]
+    return listed("pool", body, record, data)
 
 
 async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> dict[str, Any]:

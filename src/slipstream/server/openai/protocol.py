@@ -443,6 +443,26 @@ class EmbeddingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
         return one_kind(self.input, "input")
 
 
+class ClassifyRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /classify and /v1/classify: vLLM's format. Without `use_activation` scores are not probabilities"""
+
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
+    use_activation: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        return one_kind(self.input, "input")
+
+
+class PoolingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /pooling and /v1/pooling: vLLM's format. A text's vector, or a classifier's or reward model's scores as they are"""
+
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] = "float"
+
+    def prompts(self) -> list[str | list[int]]:
+        return one_kind(self.input, "input")
+
+
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
@@ -661,6 +681,8 @@ register(
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
+    ClassifyRequest,
+    PoolingRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     TokenizeRequest,

@@ -14,6 +14,7 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
     apertus,
     cohere,
+    dbrx,
     deepseek,
     ernie,
     exaone,
@@ -31,6 +32,7 @@ from slipstream.spec.families import (
     nemotron,
     olmo,
     qwen,
+    sparse,
 )
 from slipstream.spec.families.base import Family
 from slipstream.spec.families.classic import (
@@ -44,7 +46,7 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bert, modernbert, nomic, t5
+from slipstream.spec.families.encoders import bert, modernbert, nomic, t5, whisper
 from slipstream.spec.families.hybrids import (
     bamba,
     falcon_h1,
@@ -65,6 +67,7 @@ MODULES = (
         bert,
         bloom,
         cohere,
+        dbrx,
         deepseek,
         ernie,
         exaone,
@@ -76,7 +79,7 @@ MODULES = (
     ),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
     *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
-    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, stablelm, starcoder, t5),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, t5, whisper),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -1,12 +1,12 @@
-"""DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash: latent attention, mixtures of experts with shared experts, and YaRN that
-scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3; so does
-dots.llm1, which is here too)."""
+"""DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash, Youtu: latent attention, mixtures of experts with shared experts, and
+YaRN that scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction
+(V3; so does dots.llm1, which is here too)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
@@ -26,10 +26,12 @@ from slipstream.spec.families.mtp import DEEPSEEK
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
+    IndexSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
     MoESpec,
+    RopeSpec,
     SharedExpertSpec,
     YarnScaling,
 )
@@ -50,7 +52,7 @@ def read_v2(c: ConfigReader) -> ModelSpec:
     moe = mixture(
         c, normalize=False, groups=groups, weight_scale=c.take("routed_scaling_factor", float, 1.0)
     )
-    return _read(
+    return read_latent(
         c, "deepseek_v2", moe, interleaved=True, dense=c.take("first_k_dense_replace", int, 0)
     )
 
@@ -75,7 +77,7 @@ def read_v3(c: ConfigReader) -> ModelSpec:
     c.require("topk_method", "noaux_tc")
     moe = corrected_mixture(c, weight_scale=2.5)
     interleaved = c.take("rope_interleave", bool, True)
-    return _read(
+    return read_latent(
         c,
         "deepseek_v3",
         moe,
@@ -94,15 +96,22 @@ def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
     )
     c.require("scoring_func", "sigmoid")
     c.require("topk_method", "noaux_tc")
-    count, dense = c.size("num_hidden_layers"), c.take("first_k_dense_replace", int, 1)
-    kinds = c.take("mlp_layer_types", list, ["dense"] + ["sparse"] * (count - 1))
+    num_dense = dense_layers(c, 1)
+    moe, interleaved = corrected_mixture(c, weight_scale=1.8), c.take("rope_interleave", bool, True)
+    return read_latent(c, "glm4_moe_lite", moe, interleaved=interleaved, dense=num_dense)
+
+
+def dense_layers(c: ConfigReader, default: int) -> int:
+    """The number of the first layers without experts, which a list and a count say."""
+    count, named = c.size("num_hidden_layers"), "first_k_dense_replace" in c
+    dense = min(c.take("first_k_dense_replace", int, default), count)
+    kinds = c.take("mlp_layer_types", list, ["dense"] * dense + ["sparse"] * (count - dense))
     num_dense = kinds.index("sparse") if "sparse" in kinds else count
     if kinds != ["dense"] * num_dense + ["sparse"] * (count - num_dense):
         raise c.unsupported("mlp_layer_types", f"must be {count} of dense, then sparse")
-    if "first_k_dense_replace" in c and dense != num_dense:
+    if named and dense != num_dense:
         raise c.unsupported("first_k_dense_replace", "mlp_layer_types says otherwise")
-    moe, interleaved = corrected_mixture(c, weight_scale=1.8), c.take("rope_interleave", bool, True)
-    return _read(c, "glm4_moe_lite", moe, interleaved=interleaved, dense=num_dense)
+    return num_dense
 
 
 def read_minicpm3(c: ConfigReader) -> ModelSpec:
@@ -117,7 +126,7 @@ def read_minicpm3(c: ConfigReader) -> ModelSpec:
     scale = c.take("scale_emb", float, 12.0)
     if scale <= 0:
         raise c.unsupported("scale_emb", "must be above 0")
-    return _read(
+    return read_latent(
         c,
         "minicpm3",
         None,
@@ -128,6 +137,17 @@ def read_minicpm3(c: ConfigReader) -> ModelSpec:
         logit_scale=c.take("dim_model_base", float, float(hidden)) / hidden,
         tied=True,
     )
+
+
+def read_youtu(c: ConfigReader) -> ModelSpec:
+    """Youtu-LLM: V3's attention in dense layers."""
+    c.assume_missing(
+        **dict(num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128),
+        **dict(qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=131072),
+    )
+    c.ignore("embedding_initializer_range")
+    count, interleaved = c.size("num_hidden_layers"), c.take("rope_interleave", bool, True)
+    return read_latent(c, "youtu", None, interleaved=interleaved, dense=count, tied=True)
 
 
 def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
@@ -150,7 +170,7 @@ def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
         c.take("first_k_dense_replace", int, 0),
         c.take("rope_interleave", bool, True),
     )
-    return _read(
+    return read_latent(
         c, "mistral4", moe, interleaved=interleaved, dense=dense, positions=positions, scaled=True
     )
 
@@ -213,7 +233,7 @@ def mixture(
     )
 
 
-def _read(
+def read_latent(
     c: ConfigReader,
     family: str,
     moe: MoESpec | None,
@@ -223,10 +243,12 @@ def _read(
     positions: Mapping[str, Any] | None = None,
     scaled: bool = False,
     residual_scale: float = 1.0,
+    index: Callable[[int, RopeSpec], IndexSpec | Literal["previous"]] | None = None,
     **more: Any,
 ) -> ModelSpec:
     """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
-    are scaled by position, and a config counts what is rotated as a part of a whole key."""
+    are scaled by position, and a config counts what is rotated as a part of a whole key. `index`: that of a layer with this
+    rotary embedding."""
     num_heads, plain, rotary = (
         c.size("num_attention_heads"),
         c.size("qk_nope_head_dim"),
@@ -269,8 +291,12 @@ def _read(
 
     def layer(i: int) -> LayerSpec:
         of = mlp if i < dense or moe is None else moe
+        own = None if index is None else index(i, position)
         return LayerSpec(
-            attention=attention, mlp=of, block=before(norm), residual_scale=residual_scale
+            attention=dataclasses.replace(attention, index=own),
+            mlp=of,
+            block=before(norm),
+            residual_scale=residual_scale,
         )
 
     return model(c, family, layer, norm, max_position, **more)
@@ -376,12 +402,14 @@ def dots1_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_names(spec: ModelSpec) -> Names:
+    return gguf_latent_names(spec, GGUF_NAMES)
+
+
+def gguf_latent_names(spec: ModelSpec, names: Mapping[str, Theirs]) -> Names:
     """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
-    found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(
-        spec
-    )
+    found = gguf_table({**names, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)
     for i in range(spec.num_layers):
         expand = found.pop(f"blk.{i}.attn_kv_b.weight").target
         found[f"blk.{i}.attn_k_b.weight"] = Placement(
@@ -408,6 +436,12 @@ FAMILIES = (
             ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
             ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
         )
+    ),
+    Family(
+        model_type="youtu",
+        architectures=("YoutuForCausalLM",),
+        read=read_youtu,
+        names=names,
     ),
     Family(
         model_type="minicpm3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.metadata import LayerKV, cache_tensors, index_tensor
 from slipstream.platform import Platform
 from slipstream.spec.model import LayerSpec
 
@@ -27,5 +27,6 @@ class DraftMemory:
         return LayerKV(
             *cache_tensors(
                 layer.self_attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim
-            )
+            ),
+            index=index_tensor(layer.self_attention, num_blocks, block_size, self.zeros),
         )

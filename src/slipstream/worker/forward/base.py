@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
+from slipstream.model.encoder import Dense
 from slipstream.model.layers import AnyTap
 from slipstream.platform import Event
 from slipstream.platform.base import Values
@@ -268,8 +269,8 @@ class PlainForward(Forward):
         return hidden
 
     @abstractmethod
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Run the encoder of an encoder-decoder over whole prompts [T].
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Run the encoder of an encoder-decoder over whole prompts: token ids [T], or frames of audio.
 
         The keys and values that the decoder's layers read go into the cache.
         """
@@ -279,6 +280,7 @@ class ForwardTable(Protocol):
     """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
 
     decoder: Decoder
+    dense: tuple[Dense, ...]  # steps behind the pooling
 
     @property
     def num_cold(self) -> int:
@@ -293,7 +295,7 @@ class ForwardTable(Protocol):
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """See `PlainForward.encode`."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -84,6 +84,10 @@ def load_refusal(description: ModelDescription, load_format: str) -> Reason | No
             "the model has an image encoder, which torch runs (max_images=0 leaves it out)",
         ),
         (
+            spec.encoder is not None and spec.encoder.audio is not None,
+            "the model has an encoder of audio, whose input torch makes",
+        ),
+        (
             stored is not None and stored.method == "mxfp4" and load_format != "dummy",
             "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",
         ),

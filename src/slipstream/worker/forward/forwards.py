@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.encoder import normalized, pool
+from slipstream.model.encoder import Dense, normalized, pool
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import compile_program
@@ -67,8 +67,8 @@ class Eager(PlainForward):
             return self.decoder.forward(token_ids, kv, meta)
         return self._keep(*self.decoder.tapped(token_ids, kv, meta), meta)
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.decoder.encode(token_ids, kv, meta)
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        self.decoder.encode(given, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
@@ -231,6 +231,7 @@ class Forwards:
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         self.takes_images = False
+        self.dense: tuple[Dense, ...] = ()
         self._build()
 
     def take_adapters(self, adapters: Adapters) -> None:
@@ -319,8 +320,8 @@ class Forwards:
         assert isinstance(output, Output)
         return output.hidden
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.base.encode(token_ids, kv, meta)
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        self.base.encode(given, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, E]."""
@@ -354,4 +355,6 @@ class Forwards:
         if decoder.classifier is not None:
             return decoder.classifier(decoder.ops, hidden, starts).float()
         vectors = pool(decoder.ops, hidden, starts, how.kind)
+        for step in self.dense:
+            vectors = step(vectors, torch)
         return normalized(vectors) if how.normalize else vectors

@@ -11,6 +11,7 @@ from slipstream.kernels.cpu.host_texts import HostTextOps
 from slipstream.kernels.cpu.native import RunningStep, ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
+from slipstream.model.encoder import Dense
 from slipstream.model.encoder import pool as pooled
 from slipstream.model.layers import AnyTap
 from slipstream.model.program import CpuProgram
@@ -111,8 +112,8 @@ class ProgramForward(PlainForward):
             self.governor.note(len(token_ids), int(meta.seq_lens.sum()), self.pool.last_s)
         return hidden
 
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.program.encode(token_ids, kv, meta)
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        self.program.encode(given, kv, meta)
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return self.program.platform.values.take(hidden, rows)  # type: ignore[no-any-return]
@@ -135,6 +136,7 @@ class HostForwards:
     ) -> None:
         self._decoder, self._pool, self._governor = decoder, pool, governor
         self._states: StateCache | None = None
+        self.dense: tuple[Dense, ...] = ()
         self._build()
 
     def _build(self) -> None:
@@ -179,6 +181,8 @@ class HostForwards:
         if decoder.classifier is not None:
             return decoder.classifier(decoder.ops, hidden, starts)
         found: Any = pooled(decoder.ops, hidden, starts, how.kind)
+        for step in self.dense:
+            found = step(found, np)
         if not how.normalize:
             return found
         return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), np.float32(1e-12))

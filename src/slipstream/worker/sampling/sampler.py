@@ -130,7 +130,8 @@ def biases_of(
 
     1. Logit biases.
     2. FORBIDDEN on end tokens before `min_tokens`.
-    3. FORBIDDEN on the last tokens of bad words. Only the device knows whether a bad word's earlier
+    3. FORBIDDEN on tokens that a speech model does not write there.
+    4. FORBIDDEN on the last tokens of bad words. Only the device knows whether a bad word's earlier
        tokens precede; where they do not, the value is 0.
     """
     entries: list[tuple[int, int, float]] = []
@@ -141,6 +142,9 @@ def biases_of(
         entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
         if row.forbidden_early and num_answered < sampling.min_tokens:
             entries.extend((i, token, FORBIDDEN) for token in row.forbidden_early)
+        if sampling.speech is not None:
+            forbidden = sampling.speech.forbidden(num_answered)
+            entries.extend((i, token, FORBIDDEN) for token in forbidden)
         for word in sampling.bad_words_token_ids:
             if len(word) == 1:
                 entries.append((i, word[0], FORBIDDEN))

@@ -91,6 +91,8 @@ def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
             masked, -np.inf, _processed(given, tokens, row.num_prompt_tokens, logits)
         )
     samplers.drop_forbidden(logits)
+    if params.speech is not None:
+        samplers.speech(logits, tokens[row.num_prompt_tokens :], params.speech)
     seed = np.array([row.seed], np.int64)
     u_xtc = float(uniform(seed ^ XTC_SALT, counter)[0]) if params.xtc_probability else 1.0
     apply_samplers(logits, tokens, row.num_prompt_tokens, params, u_xtc)

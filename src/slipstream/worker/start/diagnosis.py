@@ -22,6 +22,7 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "huggingface-hub",
+    "soundfile",
     "transformers",
 )
 GPU_ONLY = ("triton",)
@@ -203,6 +204,9 @@ def find_missing(
         found.append(
             Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'")
         )
+    if "soundfile" in packages and packages["soundfile"] is None:
+        what = "soundfile, for transcriptions of FLAC, MP3 and Ogg (WAV needs none)"
+        found.append(Missing(what=what, command="pip install 'slipstream[audio]'"))
     if "transformers" in packages and packages["transformers"] is None:
         uses = "transformers, for check-model and for bench --engine transformers"
         found.append(Missing(what=uses, command="pip install 'slipstream[dev]'"))

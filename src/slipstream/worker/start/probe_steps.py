@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,7 @@ from slipstream.model.encoder import pool
 from slipstream.worker.start.dummy_steps import dummy_prefill, dummy_sampling
 
 if TYPE_CHECKING:
+    from slipstream.spec.model import AudioSpec
     from slipstream.worker.loaded_runner import LoadedRunner
     from slipstream.worker.model_runner import Runner
     from slipstream.worker.torch_loading import TorchLoaded
@@ -60,8 +61,11 @@ def measure_activations(runner: TorchLoaded) -> int:
     kv = runner.make_cache(1)
     meta, tokens = dummy_prefill(num_tokens, length, size, runner.device)
     before = runner.platform.start_peak()
-    if runner.model.spec.encoder is not None:
+    if (encoder := runner.model.spec.encoder) is not None and encoder.audio is None:
         runner.forwards.encode(tokens, kv, meta)
+    elif encoder is not None and encoder.audio is not None and per_token is None:
+        known += _probe_audio(runner, encoder.audio)
+        before = runner.platform.start_peak()
     if runner.has_latents:  # queries are wider if a part of the prompt is in the cache
         runner.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
     if runner.draft is not None:
@@ -94,14 +98,34 @@ def compile_kernels(runner: Runner) -> None:
         )
         if length == 1:
             meta = dataclasses.replace(meta, num_decodes=num_tokens)
-        if runner.model.spec.encoder is not None:
+        encoder = runner.model.spec.encoder
+        if encoder is not None and encoder.audio is None:
             runner.forwards.encode(tokens, runner.kv, dataclasses.replace(meta, num_decodes=0))
+        elif encoder is not None and encoder.audio is not None and length > 1:
+            _encode_silence(runner, encoder.audio)
         hidden = runner.forwards.hidden(tokens, runner.kv, meta)
         if not runner.model.spec.generates or not runner.model.spec.has_last:
             continue
         logits = runner.forwards.logits(hidden[-2:])
         runner.ops.sample(logits, dummy_sampling(len(logits), runner.device))
     runner.platform.synchronize()
+
+
+def _encode_silence(runner: Runner | TorchLoaded, audio: AudioSpec, kv: Any = None) -> None:
+    """Encode a window. All of its blocks are the null block."""
+    kv = runner.kv if kv is None else kv  # type: ignore[union-attr]
+    size, device = runner.config.cache.block_size, runner.platform.device
+    meta, _ = dummy_prefill(audio.num_states, audio.num_states, size, device)
+    frames = torch.zeros(audio.num_frames, 3 * audio.num_mel_bins, device=device)
+    runner.forwards.encode(frames, kv, meta)
+
+
+def _probe_audio(runner: TorchLoaded, audio: AudioSpec) -> int:
+    """Bytes that the windows of the largest step take."""
+    kv, before = runner.make_cache(1), runner.platform.start_peak()
+    _encode_silence(runner, audio, kv)
+    windows = max(1, runner.config.scheduling.max_num_batched_tokens // audio.num_states)
+    return windows * max(0, runner.platform.peak() - before)
 
 
 def compiled_steps(runner: LoadedRunner) -> list[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Audio for speech models: files to samples, samples to spectrograms, and the windows of a transcription. No torch."""

@@ -1,0 +1,185 @@
+"""Decodes audio files to samples at 16 kHz. No torch.
+
+1. WAV is read here: PCM of 8 to 32 bits, and floats. Other formats (FLAC, MP3, Ogg) need soundfile (`slipstream[audio]`).
+2. Channels are averaged. Other rates are resampled by a windowed sinc.
+3. Before anything is decoded, the file's own header says how long it is, and a longer one than allowed is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import RequestError
+from slipstream.spec.audio import SAMPLE_RATE
+
+Samples: TypeAlias = npt.NDArray[np.float32]
+
+MAX_RATE = 768_000
+MIN_RATE = 1_000
+CROSSINGS = 24
+"""Zero crossings of the resampling filter on each side. Its error is then below 16 bits' noise."""
+BETA = 9.0
+ROLLOFF = 0.945
+"""Part of the lower rate's band that passes."""
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+
+
+def decode_audio(data: bytes, *, max_s: float) -> Samples:
+    """Samples of a file. RequestError (field `file`) if it is none that can be read, or has more than `max_s` seconds."""
+    if not data:
+        raise _refused("is empty")
+    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+        channels, rate = _wav(data, max_s)
+    else:
+        channels, rate = _by_soundfile(data, max_s)
+    if not channels.size:
+        raise _refused("has no samples")
+    mono = channels.mean(axis=1, dtype=np.float32) if channels.shape[1] > 1 else channels[:, 0]
+    if not np.isfinite(mono).all():
+        raise _refused("has samples that are no finite numbers")
+    return resampled(mono, rate)
+
+
+def read_samples(given: Any) -> Samples:
+    """`as_samples` of a path too, with a limit of a day."""
+    if isinstance(given, (str, PathLike)):
+        try:
+            given = Path(given).read_bytes()
+        except OSError as error:
+            raise RequestError(f"the audio file can't be read: {error}", field="audio") from error
+    return as_samples(given, max_s=86_400.0)
+
+
+def as_samples(given: Any, *, max_s: float) -> Samples:
+    """Samples of a file's bytes, or of (array, rate) or an array at 16 kHz, as vLLM takes them."""
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        return decode_audio(bytes(given), max_s=max_s)
+    rate = SAMPLE_RATE
+    if isinstance(given, tuple) and len(given) == 2:
+        given, rate = given
+    try:
+        samples = np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        samples = np.empty(0, np.float32)
+    if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
+        raise RequestError(
+            "audio is a file's bytes, or an array of samples, or (samples, rate)", field="audio"
+        )
+    _check(len(samples), rate, max_s)
+    return resampled(samples, int(rate))
+
+
+def resampled(samples: Samples, rate: int) -> Samples:
+    """The sound at 16 kHz."""
+    if rate == SAMPLE_RATE:
+        return np.ascontiguousarray(samples, np.float32)
+    shared = math.gcd(rate, SAMPLE_RATE)
+    up, down = SAMPLE_RATE // shared, rate // shared
+    filters, half = _filters(up, down)
+    count = -(-len(samples) * up // down)
+    padded = np.pad(samples, (half, half + down + 1))
+    out = np.empty(count, np.float32)
+    for phase in range(min(up, count)):
+        # Output phase + i · up lies at input position (phase · down) // up + i · down, and a part of a sample.
+        start, own = phase * down // up, len(range(phase, count, up))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)[start::down][:own]
+        out[phase::up] = windows @ filters[phase]
+    return out
+
+
+@lru_cache(maxsize=8)
+def _filters(up: int, down: int) -> tuple[Samples, int]:
+    """Filters [up, 2 · half + 1] for each part of a sample, and half."""
+    cutoff = ROLLOFF * min(1.0, up / down)  # of the input's band
+    half = math.ceil(CROSSINGS / cutoff)
+    offsets = np.arange(-half, half + 1)[None] - (np.arange(up) * down % up / up)[:, None]
+    window = np.i0(BETA * np.sqrt(np.maximum(0.0, 1.0 - (offsets / (half + 1)) ** 2))) / np.i0(BETA)
+    filters = np.sinc(cutoff * offsets) * cutoff * window
+    return (filters / filters.sum(axis=1, keepdims=True)).astype(np.float32), half
+
+
+def _wav(data: bytes, max_s: float) -> tuple[Samples, int]:
+    """Samples [N, channels] and the rate."""
+    at, form = 12, None
+    while at + 8 <= len(data):
+        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8
+        if name == b"fmt " and size >= 16 and at + size <= len(data):
+            kind, num_channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", data, at)
+            if kind == _EXTENSIBLE and size >= 26:
+                kind = int.from_bytes(data[at + 24 : at + 26], "little")
+            form = kind, num_channels, rate, bits
+        elif name == b"data":
+            if form is None:
+                raise _refused("is a WAV without a format before its data")
+            return _pcm(data[at : at + size], *form, max_s)  # a stream's header may say too much
+        at += size + size % 2
+    raise _refused("is a WAV without data")
+
+
+def _pcm(
+    data: bytes, kind: int, num_channels: int, rate: int, bits: int, max_s: float
+) -> tuple[Samples, int]:
+    width = bits // 8
+    if (kind, bits) not in ((_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)):  # fmt: skip
+        raise _refused(f"is a WAV of format {kind} with {bits} bits; send 16-bit PCM")
+    if not 1 <= num_channels <= 64:
+        raise _refused(f"is a WAV with {num_channels} channels")
+    count = len(data) // (width * num_channels)
+    _check(count, rate, max_s)
+    raw = data[: count * width * num_channels]
+    if kind == _FLOAT:
+        values = np.frombuffer(raw, f"<f{width}").astype(np.float32)
+    elif bits == 8:
+        values = (np.frombuffer(raw, np.uint8).astype(np.float32) - 128.0) / 128.0
+    elif bits == 24:
+        wide = np.zeros((count * num_channels, 4), np.uint8)
+        wide[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
+        values = wide.view("<i4")[:, 0].astype(np.float32) / 2.0**31
+    else:
+        values = np.frombuffer(raw, f"<i{width}").astype(np.float32) / 2.0 ** (bits - 1)
+    return values.reshape(count, num_channels), rate
+
+
+def _by_soundfile(data: bytes, max_s: float) -> tuple[Samples, int]:
+    try:
+        import soundfile
+    except (ImportError, OSError):
+        raise _refused(
+            "is no WAV, and other formats need soundfile on the server: pip install 'slipstream[audio]'"
+        ) from None
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check(file.frames, file.samplerate, max_s)
+            most = int(max_s * file.samplerate) + 1  # headers may lie
+            found: Samples = file.read(most, dtype="float32", always_2d=True)
+            _check(len(found), file.samplerate, max_s)
+            return found, int(file.samplerate)
+    except RequestError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise _refused(f"can't be read ({reason}); send WAV, FLAC, MP3 or Ogg") from None
+
+
+def _check(count: int, rate: Any, max_s: float) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not MIN_RATE <= rate <= MAX_RATE:  # fmt: skip
+        raise _refused(f"has a rate of {rate!r} Hz; from {MIN_RATE} to {MAX_RATE} are supported")
+    if count > max_s * rate:
+        raise _refused(
+            f"is {count / rate:.1f} s long, and this server takes at most {max_s:g} s "
+            "in a request; send it in parts"
+        )
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(f"the audio file {why}", field="file")

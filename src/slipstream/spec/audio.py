@@ -1,0 +1,157 @@
+"""Speech models as data: the layers before an audio encoder, and the tokens and rules of Whisper's texts. No torch.
+
+Whisper (Radford et al. 2022, arXiv:2212.04356) reads 30 seconds at a time as a log-mel spectrogram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.files import parse_json
+from slipstream.spec.functions import Shape
+
+SAMPLE_RATE = 16_000
+HOP, WINDOW = 160, 400
+"""Samples between two frames of the spectrogram, and samples of a frame."""
+FRAMES_PER_STATE = 2
+"""Frames of an encoder's state: the second convolution moves by two."""
+STATE_S = FRAMES_PER_STATE * HOP / SAMPLE_RATE
+"""Seconds of an encoder's state. Timestamps have the same step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioSpec:
+    """Two convolutions of three frames with GELU, and learned positions, before an encoder's layers.
+
+    A window has `num_states` states, of `FRAMES_PER_STATE` frames each, with `num_mel_bins` numbers in a frame.
+    """
+
+    num_mel_bins: int
+    num_states: int
+
+    @property
+    def num_frames(self) -> int:
+        return FRAMES_PER_STATE * self.num_states
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_frames * HOP
+
+    @property
+    def window_s(self) -> float:
+        return self.num_states * STATE_S
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        return {
+            "encoder.audio.first.weight": (hidden_size, 3 * self.num_mel_bins),
+            "encoder.audio.first.bias": (hidden_size,),
+            "encoder.audio.second.weight": (hidden_size, 3 * hidden_size),
+            "encoder.audio.second.bias": (hidden_size,),
+            "encoder.positions.weight": (self.num_states, hidden_size),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechSpec:
+    """The special tokens of a speech model's texts, and tokens that it never writes, from its generation config.
+
+    A text is: `previous` and a prompt (optional), `start`, a language, a task, then `no_timestamps` or times.
+    A model for one language has neither `languages` nor tasks.
+    """
+
+    start: int
+    end: int
+    no_timestamps: int
+    previous: int | None = None
+    languages: Mapping[str, int]
+    transcribe: int | None = None
+    translate: int | None = None
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    max_first_timestamp: int | None = None  # in steps of `STATE_S`
+
+    @property
+    def first_timestamp(self) -> int:
+        """The token of the time 0. Those after it are `STATE_S` later each."""
+        return self.no_timestamps + 1
+
+    @property
+    def no_speech(self) -> int:
+        """The token whose probability says that nobody speaks."""
+        return self.no_timestamps - 1
+
+
+def read_speech(
+    path: Path, generation: Mapping[str, Any], *, start: int, vocab_size: int, audio: AudioSpec
+) -> SpeechSpec:
+    """Read the tokens of a checkpoint. UnsupportedModelError names a field that is missing or has another form."""
+    processing = path / "preprocessor_config.json"
+    if processing.is_file():
+        _check_features(parse_json(processing.read_bytes()), audio)
+
+    def token(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+            raise CheckpointError(
+                f"generation_config.json: {name} = {value!r} is no token of {vocab_size}",
+                field=name,
+            )
+        return value
+
+    def tokens(name: str, values: Any) -> tuple[int, ...]:
+        if not isinstance(values or [], list):
+            raise CheckpointError(f"generation_config.json: {name} is no list", field=name)
+        return tuple(token(name, value) for value in values or ())
+
+    if "no_timestamps_token_id" not in generation:
+        raise UnsupportedModelError(
+            "generation_config.json lacks no_timestamps_token_id; take that of the original checkpoint",
+            field="no_timestamps_token_id",
+        )
+    ends = generation.get("eos_token_id")
+    languages = generation.get("lang_to_id") or {}
+    tasks = generation.get("task_to_id") or {}
+    if not isinstance(languages, dict) or not isinstance(tasks, dict):
+        raise CheckpointError(
+            "generation_config.json: lang_to_id and task_to_id are no objects",
+            field="lang_to_id",
+        )
+    previous = generation.get("prev_sot_token_id")
+    none = token("no_timestamps_token_id", generation["no_timestamps_token_id"])
+    if none + audio.num_states + 1 >= vocab_size:
+        raise CheckpointError(
+            f"the vocabulary of {vocab_size} has no token for each of {audio.num_states + 1} times behind "
+            f"no_timestamps_token_id = {none}",
+            field="no_timestamps_token_id",
+        )
+    latest = generation.get("max_initial_timestamp_index")
+    return SpeechSpec(
+        start=start,
+        end=token("eos_token_id", ends[0] if isinstance(ends, list) and ends else ends),
+        no_timestamps=none,
+        previous=None if previous is None else token("prev_sot_token_id", previous),
+        languages={
+            str(name).strip("<|>"): token("lang_to_id", value) for name, value in languages.items()
+        },
+        transcribe=token("task_to_id", tasks["transcribe"]) if "transcribe" in tasks else None,
+        translate=token("task_to_id", tasks["translate"]) if "translate" in tasks else None,
+        suppressed=tokens("suppress_tokens", generation.get("suppress_tokens")),
+        suppressed_first=tokens("begin_suppress_tokens", generation.get("begin_suppress_tokens")),
+        max_first_timestamp=latest if isinstance(latest, int) else None,
+    )
+
+
+def _check_features(config: Mapping[str, Any], audio: AudioSpec) -> None:
+    """UnsupportedModelError unless the spectrogram is Whisper's."""
+    for name, only in (
+        ("feature_size", audio.num_mel_bins), ("sampling_rate", SAMPLE_RATE), ("hop_length", HOP), ("n_fft", WINDOW),
+        ("chunk_length", int(audio.window_s)), ("dither", 0.0), ("padding_value", 0.0), ("do_normalize", False),
+    ):  # fmt: skip
+        if config.get(name) not in (None, only):
+            raise UnsupportedModelError(
+                f"preprocessor_config.json: {name} = {config[name]!r}: only {only!r} is supported",
+                field=name,
+            )

@@ -1,0 +1,135 @@
+"""Whisper (Radford et al. 2022): an encoder of audio, and a decoder with learned positions that attends to its states."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slipstream.spec.audio import AudioSpec
+from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    heads,
+    layer_norm,
+    plain,
+)
+from slipstream.spec.families.names import Theirs, table
+from slipstream.spec.model import (
+    EncoderSpec,
+    LayerSpec,
+    LearnedPositionSpec,
+    ModelSpec,
+    SequentialBlock,
+)
+from slipstream.spec.parameters import Flatten
+
+
+def read(c: ConfigReader) -> ModelSpec:
+    c.require("is_encoder_decoder", True)
+    c.require("use_weighted_layer_sum", False)
+    c.ignore(
+        "classifier_proj_size", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks",
+        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "median_filter_width", "encoder_layerdrop",
+        "decoder_layerdrop", "num_hidden_layers", "max_length", "forced_decoder_ids", "scale_embedding",
+    )  # fmt: skip
+    if c.value("scale_embedding"):
+        raise c.unsupported("scale_embedding", "only False is supported")
+    hidden, act = c.size("d_model"), activation(c, "activation_function", "gelu")
+    norm = layer_norm(hidden, 1e-5)
+
+    def layer(side: str, *, causal: bool) -> LayerSpec:
+        h = heads(c, hidden="d_model", num_heads=f"{side}_attention_heads", num_kv_heads=None)
+        own = attention(h, None, causal=causal, qkv_bias=True, out_bias=True)
+        return LayerSpec(
+            attention=own,
+            mlp=plain(c.size(f"{side}_ffn_dim"), act),
+            block=SequentialBlock(
+                pre_attention=norm, pre_cross=norm if causal else None, pre_mlp=norm
+            ),
+            cross=dataclasses.replace(own, causal=False) if causal else None,
+        )
+
+    num_heads = c.size("encoder_attention_heads")
+    if (
+        c.size("decoder_attention_heads") != num_heads
+    ):  # the encoder uses the decoder's cache for the time of a layer
+        raise c.unsupported(
+            "decoder_attention_heads",
+            f"only as many as encoder_attention_heads ({num_heads}) are supported",
+        )
+    longest = c.size("max_target_positions", 448)
+    spec = ModelSpec(
+        family="whisper",
+        vocab_size=c.size("vocab_size"),
+        hidden_size=hidden,
+        max_position=longest,
+        layers=(layer("decoder", causal=True),) * c.size("decoder_layers"),
+        final_norm=norm,
+        learned_positions=LearnedPositionSpec(num_positions=longest),
+        tied_embeddings=c.take("tie_word_embeddings", bool, True),
+        encoder=EncoderSpec(
+            layers=(layer("encoder", causal=False),) * c.size("encoder_layers"),
+            final_norm=norm,
+            start_token_id=c.take("decoder_start_token_id", int, 50257),
+            audio=AudioSpec(
+                num_mel_bins=c.size("num_mel_bins", 80),
+                num_states=c.size("max_source_positions", 1500),
+            ),
+        ),
+    )
+    c.finish()
+    return spec
+
+
+def _attention(at: str) -> dict[str, Theirs]:
+    q, k, v = (f"{at}.{x}_proj" for x in "qkv")
+    return {"qkv": (q, k, v), "q": q, "kv": (k, v), "out": f"{at}.out_proj"}
+
+
+_SELF, _CROSS = _attention("self_attn"), _attention("encoder_attn")
+_MLP: dict[str, Theirs] = {
+    "pre_attention": "self_attn_layer_norm",
+    **{f"attention.{part}": _SELF[part] for part in ("qkv", "out")},
+    "pre_mlp": "final_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+}
+WHISPER: dict[str, Theirs] = {
+    "embed": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "final_norm": "model.decoder.layer_norm",
+    "head": "proj_out",
+    **_MLP,
+    "pre_cross": "encoder_attn_layer_norm",
+    **{f"cross.{part}": _CROSS[part] for part in ("q", "kv", "out")},
+    "encoder.audio.first": "model.encoder.conv1",
+    "encoder.audio.second": "model.encoder.conv2",
+    "encoder.positions": "model.encoder.embed_positions",
+    "encoder.final_norm": "model.encoder.layer_norm",
+    **{f"encoder.{name}": part for name, part in _MLP.items()},
+}
+_table = table(
+    WHISPER, layer="model.decoder.layers.{i}.", encoder_layer="model.encoder.layers.{i}."
+)
+
+
+def names(spec: ModelSpec) -> Names:
+    """The table of tensors. Keys have no bias: a parameter's rows without a tensor are zeros."""
+    found = {name: at for name, at in _table(spec).items() if not name.endswith("k_proj.bias")}
+    assert spec.encoder is not None
+    assert spec.encoder.audio is not None
+    for conv, channels in (("1", spec.encoder.audio.num_mel_bins), ("2", spec.hidden_size)):
+        name = f"model.encoder.conv{conv}.weight"
+        found[name] = dataclasses.replace(found[name], transform=Flatten((channels, 3)))
+    return found
+
+
+FAMILIES = (
+    Family(
+        model_type="whisper",
+        architectures=("WhisperForConditionalGeneration",),
+        read=read,
+        names=names,
+        ignored=(r"proj_out\.weight",),
+    ),
+)
