@@ -3,6 +3,7 @@
     python benchmarks/features.py --study grammar             # a token with schemas and without, and a new schema's first mask
     python benchmarks/features.py --study adapters            # many adapters at many sequences beside none
     python benchmarks/features.py --study pictures            # pictures a second beside transformers
+    python benchmarks/features.py --study exact               # greedy answers of a CPU with drafts, chunks, hits and batches
 
 `--help` behind a study prints what it does and its options.
 """

@@ -2,10 +2,18 @@
 // Online normalizer calculation for softmax, 2018). The scale of an 8-bit cache's keys multiplies the scores, and that of its
 // values the result. In latent attention a value is a part of its key's row.
 //
-// attention_decode.h computes one token of a sequence over a range of its keys, for the query heads of one kv head;
+// attention_decode.h computes a few tokens of a sequence over a range of its keys, for the query heads of one kv head;
 // attention_prefill.h a tile of tokens over all keys that they see. Here is what both need.
+//
+// Both add in the same order, so that a row (a token's query head) gets the same bits however many are computed together:
+// 1. A score is 8 sums over every eighth dimension, or pair of them, and then their tree (kSumOrder). Sums of whole numbers are exact.
+// 2. A tile of 64 keys has a maximum and weights. Its values are added key by key, or pair by pair, to those of the tiles before it.
+// 3. Each KEY_RANGE keys have a softmax of their own. `join` adds the ranges, the first one first.
+// Tiles and ranges begin at multiples of their sizes, whatever the row sees of them.
 #pragma once
 #include <string.h>
+
+#include <algorithm>
 
 #include "emit.h"
 #include "kernels.h"
@@ -42,6 +50,40 @@ static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_hea
         for (; offset < size && j < n; offset++, j++) at[j] = (first + offset) * bytes;
     }
 }
+
+// How queries and keys, and weights and values, are multiplied. PAIRS: pairs of bfloat16, to which queries and weights are rounded.
+// WORDS: pairs of 16-bit whole numbers; queries and weights are scaled and rounded to them.
+enum Arithmetic { FLOATS, PAIRS, WORDS };
+
+static constexpr Arithmetic arithmetic(int32_t cache) {
+    return cache == CACHE_I8 ? WORDS : cache == CACHE_BF16 && kHasBf16 ? PAIRS : FLOATS;
+}
+
+// The largest word of a query: the sum of `dims` products with 8-bit numbers fits into 32 bits.
+static inline float largest_word(int64_t dims) { return (float)std::min<int64_t>(32767, 2147483647 / (127 * dims)); }
+
+// Rounds n numbers, a multiple of 16, to words up to ±most. Returns the factor of products with them.
+static inline float round_words(const float* from, uint16_t* to, int64_t n, float most) {
+    F all = vabs(load(from));
+    for (int64_t i = 16; i < n; i += 16) all = vmax(all, vabs(load(from + i)));
+    const float largest = top(all);
+    if (!(largest > 1e-30f)) {  // else `most` times its inverse could be infinite
+        memset(to, 0, 2 * n);
+        return 0.0f;
+    }
+    const F scale = set1(most / largest);
+    for (int64_t i = 0; i < n; i += 16) store_words((int16_t*)to + i, nearest(load(from + i) * scale));
+    return largest / most;
+}
+
+struct Block {  // of rows by 64 keys, of which there are n
+    int64_t key, n;
+    int64_t position, head, heads, at;  // of the first row's token; the first of the kv head's heads, their number, and the first row's
+    int64_t rows;
+
+    int64_t position_of(int64_t r) const { return position + (at + r) / heads; }
+    int64_t head_of(int64_t r) const { return head + (at + r) % heads; }
+};
 
 struct Running {  // the softmax's running maximum and sum; the sum stays in lanes until the end, `soften_rows` has units of ln 2
     float top;
@@ -110,6 +152,75 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
     }
     p->sum = p->sum + ((x[0] + x[1]) + (x[2] + x[3]));
     return scale;
+}
+
+// As `soften`, for all rows of a block at a time and without branches on their maxima. The weights, as `KIND` has them, go to
+// `weights`, and what words are multiplied by to `word_factors`. `Running::top` is in units of ln 2 here.
+template <Arithmetic KIND, int64_t ROWS>
+static inline void soften_rows(const AttentionArgs& a, const Block& b, float* scores, uint16_t* weights, int64_t stride,
+                               Running* running, float* scales, float* word_factors) {
+    Seen seen[ROWS];
+    alignas(64) float before[16] = {}, now[16] = {}, factors[16];  // maxima in units of ln 2
+    for (int64_t r = 0; r < b.rows; r++) {
+        float* s = scores + r * KT;
+        seen[r] = bend(a, s, b.key, b.n, b.position_of(r), b.head_of(r));
+        before[r] = now[r] = running[r].top;
+        if (!seen[r].any()) continue;
+        const float most = LOG2E * top(vmax(vmax(load(s), load(s + 16)), vmax(load(s + 32), load(s + 48))));
+        now[r] = most > now[r] ? most : now[r];
+    }
+    store(factors, exp2_below(load(before) - load(now)));
+    for (int64_t r = 0; r < b.rows; r++) {
+        float* s = scores + r * KT;
+        uint16_t* w = weights + r * stride;
+        scales[r] = before[r] == now[r] ? 1.0f : before[r] == -INFINITY ? 0.0f : factors[r];
+        running[r].top = now[r];
+        if (!seen[r].any()) {
+            memset(w, 0, KT * 2);
+            if (KIND == WORDS) word_factors[r] = 0.0f;
+            continue;
+        }
+        F x[KT / 16];
+        for (int64_t j = 0; j < KT / 16; j++) x[j] = exp2_below(fma(load(s + 16 * j), set1(LOG2E), set1(-now[r])));
+        if (KIND == WORDS || seen[r].masked())
+            for (int64_t j = 0; j < KT / 16; j++) store(s + 16 * j, x[j]);
+        if (seen[r].masked()) {  // their weights are about 2⁻¹²⁵, not 0
+            seen[r].put(s, 0.0f);
+            for (int64_t j = 0; j < KT / 16; j++) x[j] = load(s + 16 * j);
+        }
+        if (KIND == WORDS) word_factors[r] = round_words(s, w, KT, largest_word(1));
+        else
+            for (int64_t j = 0; j < KT / 16; j++) store_bf16(w + 16 * j, x[j]);
+        running[r].sum = running[r].sum * set1(scales[r]) + ((x[0] + x[1]) + (x[2] + x[3]));
+    }
+}
+
+// A row's softmax and values so far, and those of the next range of keys, whose maxima are in units of ln 2 if BASE2.
+template <bool BASE2>
+static inline void join(Partial* total, float* values, const Partial& next, const float* added, int64_t dims) {
+    if (next.top == -INFINITY) return;
+    if (total->top == -INFINITY) {
+        *total = next;
+        memcpy(values, added, 4 * dims);
+        return;
+    }
+    auto ratio = [](float below, float above) {
+        if (!(below < above)) return 1.0f;
+        const F x = set1(below - above);
+        float t[16];
+        store(t, BASE2 ? exp2_below(x) : vexp(x));
+        return t[0];
+    };
+    const float old = ratio(total->top, next.top), fresh = ratio(next.top, total->top);
+    *total = {std::max(total->top, next.top), total->sum * old + next.sum * fresh};
+    for (int64_t i = 0; i < dims; i += 16) store(values + i, fma(load(added + i), set1(fresh), load(values + i) * set1(old)));
+}
+
+// Before the first range: nothing, or a sink, which is a key without a value.
+template <bool BASE2>
+static inline Partial before_keys(const AttentionArgs& a, int64_t head) {
+    if (!a.sinks) return {-INFINITY, 0.0f};
+    return {a.sinks[head] * (BASE2 ? LOG2E : 1.0f), 1.0f};
 }
 
 }  // namespace ISA

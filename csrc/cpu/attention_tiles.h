@@ -1,4 +1,5 @@
-// Attention of many tokens by tile registers, in bfloat16: 16 rows by 64 keys or by 64 columns of the values at a time.
+// Attention of many tokens by tile registers, in bfloat16: 16 rows by 64 keys or by 64 columns of the values at a time. The processor
+// adds in another order than its vectors: few tokens, which go through `decode`, get other bits.
 #pragma once
 #include "attention_prefill.h"
 #include "tiles.h"
@@ -6,25 +7,28 @@
 namespace ISA {
 
 struct ByTiles {
-    static constexpr bool PAIRS = true;
+    static constexpr Arithmetic KIND = PAIRS;
     static constexpr int64_t ROWS = TILE;
 
     // scores [16][64] = q [16][dims pairs] · keys [dims pairs][64 keys]. Rows beyond `rows` are any numbers, here and below.
-    static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t, int64_t) {
+    static inline void score(const float* q, int64_t dims, const float* keys, const float*, float* scores, int64_t, int64_t) {
         clear<4>();
         add<4>(q, dims, dims, keys, KT);
         write<4>(scores, KT);
     }
 
-    static inline void soften(const AttentionArgs& a, const Block& b, float* scores, float* weights, Running* running, float* scales) {
-        soften_rows<ROWS>(a, b, scores, (uint16_t*)weights, running, scales);
+    static inline void soften_and_mix(const AttentionArgs& a, const Block& b, float* scores, float* weights, Running* running,
+                                      float* scales, const float* values, float* mixed, int64_t columns, int64_t) {
+        soften_rows<PAIRS, ROWS>(a, b, scores, (uint16_t*)weights, 2 * KT, running, scales, nullptr);
+        mix(weights, values, scales, mixed, columns, b.rows);
     }
 
+private:
     // mixed [16][columns] = mixed · scales + weights [16][32 pairs of keys] · values [32][columns pairs]
-    static inline void mix(const float* weights, const float* values, const float* scales, float* mixed, int64_t columns, int64_t rows,
-                           int64_t) {
+    static inline void mix(const float* weights, const float* values, const float* scales, float* mixed, int64_t columns, int64_t rows) {
         for (int64_t r = 0; r < rows; r++)
-            if (scales[r] != 1.0f)
+            if (scales[r] == 0.0f) memset(mixed + r * columns, 0, 4 * columns);  // which may have been anything
+            else if (scales[r] != 1.0f)
                 for (int64_t i = 0; i < columns; i += 16) store(mixed + r * columns + i, load(mixed + r * columns + i) * set1(scales[r]));
         for (int64_t c = 0; c < columns; c += 64) {
             const int64_t tiles = (columns - c) / 16;
@@ -35,7 +39,6 @@ struct ByTiles {
         }
     }
 
-private:
     template <int N>
     static inline void mix_some(const float* weights, const float* values, float* mixed, int64_t columns) {
         Tiles::read<0>((const uint8_t*)mixed, 4 * columns);
@@ -74,7 +77,9 @@ private:
     }
 };
 
-static bool attends_by_tiles(const AttentionArgs& a) { return in_pairs(a) && round_up(a.head_dim, 16) % 32 == 0; }
+static bool attends_by_tiles(const AttentionArgs& a) {
+    return a.cache != CACHE_F32 && (a.head_dim <= 512 || latent(a)) && round_up(a.head_dim, 16) % 32 == 0;
+}
 
 static void prefill(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
     if (!attends_by_tiles(a)) return BASE()->prefill(a, seq, kv_head, token0, token1, scratch);

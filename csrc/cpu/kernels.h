@@ -111,12 +111,12 @@ struct LatentArgs {
     int64_t plain_stride;
 };
 
-struct Partial {  // the softmax's running maximum and sum of one head; the weighted values are stored elsewhere
+struct Partial {  // the softmax's running maximum and sum of one row; the weighted values are stored elsewhere
     float top, sum;
 };
 
-struct KeyRange {  // keys of a sequence and kv head that a decode task reads
-    int64_t seq, kv_head, begin, end;
+struct KeyRange {  // keys of a sequence and kv head that a decode task reads, for all of the sequence's new tokens
+    int64_t seq, kv_head, begin, end, tokens;
 };
 
 struct StateStep {  // the tokens of a step's sequences; the slots that they read and keep, 0 for none (StateMetadata)
@@ -190,13 +190,14 @@ struct Kernels {
     void (*rope_and_cache)(const AttentionArgs&, int64_t token, float* scratch);
     void (*latent_row)(const AttentionArgs&, const LatentArgs&, int64_t token, float* scratch);
     void (*decode)(const AttentionArgs&, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed, float* scratch);
+    void (*join_ranges)(const AttentionArgs&, const KeyRange& range, const Partial* part, const float* mixed, int64_t count);
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     float (*largest)(const float* x, int64_t size);
     int64_t (*argmax)(const float* x, int64_t size);
     int64_t (*draw)(const DrawParams&, const float* x, int64_t size, float* scratch);  // 2 · size + 32 floats
     float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
     int64_t (*ceiling_macs)(int32_t what);
-    int64_t (*decode_scratch)(const AttentionArgs&);  // floats
+    int64_t (*decode_scratch)(const AttentionArgs&, int64_t tokens);  // floats
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
     void (*widen)(const uint8_t* row, int64_t size, uint8_t* to);  // from 8 bits to bfloat16; null where products have no use for it
     // Recurrent layers. scratch: the number of floats that the function with its name and `_scratch` tells
@@ -220,6 +221,7 @@ static inline int64_t linear_scratch(const LinearArgs& a) {
 }
 
 constexpr int64_t KEY_TILE = 64;
+constexpr int64_t KEY_RANGE = 128;  // keys that have a softmax of their own, and that a decode's task reads
 
 const Kernels* kernels_portable();
 const Kernels* tiles_portable();  // products and attention alone

@@ -15,7 +15,7 @@ constexpr int64_t QUERY_DIM = 256;
 constexpr int64_t NEAR_BYTES = 768 << 10;  // a product's inputs and results that stay in a core's own cache (1 MB and more)
 constexpr int64_t NEAR_WIDE_BYTES = 1536 << 10;  // the same of inputs in bfloat16 for tile registers (2 MB and more)
 constexpr int64_t WIDEN_FROM = 64;               // tokens of prompts from which on whole numbers are multiplied as bfloat16 by tiles
-constexpr int64_t SPLIT_KEYS = 128;        // keys that a decode's task reads; fixed, so that an answer does not depend on its batch
+constexpr int64_t FEW_ROWS = 24;  // of a sequence, up to which its keys are read as they lie: packing them takes longer
 
 int64_t now_ns(int32_t clock) {
     timespec t;
@@ -374,31 +374,37 @@ struct LatentQueries : WithCache {
     void row(Program& p, int64_t t, float* scratch) override { p.kernels().latent_row(args, latents, t, scratch); }
 };
 
-// A step's attention as tasks. First come tiles of prefill's tokens, the latest first, since they see most keys. Then come
-// decodes, in ranges of keys; the last range of a sequence to end combines them.
+// A step's attention as tasks. First come tiles of tokens of sequences with many, the latest first, since they see most keys. Then
+// come sequences with few, in ranges of keys; the last range of a sequence to end joins them. Both give a token the same result.
 struct Attention : WithCache {
     int32_t out;
 
     struct Task {
-        int32_t seq, head;
-        int64_t begin, end;  // tokens of prefill, or keys of a decode
-        int32_t split, num_splits, first_partial;  // num_splits 0: prefill
+        KeyRange keys;                         // of a sequence with few tokens
+        int64_t begin, end;                    // tokens
+        int32_t range, num_ranges, first_row;  // of `partials`. num_ranges 0: a tile of tokens
     };
     std::vector<Task> tasks;
     int64_t per_chunk = 1;
     std::vector<Partial> partials;
     std::vector<float> mixed;
-    std::unique_ptr<std::atomic<int>[]> arrived;
+    std::unique_ptr<std::atomic<int>[]> arrived;  // ranges, by a sequence's and head's first row
     size_t num_arrived = 0;
 
     int64_t heads() const { return args.num_heads / args.num_kv_heads; }
     int64_t tile_tokens() const {
         return std::max<int64_t>(1, QUERY_ROWS * QUERY_DIM / std::max(QUERY_DIM, args.head_dim) / heads());
     }
+    int64_t few_tokens(Program& p) const {
+        const bool whole_vectors = args.head_dim % 16 == 0 && args.value_dim % 16 == 0;  // tiles of tokens pad others
+        if (!whole_vectors) return 0;
+        if (p.kernels().widen) return 1;  // tile registers add in an order of their own, whatever the chunk of a prompt
+        return std::max<int64_t>(1, FEW_ROWS / heads());
+    }
 
     int64_t scratch_floats(Program& p) override {
         const int64_t most = std::min(tile_tokens(), p.step().num_tokens);
-        return std::max(p.kernels().prefill_scratch(args, most), p.kernels().decode_scratch(args));
+        return std::max(p.kernels().prefill_scratch(args, most), p.kernels().decode_scratch(args, std::max<int64_t>(1, few_tokens(p))));
     }
 
     int chunks(Program& p) override {
@@ -406,34 +412,39 @@ struct Attention : WithCache {
         args.out = (float*)p.row(out, 0), args.out_stride = p.stride(out) / 4;
         tasks.clear();
         const ss_step& s = p.step();
-        const int64_t kv_heads = args.num_kv_heads;
-        const bool one_by_one = args.head_dim % 16 == 0 && args.value_dim % 16 == 0;  // else decodes go to `prefill`, which pads heads
-        const int64_t num_decodes = one_by_one ? s.num_decodes : 0;
-        for (int64_t i = num_decodes; i < s.num_seqs; i++) {
-            const int64_t begin = s.query_start_loc[i], end = s.query_start_loc[i + 1];
+        const int64_t kv_heads = args.num_kv_heads, few = few_tokens(p);
+        auto num_tokens = [&](int64_t seq) { return s.query_start_loc[seq + 1] - s.query_start_loc[seq]; };
+        for (int64_t i = 0; i < s.num_seqs; i++) {
+            const int64_t begin = s.query_start_loc[i], end = begin + num_tokens(i);
+            if (end - begin <= few) continue;
             for (int64_t t = end; t > begin; t -= tile_tokens())
-                for (int64_t h = 0; h < kv_heads; h++)
-                    tasks.push_back({(int32_t)i, (int32_t)h, std::max(begin, t - tile_tokens()), t, 0, 0, 0});
+                for (int64_t h = 0; h < kv_heads; h++) tasks.push_back({{i, h, 0, 0, 0}, std::max(begin, t - tile_tokens()), t, 0, 0, 0});
         }
-        int32_t num_partials = 0;
+        int64_t num_rows = 0;
         const int64_t wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
-        for (int64_t i = 0; i < num_decodes; i++) {
-            const int64_t length = args.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
-            const int64_t splits = std::max<int64_t>(1, (length - low + SPLIT_KEYS - 1) / SPLIT_KEYS);
+        for (int64_t i = 0; i < s.num_seqs; i++) {
+            const int64_t tokens = num_tokens(i), begin = s.query_start_loc[i], length = args.seq_lens[i];
+            if (tokens > few || tokens == 0) continue;
+            const int64_t low = args.window ? std::max<int64_t>(0, length - tokens - args.window + 1) / KEY_TILE * KEY_TILE : 0;
+            const int64_t first = low / KEY_RANGE, ranges = std::max<int64_t>(1, (length + KEY_RANGE - 1) / KEY_RANGE - first);
+            const int64_t rows = tokens * heads();
             // The heads of a range follow one another, since their keys lie side by side in each block.
-            for (int64_t j = 0; j < splits; j++)
-                for (int64_t h = 0; h < kv_heads; h++)
-                    tasks.push_back({(int32_t)i, (int32_t)h, low + j * SPLIT_KEYS, std::min(length, low + (j + 1) * SPLIT_KEYS),
-                                     (int32_t)j, (int32_t)splits, num_partials + (int32_t)(h * splits)});
-            num_partials += (int32_t)(kv_heads * splits);
+            for (int64_t j = 0; j < ranges; j++)
+                for (int64_t h = 0; h < kv_heads; h++) {
+                    const int64_t from = (first + j) * KEY_RANGE, to = std::min(length, from + KEY_RANGE);
+                    tasks.push_back({{i, h, std::max(low, from), to, tokens}, begin, begin + tokens, (int32_t)j, (int32_t)ranges,
+                                     (int32_t)(num_rows + h * ranges * rows)});
+                }
+            num_rows += kv_heads * ranges * rows;
         }
-        partials.resize(num_partials * heads());
-        mixed.resize(num_partials * heads() * args.value_dim);
-        if (num_arrived < (size_t)num_partials) {
-            num_arrived = (size_t)num_partials;
+        partials.resize(num_rows);
+        mixed.resize(num_rows * args.value_dim);
+        if (num_arrived < (size_t)num_rows) {
+            num_arrived = (size_t)num_rows;
             arrived.reset(new std::atomic<int>[num_arrived]);
         }
-        for (int32_t i = 0; i < num_partials; i++) arrived[i].store(0, std::memory_order_relaxed);
+        for (const Task& t : tasks)
+            if (t.num_ranges) arrived[t.first_row].store(0, std::memory_order_relaxed);
         const int64_t n = (int64_t)tasks.size(), most = std::min<int64_t>(MAX_CHUNKS, 8 * wanted);
         per_chunk = std::max<int64_t>(1, (n + most - 1) / most);
         if (n >= wanted * kv_heads) per_chunk = round_up(per_chunk, kv_heads);
@@ -444,40 +455,24 @@ struct Attention : WithCache {
         const int64_t end = std::min<int64_t>((int64_t)tasks.size(), (chunk + 1) * per_chunk);
         for (int64_t i = chunk * per_chunk; i < end; i++) {
             const Task& t = tasks[i];
-            if (args.seq_lens[t.seq] == 0) clear(t);
-            else if (t.num_splits == 0) p.kernels().prefill(args, t.seq, t.head, t.begin, t.end, p.scratch(thread));
-            else decode(p, t, i + 1 < end && tasks[i + 1].num_splits ? &tasks[i + 1] : nullptr, p.scratch(thread));
+            if (args.seq_lens[t.keys.seq] == 0) clear(t);
+            else if (t.num_ranges == 0) p.kernels().prefill(args, t.keys.seq, t.keys.kv_head, t.begin, t.end, p.scratch(thread));
+            else decode(p, t, i + 1 < end && tasks[i + 1].num_ranges ? &tasks[i + 1].keys : nullptr, p.scratch(thread));
         }
     }
 
     void clear(const Task& t) {  // padding may get any finite numbers
-        const int64_t first = t.num_splits ? args.query_start_loc[t.seq] : t.begin, end = t.num_splits ? first + 1 : t.end;
-        for (int64_t token = first; token < end; token++)
-            memset(args.out + token * args.out_stride + t.head * heads() * args.value_dim, 0, heads() * args.value_dim * 4);
+        for (int64_t token = t.begin; token < t.end; token++)
+            memset(args.out + token * args.out_stride + t.keys.kv_head * heads() * args.value_dim, 0, heads() * args.value_dim * 4);
     }
 
-    static KeyRange range(const Task& t) { return {t.seq, t.head, t.begin, t.end}; }
-
-    void decode(Program& p, const Task& t, const Task* next, float* scratch) {
-        const int64_t n = heads(), d = args.value_dim;
-        Partial* parts = partials.data() + t.first_partial * n;
-        float* sums = mixed.data() + t.first_partial * n * d;
-        const KeyRange then = next ? range(*next) : KeyRange{};
-        p.kernels().decode(args, range(t), next ? &then : nullptr, parts + t.split * n, sums + t.split * n * d, scratch);
-        if (arrived[t.first_partial].fetch_add(1, std::memory_order_acq_rel) + 1 < t.num_splits) return;
-        float* to = args.out + args.query_start_loc[t.seq] * args.out_stride + t.head * n * d;
-        for (int64_t h = 0; h < n; h++) {
-            const float sink = args.sinks ? args.sinks[t.head * n + h] : -INFINITY;  // a key without a value
-            float top = sink;
-            for (int32_t j = 0; j < t.num_splits; j++) top = std::max(top, parts[j * n + h].top);
-            float sum = std::exp(sink - top);
-            for (int32_t j = 0; j < t.num_splits; j++) sum += parts[j * n + h].sum * std::exp(parts[j * n + h].top - top);
-            for (int32_t j = 0; j < t.num_splits; j++) {
-                const float weight = std::exp(parts[j * n + h].top - top) / sum;
-                const float* from = sums + (j * n + h) * d;
-                for (int64_t i = 0; i < d; i++) to[h * d + i] = (j ? to[h * d + i] : 0.0f) + from[i] * weight;
-            }
-        }
+    void decode(Program& p, const Task& t, const KeyRange* next, float* scratch) {
+        const int64_t rows = t.keys.tokens * heads();
+        Partial* parts = partials.data() + t.first_row;
+        float* sums = mixed.data() + t.first_row * args.value_dim;
+        p.kernels().decode(args, t.keys, next, parts + t.range * rows, sums + t.range * rows * args.value_dim, scratch);
+        if (arrived[t.first_row].fetch_add(1, std::memory_order_acq_rel) + 1 < t.num_ranges) return;
+        p.kernels().join_ranges(args, t.keys, parts, sums, t.num_ranges);
     }
 };
 

@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 32  // changes with any declaration in this file
+#define SS_ABI 34  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.

@@ -67,7 +67,7 @@ struct SparseAttention : TokenKeys {
     }
     int64_t scratch_floats(Program& p) override {
         const AttentionArgs a = of_heads(std::min(HEADS, args.num_heads));
-        return one_by_one() ? p.kernels().decode_scratch(a) : p.kernels().prefill_scratch(a, 1);
+        return one_by_one() ? p.kernels().decode_scratch(a, 1) : p.kernels().prefill_scratch(a, 1);
     }
 
     void row(Program& p, int64_t i, float* scratch) override {
@@ -86,7 +86,7 @@ struct SparseAttention : TokenKeys {
         a.chosen = seen(t) > top_k ? (int32_t*)p.row(chosen, t) : nullptr;
         if (!one_by_one()) return p.kernels().prefill(a, 0, 0, 0, 1, scratch);
         Partial parts[HEADS];
-        p.kernels().decode(a, {0, 0, 0, n}, nullptr, parts, a.out, scratch);
+        p.kernels().decode(a, {0, 0, 0, n, 1}, nullptr, parts, a.out, scratch);
         for (int64_t h = 0; h < a.num_heads; h++)
             for (int64_t j = 0; j < vd; j++) a.out[h * vd + j] /= parts[h].sum;
     }

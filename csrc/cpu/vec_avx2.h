@@ -206,11 +206,31 @@ static inline __m256 sums4_half(__m256 a, __m256 b, __m256 c, __m256 d) {
     return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
 }
 static inline F sums4(F a, F b, F c, F d) { return {sums4_half(a.a, b.a, c.a, d.a), sums4_half(a.b, b.b, c.b, d.b)}; }
-// Quarter i of the result is the sum of the i-th's quarters.
-static inline __m256 sum_of_quarters_half(F a, F b) {
-    const __m256 x = _mm256_add_ps(a.a, a.b), y = _mm256_add_ps(b.a, b.b);
+// The sums of each half's quarters: a's, then b's.
+static inline __m256 join_quarters(__m256 x, __m256 y) {
     return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
 }
-static inline F sum_of_quarters(F a, F b, F c, F d) { return {sum_of_quarters_half(a, b), sum_of_quarters_half(c, d)}; }
+static inline F sum_of_halves(F a, F b) { return {join_quarters(a.a, a.b), join_quarters(b.a, b.b)}; }
+static inline __m256i sums4_half(__m256i a, __m256i b, __m256i c, __m256i d) {
+    return _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+}
+static inline I sums4(I a, I b, I c, I d) { return {sums4_half(a.a, b.a, c.a, d.a), sums4_half(a.b, b.b, c.b, d.b)}; }
+static inline __m256i join_quarters(__m256i x, __m256i y) {
+    return _mm256_add_epi32(_mm256_permute2x128_si256(x, y, 0x20), _mm256_permute2x128_si256(x, y, 0x31));
+}
+static inline I sum_of_halves(I a, I b) { return {join_quarters(a.a, a.b), join_quarters(b.a, b.b)}; }
+// The first half from p, the other from q.
+static inline F load_halves(const float* p, const float* q) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(q)}; }
+static inline F load_bf16_halves(const uint16_t* p, const uint16_t* q) {
+    return {widen_bf16(_mm_loadu_si128((const __m128i*)p)), widen_bf16(_mm_loadu_si128((const __m128i*)q))};
+}
+static inline B load_b_halves(const uint8_t* p, const uint8_t* q) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)q)};
+}
+static inline B load_words_halves(const int8_t* p, const int8_t* q) {
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)q))};
+}
+// The lanes of a half whose sums in pairs, of these in pairs, and so on, are what `sums4` and `sum_of_halves` make of them.
+constexpr int kSumOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 }  // namespace ISA

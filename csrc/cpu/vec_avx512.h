@@ -214,11 +214,33 @@ static inline F sums4(F a, F b, F c, F d) {
     const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
     return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)))};
 }
-// Quarter i of the result is the sum of the i-th's quarters.
-static inline F sum_of_quarters(F a, F b, F c, F d) {
-    const __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xee));
-    const __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xee));
-    return {_mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd))};
+// The sums of each half's quarters: a's, then b's.
+static inline F sum_of_halves(F a, F b) {
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x88), _mm512_shuffle_f32x4(a.v, b.v, 0xdd))};
 }
+static inline I sums4(I a, I b, I c, I d) {
+    const __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v));
+    const __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
+    return {_mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y))};
+}
+static inline I sum_of_halves(I a, I b) {
+    return {_mm512_add_epi32(_mm512_shuffle_i32x4(a.v, b.v, 0x88), _mm512_shuffle_i32x4(a.v, b.v, 0xdd))};
+}
+// The first half from p, the other from q.
+static inline F load_halves(const float* p, const float* q) {
+    return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_loadu_ps(q), 1)};
+}
+static inline __m256i bytes_of_halves(const void* p, const void* q) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p)), _mm_loadu_si128((const __m128i*)q), 1);
+}
+static inline F load_bf16_halves(const uint16_t* p, const uint16_t* q) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bytes_of_halves(p, q)), 16))};
+}
+static inline B load_b_halves(const uint8_t* p, const uint8_t* q) {
+    return {_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)), _mm256_loadu_si256((const __m256i*)q), 1)};
+}
+static inline B load_words_halves(const int8_t* p, const int8_t* q) { return {_mm512_cvtepi8_epi16(bytes_of_halves(p, q))}; }
+// The lanes of a half whose sums in pairs, of these in pairs, and so on, are what `sums4` and `sum_of_halves` make of them.
+constexpr int kSumOrder[8] = {0, 2, 1, 3, 4, 6, 5, 7};
 
 }  // namespace ISA

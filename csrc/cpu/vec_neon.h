@@ -195,11 +195,31 @@ static inline F sums4(F a, F b, F c, F d) {
     return {sums4_quarter(a.a, b.a, c.a, d.a), sums4_quarter(a.b, b.b, c.b, d.b), sums4_quarter(a.c, b.c, c.c, d.c),
             sums4_quarter(a.d, b.d, c.d, d.d)};
 }
-// Quarter i of the result is the sum of the i-th's quarters.
-static inline float32x4_t sum_of_quarters(F x) { return vaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(x.c, x.d)); }
-static inline F sum_of_quarters(F a, F b, F c, F d) {
-    return {sum_of_quarters(a), sum_of_quarters(b), sum_of_quarters(c), sum_of_quarters(d)};
+// The sums of each half's quarters: a's, then b's.
+static inline F sum_of_halves(F x, F y) {
+    return {vaddq_f32(x.a, x.b), vaddq_f32(x.c, x.d), vaddq_f32(y.a, y.b), vaddq_f32(y.c, y.d)};
 }
+static inline int32x4_t sums4_quarter(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
+    return vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d));
+}
+static inline I sums4(I a, I b, I c, I d) {
+    return {sums4_quarter(a.a, b.a, c.a, d.a), sums4_quarter(a.b, b.b, c.b, d.b), sums4_quarter(a.c, b.c, c.c, d.c),
+            sums4_quarter(a.d, b.d, c.d, d.d)};
+}
+static inline I sum_of_halves(I x, I y) {
+    return {vaddq_s32(x.a, x.b), vaddq_s32(x.c, x.d), vaddq_s32(y.a, y.b), vaddq_s32(y.c, y.d)};
+}
+// The first half from p, the other from q.
+static inline F load_halves(const float* p, const float* q) { return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(q), vld1q_f32(q + 4)}; }
+static inline F load_bf16_halves(const uint16_t* p, const uint16_t* q) { return {widen_bf16(p), widen_bf16(p + 4), widen_bf16(q), widen_bf16(q + 4)}; }
+static inline B load_b_halves(const uint8_t* p, const uint8_t* q) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(q), vld1q_u8(q + 16)}; }
+static inline B load_words_halves(const int8_t* p, const int8_t* q) {
+    const int8x16_t x = vld1q_s8(p), y = vld1q_s8(q);
+    return {vreinterpretq_u8_s16(vmovl_s8(vget_low_s8(x))), vreinterpretq_u8_s16(vmovl_high_s8(x)),
+            vreinterpretq_u8_s16(vmovl_s8(vget_low_s8(y))), vreinterpretq_u8_s16(vmovl_high_s8(y))};
+}
+// The lanes of a half whose sums in pairs, of these in pairs, and so on, are what `sums4` and `sum_of_halves` make of them.
+constexpr int kSumOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 #undef EACH1
 #undef EACH2

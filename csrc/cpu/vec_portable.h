@@ -176,22 +176,39 @@ __attribute__((always_inline)) static inline void transpose16(const uint32_t* fr
 }
 
 // Lane i of each quarter of the result is the sum of that quarter of the i-th.
-static inline float sum_of_quarter(F a, int i) { return (a.v[i] + a.v[i + 1]) + (a.v[i + 2] + a.v[i + 3]); }
-static inline F sums4(F a, F b, F c, F d) {
-    F r;
+template <class V>
+static inline auto sum_of_quarter(V a, int i) { return (a.v[i] + a.v[i + 1]) + (a.v[i + 2] + a.v[i + 3]); }
+template <class V>
+static inline V sums4(V a, V b, V c, V d) {
+    V r;
     for (int i = 0; i < 16; i += 4) {
         r.v[i] = sum_of_quarter(a, i), r.v[i + 1] = sum_of_quarter(b, i);
         r.v[i + 2] = sum_of_quarter(c, i), r.v[i + 3] = sum_of_quarter(d, i);
     }
     return r;
 }
-// Quarter i of the result is the sum of the i-th's quarters.
-static inline F sum_of_quarters(F a, F b, F c, F d) {
-    F r;
-    const F* from[] = {&a, &b, &c, &d};
-    EACH r.v[i] = (from[i / 4]->v[i % 4] + from[i / 4]->v[i % 4 + 4]) + (from[i / 4]->v[i % 4 + 8] + from[i / 4]->v[i % 4 + 12]);
+// The sums of each half's quarters: a's, then b's.
+template <class V>
+static inline V sum_of_halves(V a, V b) {
+    V r;
+    EACH r.v[i] = (i < 8 ? a : b).v[i % 8 / 4 * 8 + i % 4] + (i < 8 ? a : b).v[i % 8 / 4 * 8 + i % 4 + 4];
     return r;
 }
+// The first half from p, the other from q.
+static inline F load_halves(const float* p, const float* q) { F r; EACH r.v[i] = i < 8 ? p[i] : q[i - 8]; return r; }
+static inline F load_bf16_halves(const uint16_t* p, const uint16_t* q) {
+    F r;
+    EACH r.v[i] = widen_bf16(i < 8 ? p[i] : q[i - 8]);
+    return r;
+}
+static inline B load_b_halves(const uint8_t* p, const uint8_t* q) { B r; memcpy(r.v, p, 32), memcpy(r.v + 32, q, 32); return r; }
+static inline B load_words_halves(const int8_t* p, const int8_t* q) {
+    int8_t both[32];
+    memcpy(both, p, 16), memcpy(both + 16, q, 16);
+    return load_words(both);
+}
+// The lanes of a half whose sums in pairs, of these in pairs, and so on, are what `sums4` and `sum_of_halves` make of them.
+constexpr int kSumOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 }  // namespace ISA
 
