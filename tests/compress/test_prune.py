@@ -77,9 +77,11 @@ NOT_YET = (
     "glm-flash",
     "mistral4",
     "gemma4",
+    "glm_moe_dsa",
+    "youtu",
 )
-HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm"}
-CHANNELS_REFUSED = {"bloom", "bloom-6-heads", "mpt", "mpt-clip"}
+HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx"}
+CHANNELS_REFUSED = {"dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}
 CHANNELS_REFUSED |= {"granitemoeshared", "hunyuan_v1_moe"}
 CHANNELS_REFUSED |= {"cohere2_moe", "cohere2-moe-summed", "llama4_text", "llama4-maverick"}
 LAYERS_REFUSED = {"gpt_neo", "ernie-moe-some", "xglm", "exaone_moe", "exaone-moe-open"}

@@ -276,7 +276,7 @@ def test_prompts_that_do_not_go_with_their_pictures_are_refused(models):
         for prompt, field in (
             ({"prompt": "no place", "multi_modal_data": {"image": picture(1)}}, "image"),
             (prompt_of("smolvlm", *[picture(1)] * 3), "image"),
-            ({"prompt": "<image>", "multi_modal_data": {"audio": b""}}, "multi_modal_data"),
+            ({"prompt": "<image>", "multi_modal_data": {"audio": b""}}, "audio"),
             ({"prompt": "<image>", "multi_modal_data": {"image": "a.png"}}, "image"),
             (
                 {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": picture(1)}},

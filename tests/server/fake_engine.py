@@ -23,6 +23,7 @@ from slipstream.outputs import (
     RequestTimes,
     Vectors,
 )
+from slipstream.spec.pooling import PoolingSpec
 from slipstream.stats import EngineStats, ExpertBalance
 from slipstream.types import DEFAULT_OPTIONS
 
@@ -76,7 +77,7 @@ class FakeEngine:
             generates=True,
             vision=None,
         ),
-        pooling=SimpleNamespace(dimensions=None, score_tokens=None),
+        pooling=PoolingSpec(kind="mean", normalize=True),
         family=SimpleNamespace(model_type="fake"),
         path=Path("nowhere"),
         format="safetensors",
