@@ -365,7 +365,7 @@ def test_a_salts_answers_stay_with_it(monkeypatch):
 
     def ask(salt, *answer):
         made = decoding(None)
-        made.spec = SimpleNamespace(encoder_token_ids=(), cache_salt=salt, pooled=False)
+        made.spec = SimpleNamespace(encoder_token_ids=(), audio=None, cache_salt=salt, pooled=False)
         made.token_ids += answer
         speculation.drafting[made] = Drafting(speculation._proposer(made))
         return made

@@ -70,13 +70,16 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
 
 
+UNTIED = [family for family in FAMILIES if family != "dbrx"]  # transformers ties none of DBRX
+
+
 @torch.inference_mode()
 def logits(path):
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return theirs(torch.tensor([TOKENS])).logits[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNTIED)
 def test_a_head_that_is_not_the_embeddings_is_kept(tmp_path, family):
     head, embed = tied(tmp_path, family)
     assert read_spec(tmp_path).spec.tied_embeddings
@@ -88,7 +91,7 @@ def test_a_head_that_is_not_the_embeddings_is_kept(tmp_path, family):
     close(run(load(tmp_path), TOKENS), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNTIED)
 def test_a_head_that_is_the_embeddings_stays_tied(tmp_path, family):
     head, embed = tied(tmp_path, family)
     store(tmp_path, head, embed, lambda table: table)

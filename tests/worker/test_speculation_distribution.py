@@ -45,6 +45,7 @@ SAMPLER = Sampler(
     OPS.packed_logprobs,
     lambda x: x,
     lambda x: x.numpy(),
+    lambda x: x,
 )
 LOGITS = (
     torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2

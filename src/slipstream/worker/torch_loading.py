@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,8 +39,10 @@ from slipstream.worker.forward.images import ImageEncoder
 from slipstream.worker.forward.texts import TextGraphs, most_texts, text_ladder
 from slipstream.worker.loaded_runner import LoadedRunner
 from slipstream.worker.model_runner import Runner, TextRunner
-from slipstream.worker.start.prepared_kernels import PreparedKernels
 from slipstream.worker.start.probe_steps import compile_kernels, measure_activations
+
+if TYPE_CHECKING:
+    from slipstream.worker.start.prepared_kernels import PreparedKernels
 
 _logger = logging.getLogger("slipstream.engine")
 
