@@ -105,7 +105,8 @@ def run(args: argparse.Namespace, save) -> None:
             flush=True,
         )
     rows = [
-        (way, r["equal"], f"{r['accepted']:,} of {r['drafted']:,}") for way, r in results.items()
+        (way, str(r["equal"]), f"{r['accepted']:,} of {r['drafted']:,}")
+        for way, r in results.items()
     ]
     print_table(
         f"{len(prompts)} answers of {args.tokens} tokens", ("way", "equal", "drafts accepted"), rows
