@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from slipstream import LLM
 from slipstream.config import EngineArgs
@@ -65,6 +64,8 @@ def test_probabilities_are_those_of_the_problem_type(tmp_path, problem, labels, 
 
 def test_a_reward_model_on_a_decoder_gives_its_score(tmp_path):
     torch.manual_seed(0)
+    from transformers import LlamaConfig, LlamaForSequenceClassification  # imports Triton
+
     config = LlamaConfig(
         vocab_size=tiny_models.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_labels=1, pad_token_id=0, problem_type="regression",

@@ -150,17 +150,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            k,
-            marks=[pytest.mark.xfail(reason="ties' order, looked into next", strict=False)]
-            * (k == "told"),
-        )
-        for k in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_steps_end_in_graphs_whatever_their_requests_want(tmp_path, drafts, kind):
     """Decodes, prompts of which some are not complete, and drafts: the same tokens and log-probabilities."""
     found, ends = ended(tmp_path, KINDS[kind], drafts)

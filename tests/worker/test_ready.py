@@ -14,10 +14,6 @@ import pytest
 
 from tests import ready_load, tiny_models
 
-# The kernels that draw tokens and change logits came later: some of their variants are not found yet.
-pytestmark = pytest.mark.xfail(
-    reason="variants of penalties and draws are not found yet", strict=False
-)
 LIMITS = {"max_num_seqs": 80, "max_num_batched_tokens": 512}
 
 

@@ -15,7 +15,7 @@ from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _bias_kernel(
     logits_ptr, rows_ptr, tokens_ptr, values_ptr, count, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
