@@ -13,6 +13,7 @@ Shapes: T tokens in the step, E hidden size.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -748,6 +749,18 @@ def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
     for i, layer in enumerate(layers):
         kinds.setdefault(_kind_of(layer), i)
     return list(kinds.values())
+
+
+def one_of_each_passage(layers: Sequence[Layer]) -> set[int]:
+    """Returns the indices of layers that together run every kernel: of each pair of kinds that follow
+    each other one pair, the first layer and the last."""
+    kinds = [_kind_of(layer) for layer in layers]
+    kept, passages = {0, len(layers) - 1}, set[Any]()
+    for i, passage in enumerate(itertools.pairwise(kinds)):
+        if passage not in passages:
+            passages.add(passage)
+            kept |= {i, i + 1}
+    return kept
 
 
 def _kind_of(part: Any) -> Any:

@@ -12,6 +12,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -19,9 +20,13 @@ from slipstream.config import EngineArgs, resolve
 from slipstream.costs.hardware import available_cores
 from slipstream.files import write_whole
 from slipstream.hub import machine_folder, resolve_model, tiles_folder
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import OpSet
 from slipstream.kernels.triton.cuda import CudaSource
 from slipstream.kernels.triton.kernel_cache import use_layers
 from slipstream.kernels.triton.variants import KernelVariant, compile_all, recording
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Layer, one_of_each_passage
 from slipstream.platform import platform_of
 from slipstream.platform.meta import MetaPlatform
 from slipstream.spec.autotune_table import load_tiles
@@ -45,6 +50,27 @@ class EngineKernels:
     sources: frozenset[CudaSource]
 
 
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """A layer that other layers stand for. It hands on what the layer before gave."""
+
+    layer: Layer
+
+    def __call__(
+        self, ops: OpSet, pending: Any, residual: Any, kv: LayerKV, meta: AttentionMetadata
+    ) -> tuple[Any, Any]:
+        return pending, residual
+
+
+def _pass_repeated_layers(decoder: Decoder) -> None:
+    """Make steps skip the layers whose kernels others launch as well: most of a model's."""
+    kept = one_of_each_passage(decoder.layers)
+    decoder.layers = [
+        layer if i in kept else cast(Layer, _Repeated(layer))
+        for i, layer in enumerate(decoder.layers)
+    ]
+
+
 def find_kernels(args: EngineArgs, capability: tuple[int, int]) -> EngineKernels:
     """The kernels of an engine with these settings on a GPU of this compute capability.
 
@@ -58,6 +84,8 @@ def find_kernels(args: EngineArgs, capability: tuple[int, int]) -> EngineKernels
             executor.warm_up()
             if isinstance(executor.runner, ModelRunner) and executor.runner.model.spec.generates:
                 steps = KernelSteps(executor.runner)
+                if not args.enable_lora:  # adapters make layers of their own
+                    _pass_repeated_layers(executor.runner.model.decoder)
                 if eager:
                     steps.run_forwards()
                 if not eager or args.enforce_eager:
