@@ -237,7 +237,7 @@ def test_a_session_that_its_client_ends_is_evicted_first():
 
 
 def test_the_kind_of_a_pause_is_by_whether_the_answer_called_a_tool():
-    """Without a token that tells, an answer that may call one counts as if it did."""
+    """An answer that may call a tool counts as if it did where no token tells."""
     e = engine(num_blocks=60)
     run(e, "s/0", prompt(0), 3)
     answer = e.tokens["s/0"]

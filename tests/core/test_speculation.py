@@ -102,7 +102,7 @@ def test_as_many_as_pay(seconds_of_17, expected):
 
 
 def test_those_that_survive_go_first():
-    """Of two requests the one with the longer match, and the one that was right more often."""
+    """The request with the longer match, and the one that was right more often."""
     speculation = auto((2, 2, 1.0), (2, 5, 1.6), (2, 8, 2.2))
     first, second = decoding(Always(2), "a"), decoding(Always(20), "b")
     speculation.choose([first, second])
@@ -204,8 +204,8 @@ def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, 
 
 
 def test_what_was_prepared_is_taken_once_and_for_as_many_requests():
-    """While a step is in flight the next one's drafts are chosen, unless chains become longer or shorter. Who has come since
-    has as many as the others."""
+    """The next step's drafts are chosen while a step is in flight, unless chains become longer or shorter. A request that
+    has come since has as many as the others."""
     chains, line, names = Chains(), [(9, 1.0), (27, 1.1)], list("abcdefghi")
     assert chains.best(names, [2] * 9, line) == [2] * 9
     assert chains.prepared(names) is None
@@ -389,7 +389,7 @@ def test_a_salts_answers_stay_with_it(monkeypatch):
 )
 @pytest.mark.parametrize(("kind", "least"), [("chance", 0.98), ("quoting", 1.8), ("both", 1.3)])
 def test_never_slower_than_plain(kind, least, slope):
-    """In simulated time: answers that quote their prompts, answers in which pairs of tokens recur by chance, and both in turn.
+    """Answers in simulated time quote their prompts, have pairs of tokens that recur by chance, or both in turn.
     What steps take varies by a fifth, and other work slows all of them at times."""
     rng = random.Random(0)
     speculation, now, spent, plain = Speculation(NgramDrafts()), 0.0, 0.0, 0.0

@@ -127,7 +127,7 @@ def engine(store, depth=1, **settings):
 
 
 def settle(made):
-    """Until all copies are done."""
+    """Run until all copies are done."""
     for _ in range(1000):
         if not made.scheduler.tiers.is_busy:
             return

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from slipstream.engine.grammars import grammar
-from slipstream.engine.grammars.grammar import GrammarError, Grammars, check, compose
+from slipstream.engine.grammars.grammar import Grammars, check, compose
+from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.output import raise_on_error
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError, RequestError

@@ -11,7 +11,8 @@ import pytest
 
 from slipstream.engine.grammars import depth as grammar_depth
 from slipstream.engine.grammars import grammar
-from slipstream.engine.grammars.grammar import GrammarError, Grammars, check
+from slipstream.engine.grammars.grammar import Grammars, check
+from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec

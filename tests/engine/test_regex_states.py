@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from slipstream import SamplingParams, StructuredOutputsParams
-from slipstream.engine.grammars.grammar import Grammars, GrammarState
+from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.regex_states import MAX_NODES, automaton_of
+from slipstream.engine.grammars.state import GrammarState
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.spec.description import read_spec
 from slipstream.types import EngineRequest, ScheduledRequest, StepPlan

@@ -7,7 +7,8 @@ import shutil
 import pytest
 import tokenizers
 
-from slipstream.engine.grammars.grammar import GrammarError, Grammars
+from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tool_formats import FORMATS
 from slipstream.engine.text.tool_formats.base import Tool, Writer

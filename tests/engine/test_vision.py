@@ -71,7 +71,7 @@ def their_logprobs(family: str, model: Any, tokens: list[int], pictures: list[An
 
 
 def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
-    """Of the log-probabilities of the prompt's tokens."""
+    """Largest difference of the log-probabilities of the prompt's tokens."""
     ids = answer.prompt_token_ids
     own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
     return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))

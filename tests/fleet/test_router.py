@@ -36,7 +36,7 @@ def key(number: int) -> bytes:
     st.data(),
 )
 def test_the_table_is_sets(history, data):
-    """Also while it grows, and when slots go and are given out again."""
+    """The table agrees with sets, also while it grows, and when slots go and are given out again."""
     store, model = PrefixStore(), dict[int, set[int]]()
     slots = [store.new_slot() for _ in range(6)]
     model = {slot: set() for slot in slots}
@@ -261,7 +261,7 @@ def of_replicas(*states: ReplicaState, **settings) -> Router:
 
 
 def served(fleet: Router, num_tokens: int, now: float = 0.0, **more) -> str:
-    """Who is chosen; the request ends at once."""
+    """Name of the replica that is chosen; the request ends at once."""
     decision = fleet.choose([], num_tokens, now=now, **more)
     fleet.ended(decision, now)
     return decision.replica

@@ -283,7 +283,7 @@ def test_latents_before_and_behind(ops, contexts):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("lens", [[1, 1, 1, 7, 128, 700, 1500], [128] * 3, [33, 1, 300]], ids=str)
 def test_prompts_of_latents(ops, lens, heads, interleaved):
-    """With keys and values of their own: the cache is the one of absorbed products, and the results are those of float32."""
+    """Prompts have keys and values of their own; the cache is that of absorbed products, the results are float32's."""
     contexts = [300, 0, 40, *([0] * (len(lens) - 3))] if lens[0] == 1 else [0] * len(lens)
     _, kv, meta = step(lens, contexts, heads=1, kv_heads=1, dim=576)
     meta = dataclasses.replace(meta, from_start=True, num_decodes=3 if lens[0] == 1 else 0)

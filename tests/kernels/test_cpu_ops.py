@@ -431,7 +431,7 @@ def test_rows_of_several_types_are_parts(ops):
     "form", ["int4", "int4 with zero points", "Q4_0", "int4 by 32", "int4 by 32, zero points"]
 )
 def test_products_of_4_bits_by_groups(ops, form, out, inner):
-    """Of groups of 32, scales that float16 holds are held so; others (too small here), and any zero points, in float32. A code
+    """Scales of groups of 32 that float16 holds are held so; others (too small here), and any zero points, in float32. A code
     times a scale of bfloat16 is exact in float32, and so is the difference from its zero point."""
     torch.manual_seed(out)
     size = 128 if form in ("int4", "int4 with zero points") else 32
@@ -660,7 +660,7 @@ def test_long_sequences_in_tiles_and_splits(attending):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 128), (2, 1, 544)])
 def test_decodes_over_long_8_bit_caches(ops, heads, kv_heads, dim):
-    """Of one cut among threads too, and where all numbers of a head are the largest."""
+    """A decode that is cut among threads too, and one where all numbers of a head are the largest."""
     sequences = ((1, 700), (1, 63), (1, 64), (1, 0), (1, 129))
     shape = Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
     case = step(shape)
@@ -725,7 +725,7 @@ def test_results_do_not_depend_on_how_many_threads_work():
 
 
 def test_the_largest_of_equals_is_the_first(ops):
-    """In one range of rows, and in two that different threads look at."""
+    """Equals in one range of rows, and in two that different threads look at."""
     weight = torch.zeros(3000, 32)
     weight[[40, 41, 2900], 0] = 1.0
     weight[[700, 2500], 1] = 1.0

@@ -12,7 +12,8 @@ from slipstream.core.participants.beams import Beams
 from slipstream.core.pooled import TextSequences
 from slipstream.core.scheduler import Scheduler
 from slipstream.engine.beams import BeamSearches
-from slipstream.engine.grammars.grammar import GrammarError, Grammars
+from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.grammars.state import GrammarError
 from slipstream.types import (
     FROM_MODEL,
     EngineOutput,

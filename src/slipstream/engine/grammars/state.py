@@ -1,0 +1,422 @@
+"""One answer's position in its grammar, and its masks.
+
+1. `GrammarState` follows an answer: by a matcher of `llguidance`, by the states of an expression, by the lengths of its
+   strings, and by its budget of reasoning. `Grammars` (`grammar.py`) has one of each request.
+2. `Lanes` are the matchers of one grammar, of which each state has a copy.
+3. `SharedMasks` completes masks that several answers share with the tokens that end an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.engine.bounded_threads import start_thread
+from slipstream.engine.grammars.reasoning import ReasoningBudget
+from slipstream.engine.grammars.regex_states import RegexState, RegexStates
+from slipstream.engine.grammars.string_lengths import CountedStrings, StringLengths
+from slipstream.errors import EngineOverloadedError
+from slipstream.types import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+PARALLEL_ROWS = 8
+"""Number of masks from which on several threads compute them."""
+
+MAX_COMPLETE = 256
+"""Complete masks that are kept for requests that end by the same tokens."""
+
+MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
+"""Seconds in which another matcher of a grammar is made at once, and in another thread. One that takes longer is not made."""
+
+Bits = npt.NDArray[np.int32]
+ByLength: TypeAlias = "tuple[LLMatcher, CountedStrings] | None"
+Lane: TypeAlias = "tuple[LLMatcher, ByLength]"
+
+
+class Lanes:
+    """Matchers of one grammar, with a lexer each. Copies of a matcher share its lexer, which one thread at a time can use: so
+    masks of many requests are found in parallel only by several."""
+
+    def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
+        """`make` makes one more, in some `seconds` of a processor."""
+        self._made, self._make, self._seconds = [first], make, seconds
+        self._counts = [0]
+        self._is_growing = seconds > MAX_LANE_S
+
+    def take(self, most: int) -> tuple[int, Lane]:
+        """The lane of a new request, and its number. With too many requests for the lanes, up to `most` are made."""
+        least = min(range(len(self._made)), key=self._counts.__getitem__)
+        if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:
+            self._is_growing = True
+            if self._seconds <= MAX_LANE_AT_ONCE_S:
+                self._grow()
+            else:
+                with contextlib.suppress(EngineOverloadedError):  # later, perhaps
+                    start_thread(self._grow, name="grammar")
+            least = min(range(len(self._made)), key=self._counts.__getitem__)
+        self._counts[least] += 1
+        return least, self._made[least]
+
+    def give(self, number: int) -> None:
+        self._counts[number] -= 1
+
+    def _grow(self) -> None:
+        with contextlib.suppress(ValueError):
+            made = self._make()
+            if not made[0].is_error():
+                self._counts.append(0)
+                self._made.append(made)
+                self._is_growing = False
+
+
+class GrammarError(Exception):
+    """The grammar can't go on: it became too complex, or no token of the vocabulary fits."""
+
+
+class SharedMasks:
+    """Complete masks of the requests that end by the same tokens. `ends` end an answer, `never` are not allowed anywhere."""
+
+    def __init__(self, ends: Collection[int], never: Collection[int]) -> None:
+        self.ends, self.never = tuple(ends), tuple(set(never) - set(ends))
+        # by the matcher's mask, which is kept so that its id stays its own
+        self._complete: dict[tuple[int, bool], tuple[Bits, Bits | None]] = {}
+
+    def complete(self, mask: Bits, *, accepts: bool) -> Bits | None:
+        """The mask with end tokens where the answer may end. None if nothing is left."""
+        found = self._complete.get((id(mask), accepts))
+        if found is None:
+            complete = mask.copy()
+            self.write_ends(complete, accepts=accepts)
+            found = mask, None if is_empty(complete) else complete
+            if len(self._complete) >= MAX_COMPLETE:
+                self._complete.clear()
+            self._complete[id(mask), accepts] = found
+        return found[1]
+
+    def write_ends(self, into: Bits, *, accepts: bool) -> None:
+        for token in self.never:
+            into[token >> 5] &= ~bit_of(token)
+        for token in self.ends:
+            word = into[token >> 5]
+            into[token >> 5] = word | bit_of(token) if accepts else word & ~bit_of(token)
+
+
+class GrammarState:
+    """Position of one answer in its grammar and in its budget of reasoning. Without a `matcher` the
+    budget is all. `shared` has the tokens that end the answer. `sampling` says what else the request
+    rules out, so that an answer for which nothing is left is noticed here. `lengths` follows the same
+    answer by the lengths of its strings, and `regex` by its expression's states, where these are enough.
+
+    `known` is the mask of this position, if it is shared with other answers. Tokens that it allows
+    are `untaken` until the matcher is needed.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        shared: SharedMasks,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        lengths: StringLengths | None = None,
+        budget: ReasoningBudget | None = None,
+        regex: RegexStates | None = None,
+    ) -> None:
+        self._matcher, self._sampling, self.lengths = matcher, sampling, lengths
+        self.budget, self.shared = budget, shared
+        self._limited = sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
+        self.is_plain = matcher is not None and budget is None and not self._limited
+        self.regex = regex if self.is_plain else None
+        self.spot: RegexState | None = None if self.regex is None else self.regex.start
+        self.known: Bits | None = None
+        self._incomplete: Bits | None = None  # mask that the matcher would write
+        self.untaken: list[int] = []
+        self._spots: list[RegexState | None] = []  # before each token since the last `settle`
+        self._is_borrowed = False
+        self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
+        self._answer: list[int] = []
+        self._allowed: Bits | None = None  # as a mask
+
+    @property
+    def has_matcher(self) -> bool:
+        return self._matcher is not None
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """The matcher, which has taken in all tokens. GrammarError if it can't."""
+        assert self._matcher is not None
+        if self._is_borrowed:
+            self._matcher, self._is_borrowed = self._matcher.deep_copy(), False
+        if self.untaken:
+            tokens, self.untaken = self.untaken, []
+            if not self._matcher.consume_tokens(tokens):
+                self.check()
+                raise GrammarError("a token was drawn that the grammar does not allow")
+        return self._matcher
+
+    def take_one(self) -> tuple[LLMatcher, int]:
+        """The matcher and the one token that it has not taken in, which the caller lets it take in."""
+        assert self._matcher is not None
+        assert not self._is_borrowed
+        [token], self.untaken = self.untaken, []
+        return self._matcher, token
+
+    def copy(self, *, borrow: bool = False) -> GrammarState:
+        """A copy. If it may `borrow` the matcher until it needs one of its own, this state must not change before."""
+        budget = None if self.budget is None else self.budget.copy()
+        matcher = self._matcher if borrow or self._matcher is None else self._matcher.deep_copy()
+        other = GrammarState(matcher, self.shared, self._sampling, budget=budget, regex=self.regex)
+        other._is_borrowed = borrow and matcher is not None
+        other.spot, other.known, other.untaken = self.spot, self.known, self.untaken.copy()
+        other._answer[:] = self._answer
+        return other
+
+    def mask(self, into: Bits) -> bool:
+        """Write which tokens may come next into int32 [words]. Returns False if none may, because
+        the answer is complete. GrammarError if it can't go on."""
+        if (known := self.look(alone=True)) is not None:
+            into[:] = known
+            return True
+        if not self.write_free(into):
+            self.matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+        return self.finish_mask(into)
+
+    def look(self, *, alone: bool = False) -> Bits | None:
+        """The shared mask of this position, if there is one. `alone`: it may be found for this answer only."""
+        if self.known is not None:
+            return self.known
+        spot, lengths = self.spot, self.lengths
+        if spot is not None:
+            if alone and not spot.is_known:
+                assert self.regex is not None
+                self.regex.find([spot])
+            if spot.mask is not None:
+                self.known = self.shared.complete(spot.mask, accepts=spot.accepts)
+        elif alone and lengths is not None and self.is_plain and lengths.may_be_inside:
+            if lengths.settle():
+                own = np.zeros(lengths.vocabulary.num_words, np.int32)
+                lengths.matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                self.look_inside(own)
+            else:
+                self.lengths = None
+        return self.known
+
+    def look_inside(self, own: Bits) -> Bits | None:
+        """The mask inside a string, from one of the vocabulary of lengths; None if the answer is at no such place."""
+        assert self.lengths is not None
+        mask = self.lengths.expand(own)
+        if mask is not None and self.is_plain:  # no answer ends inside a string
+            self.known = self.shared.complete(mask, accepts=False)
+        self._incomplete = mask
+        return mask
+
+    def write_free(self, into: Bits) -> bool:
+        """Write the mask of a place where the grammar has no say: within reasoning, or without one.
+        False, and nothing is written, elsewhere."""
+        if self._matcher is None:
+            into.fill(-1)
+        elif self.budget is not None and self.budget.is_reasoning:
+            self.budget.write_mask(into)
+        else:
+            return False
+        return True
+
+    def write_known(self, into: Bits) -> bool:
+        """Write the mask of a place where the matcher need not find it. False, and nothing is written, elsewhere."""
+        if self.write_free(into):
+            return True
+        mask = self._incomplete if self.known is None else self.known
+        if mask is not None:
+            into[:] = mask
+        return mask is not None
+
+    def finish_mask(self, into: Bits) -> bool:
+        """Complete a mask that the matcher has written. Returns and raises what `mask` does.
+
+        1. End tokens are allowed where the answer may end. The grammar has no rule for them.
+        2. Tokens that the model or the request rules out are taken away. A marker that a budget
+           forces is not.
+        """
+        if self._matcher is None:
+            if self.budget is not None:
+                self.budget.narrow(into)
+            return True
+        self.check()
+        accepts = self.matcher.is_accepting()
+        self.shared.write_ends(into, accepts=accepts)
+        is_forced = self.budget is not None and self.budget.narrow(into)
+        limited = self._limited and not is_forced
+        fits = not limited or not is_empty(into)
+        if limited:
+            self._rule_out(into)
+        if is_empty(into):
+            if accepts:
+                return False
+            what = (
+                "what allowed_token_ids and bad_words leave"
+                if limited and fits
+                else "the model's vocabulary"
+            )
+            raise GrammarError(f"no token of {what} can follow here")
+        return True
+
+    def _rule_out(self, into: Bits) -> None:
+        """Clear the tokens that the request's `allowed_token_ids` and bad words do not allow."""
+        sampling, answer = self._sampling, self._answer
+        if sampling.allowed_token_ids is not None:
+            if self._allowed is None:
+                tokens = np.array(sampling.allowed_token_ids)
+                self._allowed = np.zeros_like(into)
+                np.bitwise_or.at(
+                    self._allowed.view(np.uint32),
+                    tokens >> 5,
+                    np.uint32(1) << (tokens & 31).astype(np.uint32),
+                )
+            into &= self._allowed
+        for *before, last in sampling.bad_words_token_ids:
+            if not before or answer[-len(before) :] == before:
+                into[last >> 5] &= ~bit_of(last)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens that its masks allowed. GrammarError if it can't."""
+        if self.advance(tokens):
+            _ = self.matcher  # takes them in
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Do what `accept` does, without the matcher. Whether that must take the tokens in now: they may be wrong, or may
+        complete the answer."""
+        given = tokens
+        if self.budget is not None:
+            given = []
+            for token in tokens:
+                if (own := self.budget.accept(token)) is None:
+                    raise GrammarError("a token was drawn that the budget of reasoning rules out")
+                given += own
+        must = False
+        if self._matcher is not None:
+            self.untaken += given
+            must = bool(given) and not self._follow(given)
+        self.known = self._incomplete = None
+        if self.lengths is not None:
+            self.lengths.accept(given)
+        if self._sampling.bad_words_token_ids:
+            self._answer += tokens
+        return must
+
+    def _follow(self, tokens: Sequence[int]) -> bool:
+        """Go on by shared states. Whether the tokens are allowed for certain, and don't complete the answer."""
+        certain = self.is_plain
+        for token in tokens:
+            mask = self.look()
+            certain = certain and mask is not None and bool(mask[token >> 5] >> (token & 31) & 1)
+            if self.regex is not None:
+                self._spots.append(self.spot)
+                if self.spot is not None:
+                    self.spot = self.regex.after(self.spot, token)
+                certain = certain and self.spot is not None  # it can go on
+            else:  # it stays inside a string
+                inside = self.lengths is not None and not self.lengths.vocabulary.has_quote(token)
+                certain = certain and inside
+            certain = certain and token not in self.shared.ends
+            self.known = None
+        return certain
+
+    def forced(self, num_pending: int = 0) -> tuple[int, ...]:
+        """Tokens that must follow `num_pending` forced ones. They stop before a token that
+        completes the answer. () if not even the pending ones are known."""
+        if not self.is_plain:
+            return ()  # what is forced may be ruled out
+        if self.look(alone=True) is not None:
+            return ()  # a shared mask allows several
+        matcher = self.matcher
+        tokens: list[int] = matcher.compute_ff_tokens()
+        ends, never = self.shared.ends, self.shared.never
+        taken = next(
+            (i for i, token in enumerate(tokens) if token in ends or token in never), len(tokens)
+        )
+        if taken <= num_pending:
+            return ()
+        if not matcher.consume_tokens(tokens[:taken]):
+            self.check()
+            raise GrammarError("a forced token can't follow")
+        complete = self.is_finished
+        matcher.rollback(taken)
+        return tuple(tokens[num_pending : taken - complete])
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        num_given = num_tokens if self.budget is None else self.budget.rollback(num_tokens)
+        untaken = min(num_given, len(self.untaken))
+        del self.untaken[len(self.untaken) - untaken :]
+        if num_given > untaken:
+            self.matcher.rollback(num_given - untaken)
+        if self.lengths is not None:
+            self.lengths.rollback(num_given)
+        if self.regex is not None and num_given:
+            first = len(self._spots) - num_given
+            self.spot = self._spots[first] if first >= 0 else None
+            del self._spots[max(0, first) :]
+        self.known = self._incomplete = None
+        del self._answer[len(self._answer) - num_tokens :]
+
+    def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
+        """Write the masks after each guessed token into int32 [1 + drafts, words]. The first row is
+        written already. Rows after a wrong guess stay as they are: nothing that is drawn there
+        counts."""
+        assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
+        ahead = (
+            self.copy(borrow=True) if drafts else self
+        )  # a guess may be wrong, and a matcher in error stays so
+        for i, token in enumerate(drafts):
+            if (
+                ahead.is_finished
+                or not masks[i][token >> 5] & bit_of(token)
+                or token in self.shared.ends
+            ):
+                break
+            try:
+                ahead.accept([token])
+                if not ahead.is_finished:
+                    ahead.mask(masks[i + 1])
+            except GrammarError:  # it is an error once the guess turns out right
+                masks[i + 1] = -1
+                break
+
+    @property
+    def is_finished(self) -> bool:
+        """The answer is complete, and nothing can follow."""
+        if self._matcher is None or self.spot is not None:  # a state that is followed can go on
+            return False
+        matcher = self.matcher
+        return bool(matcher.is_stopped() and matcher.is_accepting())
+
+    def is_free(self, num_tokens: int) -> bool:
+        """Whether all tokens are allowed after so many others, and after each of them."""
+        return self._matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
+
+    def settle(self) -> None:
+        """Take note that no token before this is taken back. A budget that is over is dropped."""
+        self._spots.clear()
+        if self.budget is not None:
+            self.budget.settle()
+            if self.budget.is_over:
+                self.budget = None
+
+    def check(self) -> None:
+        """Raise GrammarError if the matcher is in error."""
+        if self._matcher is not None and self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error().splitlines()[0])
+
+
+@lru_cache(maxsize=4096)
+def bit_of(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).astype(np.int32)
+
+
+def is_empty(mask: Bits) -> bool:
+    return mask.tobytes() == bytes(mask.nbytes)  # several times faster than `any`
