@@ -193,7 +193,7 @@ struct Attention : Split {
         if constexpr (KV_BYTES == 1) {
             const u8* from = v + part_of(found[1]) + (start + quarter() * (KEYS / 4)) % BLOCK_SIZE;
 #pragma unroll
-            for (int tile = 0; tile < DIMS; tile++)
+            for (int tile = 0; tile < DIMS / SLICES; tile++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
                     if (found[1] >= 0)
