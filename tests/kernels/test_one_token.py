@@ -661,9 +661,16 @@ def judged(path, scheme, cache, ops, lengths, known=None):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(("scheme", "heads"), [("fp8", 1), ("int4-g32", 2)])
-def test_the_kernel_as_judged(tmp_path, scheme, heads):
-    """A parallel block, and a cache of 8 bits; with one head it is as wide as GPT-J 6B's."""
+@pytest.mark.parametrize(
+    ("scheme", "heads", "cache"),
+    [
+        ("fp8", 1, torch.float8_e4m3fn),
+        ("fp8", 1, torch.bfloat16),
+        ("int4-g32", 2, torch.float8_e4m3fn),
+    ],
+)
+def test_the_kernel_as_judged(tmp_path, scheme, heads, cache):
+    """A parallel block; with one head it is as wide as GPT-J 6B's, whose values are read in slices."""
     sizes = {
         "n_embd": 256,
         "n_inner": 512,
@@ -672,7 +679,7 @@ def test_the_kernel_as_judged(tmp_path, scheme, heads):
         "initializer_range": 0.04,
     }
     one_token_steps.build(tmp_path, "gptj", n_head=heads, **sizes)
-    judged(tmp_path, scheme, torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
+    judged(tmp_path, scheme, cache, OnCpuOps(tmp_path), (2, 90))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
