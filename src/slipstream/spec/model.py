@@ -57,6 +57,7 @@ from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import SinusoidSpec as SinusoidSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
+from slipstream.spec.recurrent import LightningSpec as LightningSpec
 from slipstream.spec.recurrent import Mamba2Spec as Mamba2Spec
 from slipstream.spec.recurrent import MambaSpec as MambaSpec
 from slipstream.spec.recurrent import RecurrentSpec as RecurrentSpec
