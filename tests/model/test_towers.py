@@ -29,6 +29,8 @@ QWEN_IDS = {
 }
 GEMMA = {k: v for k, v in tiny_models.FAMILIES["gemma4_text"].items() if k != "model_type"}
 GEMMA = {k: v for k, v in GEMMA.items() if v is not None}
+UNIFIED = tiny_models.FAMILIES["gemma4_unified_text"]
+UNIFIED = {k: v for k, v in UNIFIED.items() if v is not None and k != "model_type"}
 LLAMA4 = {k: v for k, v in tiny_models.FAMILIES["llama4_text"].items() if k != "model_type"}
 LLAMA4 = {k: v for k, v in LLAMA4.items() if v is not None or k == "pad_token_id"}
 SIGHT = dict(
@@ -57,6 +59,14 @@ CASES = {
         "Gemma4",
         GEMMA,
         {"vision_config": SIGHT, "audio_config": None, "image_token_id": 280},
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        UNIFIED,
+        {
+            "vision_config": dict(mm_embed_dim=32, num_soft_tokens=8, output_proj_dims=32),
+            **dict(audio_config=None, image_token_id=280),
+        },
     ),
 }
 

@@ -29,6 +29,7 @@ from slipstream.spec.families import (
     llama4,
     minimax,
     mistral3,
+    mixtures,
     nemotron,
     olmo,
     qwen,
@@ -78,7 +79,19 @@ MODULES = (
         gemma4,
     ),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
-    *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
+    *(
+        minimax,
+        mistral3,
+        mixtures,
+        modernbert,
+        mpt,
+        nemotron,
+        nemotron_h,
+        neox,
+        nomic,
+        olmo,
+        olmo_hybrid,
+    ),
     *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, t5, whisper),
 )
 FAMILIES: dict[str, Family] = {
