@@ -155,7 +155,8 @@ def _attention_axes(
     )
     match stem:
         case "attention.qkv":
-            rows = torch.cat((*(q,) * (1 + a.gated), kv, kv))  # the gate's come first
+            gate = () if not a.gated else (groups,) if a.gated == "head" else (q,)
+            rows = torch.cat((*gate, q, kv, kv))
             return (units, rows), hidden if kind == "weight" else None
         case "attention.out":
             return hidden, (units, q) if kind == "weight" else None

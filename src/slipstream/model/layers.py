@@ -74,6 +74,9 @@ class Attention:
     k_norm: Tensor | NormParams | None = None
     query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
+    spread: Linear | None = (
+        None  # zeros and ones [H · D, H], which give a head's gate to its numbers
+    )
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -92,6 +95,7 @@ class Attention:
         s = self.spec
         if s.gated:
             gate = ops.columns(qkv, start=0, stop=s.gate_size)
+            gate = gate if self.spread is None else ops.linear(gate, self.spread)
             rows = ops.columns(qkv, start=s.gate_size, stop=s.gate_size + s.q_size + 2 * s.kv_size)
             return self._attended(ops, rows, kv, meta) * ops.sigmoid(gate)
         return self._attended(ops, qkv, kv, meta)

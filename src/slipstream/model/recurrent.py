@@ -152,7 +152,7 @@ class ShortConv:
 Recurrent: TypeAlias = GatedDelta | Mamba2 | Mamba | ShortConv
 
 
-def _constant(like: Any, values: Any, *, own_type: bool = False) -> Any:
+def constant(like: Any, values: Any, *, own_type: bool = False) -> Any:
     """Returns numbers that no checkpoint has, as a tensor, an array, or a shape as `like` is; with `own_type` of its type."""
     if isinstance(like, NamedWeight):
         return NamedWeight("constant", values.shape)
@@ -206,9 +206,9 @@ def build_recurrent(
             decay, time, skip = take("decay"), take("time"), take("skip")
             if isinstance(spec, LightningSpec):
                 taps = np.ones((spec.conv_channels, 1), np.float32)
-                conv = ConvParams(weight=_constant(norm, taps, own_type=True))
-                decay = _constant(norm, np.log(np.array(spec.rates)).astype(np.float32))
-                time = skip = _constant(norm, np.zeros(spec.num_heads, np.float32))
+                conv = ConvParams(weight=constant(norm, taps, own_type=True))
+                decay = constant(norm, np.log(np.array(spec.rates)).astype(np.float32))
+                time = skip = constant(norm, np.zeros(spec.num_heads, np.float32))
             mamba2 = Mamba2Params(
                 spec=dataclasses.replace(spec, norm=None) if of_ranks else spec,
                 conv=conv,
@@ -229,7 +229,7 @@ def build_recurrent(
                         kind="rms",
                         weight=take(part)
                         if spec.normed is True
-                        else _constant(conv.weight, np.ones(size, np.float32), own_type=True),
+                        else constant(conv.weight, np.ones(size, np.float32), own_type=True),
                         eps=spec.eps,
                     )
                     for part, size in parts.items()

@@ -63,7 +63,8 @@ class AttentionSpec:
     `value_eps`: each head's values pass an RMS norm with this epsilon and without weights (Gemma 4).
     `keys_as_values`: the values are the product's keys, before their norm and rotation (Gemma 4).
     `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
-    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next).
+    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next). "head":
+    the gate has one number for each head (Step 3.5).
     `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
     those of zeros.
     """
@@ -85,7 +86,7 @@ class AttentionSpec:
     value_eps: float | None = None
     keys_as_values: bool = False
     kv_from: int | None = None
-    gated: bool = False
+    gated: bool | Literal["head"] = False
     of_heads: tuple[int, int] | None = None
 
     @property
@@ -95,6 +96,8 @@ class AttentionSpec:
     @property
     def gate_size(self) -> int:
         """Rows of the gate in the product of q, k and v."""
+        if self.gated == "head":
+            return self.num_heads
         return self.q_size if self.gated else 0
 
     @property

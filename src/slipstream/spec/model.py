@@ -17,6 +17,7 @@ from slipstream.spec.cache import CacheGroup as CacheGroup
 from slipstream.spec.cache import group_layers
 from slipstream.spec.cache import longest_sequence as longest_sequence
 from slipstream.spec.functions import Activation as Activation
+from slipstream.spec.functions import ClampedSilu as ClampedSilu
 from slipstream.spec.functions import ClampedSwiglu as ClampedSwiglu
 from slipstream.spec.functions import NamedActivation as NamedActivation
 from slipstream.spec.functions import NormSpec as NormSpec

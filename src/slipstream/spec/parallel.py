@@ -527,7 +527,7 @@ def _of_attention(
     queries = a.gate_size + a.q_size
     begins = (queries, queries + a.kv_size)[: len(a.qkv_rows) - 1]
     kv_rows = tuple(part for begin in begins for part in heads.kv_rows(dim, begin))
-    gates = heads.rows(dim) if a.gated else ()
+    gates = heads.rows(1 if a.gated == "head" else dim) if a.gated else ()
     rows = (*gates, *heads.rows(dim, a.gate_size), *kv_rows)
     product("attention.qkv", ParameterShard(rows=rows))
     sum_of_parts("attention.out", heads.rows(dim))

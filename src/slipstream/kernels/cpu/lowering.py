@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 from slipstream.kernels.layouts import IndexParams, MLAParams, NormParams, norm_parts
 from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
-from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
+from slipstream.spec.model import Activation, ClampedSilu, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 
 F32 = 0
@@ -848,6 +848,8 @@ class Lowering:
 
 
 def _known(activation: Activation) -> Activation:
+    if isinstance(activation, ClampedSilu):
+        raise Refused("the C++ program has no clamped SiLU")
     if isinstance(activation, OwnActivation):
         raise Refused("the C++ program can't call an activation from outside (OwnActivation)")
     return activation

@@ -34,7 +34,14 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.states import LayerState
 from slipstream.kernels.weights import Linear
 from slipstream.spec.cpu_isas import CPU_ISAS
-from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation, Xielu
+from slipstream.spec.model import (
+    Activation,
+    ClampedSilu,
+    ClampedSwiglu,
+    NamedActivation,
+    OwnActivation,
+    Xielu,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +114,11 @@ def activation_of(activation: Activation) -> tuple[int, float, float] | None:
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     if isinstance(activation, Xielu):
         return XIELU, activation.positive, activation.negative
-    return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
+    return (
+        None
+        if isinstance(activation, OwnActivation | ClampedSilu)
+        else (ACTIVATIONS[activation], 0.0, 0.0)
+    )
 
 
 def address(x: Array) -> int:

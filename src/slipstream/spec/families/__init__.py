@@ -34,6 +34,7 @@ from slipstream.spec.families import (
     olmo,
     qwen,
     sparse,
+    step,
 )
 from slipstream.spec.families.base import Family
 from slipstream.spec.families.classic import (
@@ -92,7 +93,7 @@ MODULES = (
         olmo,
         olmo_hybrid,
     ),
-    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, t5, whisper),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -123,6 +123,10 @@ class ConfigReader:
         """`assume` for keys whose null means something else than their absence."""
         self.assume(**{key: value for key, value in values.items() if not self.says(key)})
 
+    def put(self, **values: Any) -> None:
+        """Replaces what the config says."""
+        self._config = {**self._config, **values}
+
     def alias(self, names: Mapping[str, str]) -> None:
         """Other names of keys, by the key. Both may be there, with one value."""
         for key, other in names.items():

@@ -84,6 +84,7 @@ def read_lightning(c: ConfigReader) -> ModelSpec:
         c.require("shared_intermediate_size", 0)
         c.ignore("shared_moe_mode", "layernorm_epsilon")
     c.require("sliding_window")
+    c.require("hidden_act", "silu", "swish")  # also of q, k and v
     c.ignore("block_size")  # of tokens that transformers computes together
     found = kinds(c, (FULL, LINEAR), lambda i: LINEAR if i % 2 else FULL)
     eps, longest = (
