@@ -519,6 +519,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(model_type="flint", num_hidden_layers=4, head_dim=16, sliding_window=7),
         **dict(shared_expert_intermediate_size=48, initializer_range=0.2),
     },
+    "mimo_v2_flash": {
+        **{k: v for k, v in _LLAMA.items() if k != "rope_theta"},
+        **dict(model_type="mimo_v2_flash", num_hidden_layers=3, head_dim=24, v_head_dim=16),
+        **dict(sliding_window=7, n_routed_experts=6, num_experts_per_tok=2, initializer_range=0.2),
+        **dict(moe_intermediate_size=32, num_key_value_heads=1, attention_value_scale=0.6),
+    },
     "openai_gpt": {**_GPT, "model_type": "openai-gpt"},
     "minimax": {
         **_LLAMA,

@@ -81,6 +81,7 @@ NOT_YET = (
     "youtu",
     "sarvam_mla",
     "axk1",
+    "mimo_v2_flash",
 )
 HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx"}
 CHANNELS_REFUSED = {"dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}

@@ -41,7 +41,10 @@ BUILD = {
     **dict.fromkeys(tiny_models.ENCODERS, tiny_models.build_encoder),
     **dict.fromkeys(tiny_models.T5S, tiny_models.build_t5),
 }
-WITHOUT_PROGRAM = {"gemma3n_text": "table for layers that is shorter"}
+WITHOUT_PROGRAM = {
+    "gemma3n_text": "table for layers that is shorter",
+    "mimo_v2_flash": "values narrower than keys",
+}
 OF_WEIGHTS = (
     *(QKVLayout, AttentionParams, Experts, IndexParams, MLAParams, NormParams),
     *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),

@@ -114,13 +114,24 @@ class Attention:
             qkv = ops.scale_queries(qkv, meta=meta, table=self.query_scale, size=s.q_size)
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
-        q = ops.rope_and_cache(qkv, kv, meta, self.heads)
-        return ops.attention(q, kv, meta, self.params).flatten(1)
+        q = ops.rope_and_cache(self._filled(ops, qkv), kv, meta, self.heads)
+        found = ops.attention(q, kv, meta, self.params).flatten(1)
+        if s.value_dim is None:
+            return found
+        return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
+
+    def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
+        """The rows with values as wide as keys."""
+        s = self.spec
+        if s.value_dim is None:
+            return qkv
+        sizes = {"start": s.q_size + s.kv_size, "count": s.num_kv_heads}
+        return ops.resized_heads(qkv, **sizes, old=s.value_dim, new=s.head_dim)
 
     def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Writes the keys and values of rows [T, E] to their slots. The only norm applied is the
         one by heads, if any."""
-        ops.rope_and_cache(ops.linear(x, self.qkv), kv, meta, self.heads)
+        ops.rope_and_cache(self._filled(ops, ops.linear(x, self.qkv)), kv, meta, self.heads)
 
     @property
     def inputs(self) -> InputFormat | None:

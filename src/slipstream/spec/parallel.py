@@ -526,11 +526,16 @@ def _of_attention(
     dim = a.head_dim
     queries = a.gate_size + a.q_size
     begins = (queries, queries + a.kv_size)[: len(a.qkv_rows) - 1]
-    kv_rows = tuple(part for begin in begins for part in heads.kv_rows(dim, begin))
+    widths = (dim, a.value_width)
+    kv_rows = tuple(
+        part
+        for begin, width in zip(begins, widths, strict=False)
+        for part in heads.kv_rows(width, begin)
+    )
     gates = heads.rows(1 if a.gated == "head" else dim) if a.gated else ()
     rows = (*gates, *heads.rows(dim, a.gate_size), *kv_rows)
     product("attention.qkv", ParameterShard(rows=rows))
-    sum_of_parts("attention.out", heads.rows(dim))
+    sum_of_parts("attention.out", heads.rows(a.value_width))
     if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))

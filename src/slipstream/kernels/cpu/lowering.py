@@ -622,6 +622,9 @@ class Lowering:
         self.put(op.out, Stored(out))
         self.emit.place(x.number, start, out.number, 0, op.out.width)
 
+    def _resized_heads(self, op: Op) -> None:
+        raise Refused("the C++ program has no values narrower than keys")
+
     def _linear(self, op: Op) -> None:
         w = op.arguments["w"]
         x = self.stored(op.x, self.emit.form(w))

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose attention has windows in most layers: Trinity (AFMoE), Hunyuan 3, Mellum 2, Flint."""
+"""Mixtures of experts by sigmoid scores, most with windows: Trinity (AFMoE), Hunyuan 3, Mellum 2, Flint, MiMo V2."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import (
     around,
+    attention,
+    before,
     called,
     decoder,
     gated,
+    heads,
     kinds,
+    model,
+    rms,
     rope_of_kind,
     windows,
 )
 from slipstream.spec.families.deepseek import SHARED
 from slipstream.spec.families.names import LLAMA, Theirs, table
-from slipstream.spec.model import DenseSpec, MLPSpec, ModelSpec, MoESpec, SharedExpertSpec
+from slipstream.spec.model import (
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    SharedExpertSpec,
+)
+from slipstream.spec.parameters import Scale
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 
@@ -167,6 +181,91 @@ def read_flint(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_mimo_v2(c: ConfigReader) -> ModelSpec:
+    """MiMo V2 Flash: windows with sinks and twice as many kv heads, values narrower than keys, a part of each head rotated."""
+    c.alias({"rms_norm_eps": "layernorm_epsilon", "num_experts": "n_routed_experts"})
+    c.assume_missing(head_dim=192, num_key_value_heads=4, rope_theta=5e6, swa_rope_theta=1e4)
+    h, count, value_dim = heads(c), c.size("num_hidden_layers"), c.size("v_head_dim", 128)
+    if value_dim > h.head_dim:
+        raise c.unsupported("v_head_dim", f"must be at most head_dim ({h.head_dim})")
+    for key, names in (("hybrid_layer_pattern", (FULL, WINDOW)), ("moe_layer_freq", DENSE_SPARSE)):
+        listed = c.maybe(key, list)
+        if listed is not None:
+            ours = "layer_types" if key[0] == "h" else "mlp_layer_types"
+            c.assume(**{ours: [names[bool(x)] for x in listed]})
+    for key, value in (
+        *(
+            ("swa_num_attention_heads", h.num_heads),
+            ("swa_num_key_value_heads", 2 * h.num_kv_heads),
+        ),
+        *(("swa_head_dim", h.head_dim), ("swa_v_head_dim", value_dim), ("norm_topk_prob", True)),
+        *(("add_full_attention_sink_bias", False), ("add_swa_attention_sink_bias", True)),
+        *(
+            ("n_group", 1),
+            ("topk_group", 1),
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+        ),
+    ):
+        c.require(key, value)
+    c.require("n_shared_experts")
+    c.ignore("attention_chunk_size", "hybrid_block_size")
+    before_it = c.maybe("sliding_window_size", int)
+    if before_it is not None:
+        c.put(sliding_window=before_it + 1)
+    seen = windows(c, lambda i: FULL if i == 0 or (i + 1) % 6 == 0 else WINDOW, 129)
+    part, bases = c.take("partial_rotary_factor", float, 0.334), ("rope_theta", "swa_rope_theta")
+    default = {
+        kind: {
+            "rope_type": "default",
+            "rope_theta": c.take(key, float),
+            "partial_rotary_factor": part,
+        }
+        for kind, key in zip((FULL, WINDOW), bases, strict=True)
+    }
+    longest = c.size("max_position_embeddings", 131072)
+    rotary = {
+        kind: rope_of_kind(
+            c, kind, h.head_dim, max_position=longest, theta=1e4, default=default, partial=part
+        )
+        for kind in {*seen["kinds"]}
+    }
+    scale = c.take("routed_scaling_factor", float, 1.0)
+    moe = mixture(c, **dict[str, Any](num_experts=256, per_token=8, size=2048), weight_scale=scale)
+    mlps, bias = by_kind(c, gated(c), moe, 1), c.take("attention_bias", bool, False)
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))
+    value_scale = c.take("attention_value_scale", float, 0.707)
+    if c.says("attention_value_scale") and "attention_value_scale" not in c:
+        value_scale = 1.0
+
+    def layer(i: int) -> LayerSpec:
+        kind = seen["kinds"][i]
+        is_window = kind == WINDOW
+        of = attention(
+            h._replace(num_kv_heads=h.num_kv_heads * (1 + is_window)),
+            rotary[kind],
+            qkv_bias=bias,
+            window=seen["window"] if is_window else None,
+            sinks=is_window,
+            value_dim=value_dim if value_dim < h.head_dim else None,
+            value_scale=value_scale,
+        )
+        return LayerSpec(attention=of, mlp=mlps[i], block=before(norm))
+
+    assert count == len(mlps)
+    return model(c, "mimo_v2_flash", layer, norm, longest)
+
+
+DENSE_SPARSE = ("dense", "sparse")
+
+
+def _scaled(layer: LayerSpec, part: int) -> Scale | None:
+    """The output product takes over the values' scale."""
+    a, rows = layer.attention, layer.norms["pre_attention"].size
+    assert isinstance(a, AttentionSpec)
+    return None if a.value_scale == 1.0 else Scale(((rows, a.value_scale),))
+
+
 NAMES: dict[str, dict[str, Theirs]] = {
     "afmoe": {
         **SHARED,
@@ -184,6 +283,7 @@ NAMES: dict[str, dict[str, Theirs]] = {
         "shared.up": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
         "shared.down": "mlp.shared_mlp.down_proj",
     },
+    "mimo_v2_flash": {**SHARED, "attention.sinks": {"weight": "self_attn.attention_sink_bias"}},
     "mellum": LLAMA,
     "flint": {**LLAMA, "attention.sinks": {"weight": "self_attn.softmax_offset"}},
 }
@@ -193,7 +293,9 @@ FAMILIES = tuple(
         model_type=name,
         architectures=(architecture,),
         read=reader,
-        names=table(NAMES[name]),
+        names=table(
+            NAMES[name], changes={"attention.out": _scaled} if reader is read_mimo_v2 else None
+        ),
         ignored=ignored,
     )
     for name, architecture, reader, ignored in (
@@ -202,5 +304,6 @@ FAMILIES = tuple(
         ("hy_v3", "HYV3ForCausalLM", read_hy_v3, (r"model\.layers\.80\..*",)),
         ("mellum", "MellumForCausalLM", read_mellum, (r"mtp\..*",)),
         ("flint", "FlintForCausalLM", read_flint, ()),
+        ("mimo_v2_flash", "MiMoV2FlashForCausalLM", read_mimo_v2, (r"model\.mtp\..*",)),
     )
 )
