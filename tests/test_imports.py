@@ -27,8 +27,18 @@ FILES = {
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 ORDER = (
-    *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_params"),
-    *("outputs", "stats", "types", "config", "hub", "costs", "start_messages", "platform"),
+    *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_checks"),
+    *(
+        "sampling_params",
+        "outputs",
+        "stats",
+        "types",
+        "config",
+        "hub",
+        "costs",
+        "start_messages",
+        "platform",
+    ),
     *("kernels", "model", "core", "worker", "engine", "server", "frontend"),
     *("conformance", "bench", "simulate"),
     *("fleet", "evals", "compress", "optimize", "cli", "__main__"),
