@@ -112,6 +112,8 @@ TORCH_FREE = (
     *(
         "worker.executor",
         "worker.local_executor",
+        "worker.start.loading",
+        "worker.start.sizing",
         "worker.forward.forward_paths",
         "worker.host_loading",
         "worker.loaded_runner",
