@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.block_pool import NULL_BLOCK
-from slipstream.core.budget import FEW_REQUESTS, chunk_with_decodes
 from slipstream.core.kv_cache_manager import MIN_SHARED
 from slipstream.core.make import make_scheduler
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
+from slipstream.core.step import FEW_REQUESTS, chunk_with_decodes
 from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
     STATES,

@@ -11,9 +11,9 @@ step samples at each position, and takes the tokens up to the first that is not 
 Order within a step:
 
 1. Requests that need one token (decodes). A long prompt never delays them: a step with decodes has
-   at most `max_num_mixed_tokens` tokens, which bounds the time to the next token. `core/budget.py`
-   decides how many of these prompts get: a chunk while few tokens wait, or what an objective allows
-   (`target_itl_ms`).
+   at most `max_num_mixed_tokens` tokens, which bounds the time to the next token. Of
+   these prompts get a chunk while few tokens wait, or what an objective allows (`target_itl_ms`,
+   `core/pace.py`).
 2. Partly computed prompts, in order. They get the tokens left by the decodes, which is at least
    one.
 3. New requests, by priority. Within a priority, owners take turns by weight, and an owner's
@@ -56,16 +56,16 @@ from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
-from slipstream.core.budget import Pace, chunk_with_decodes
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
+from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
 from slipstream.core.policy import make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
-from slipstream.core.step import StepBuilder, new_tuple
+from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers import BlockStore
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
