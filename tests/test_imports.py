@@ -84,7 +84,13 @@ HEAVY = {  # third-party package: the parts that may import it
 }
 TORCH_FREE = (
     *(*BASE, "core", "kernels.build", "evals.text", "engine.context", "compress.steps", "cli"),
-    *("kernels.layouts", "kernels.recording", "kernels.cpu.lowering", "kernels.token_shape"),
+    *(
+        "kernels.layouts",
+        "kernels.recording",
+        "kernels.cpu.lowering",
+        "kernels.cpu.program_emitter",
+        "kernels.token_shape",
+    ),
     *(
         "kernels.cpu.native",
         "kernels.weights",

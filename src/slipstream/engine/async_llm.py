@@ -37,7 +37,7 @@ from slipstream.engine.core_client import (
     CoreSource,
     resolved_config,
 )
-from slipstream.engine.core_process import (
+from slipstream.engine.core_messages import (
     Abort,
     AdaptersChanged,
     Add,

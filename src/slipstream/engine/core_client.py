@@ -27,7 +27,7 @@ import msgspec
 
 from slipstream.config import EngineArgs, EngineConfig, resolve
 from slipstream.deaths import describe_exit
-from slipstream.engine.core_process import Ready, Start, Stop, ToChild, ToParent
+from slipstream.engine.core_messages import Ready, Start, Stop, ToChild, ToParent
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import ConfigError, EngineDeadError, ModelError, SlipstreamError
 from slipstream.spec.description import ModelDescription
