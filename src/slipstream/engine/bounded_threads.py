@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
+from slipstream.engine.client_threads import Call, ClientThreads
 from slipstream.errors import EngineOverloadedError
 
 T = TypeVar("T")
@@ -35,24 +36,15 @@ is shorter."""
 _starting = threading.Lock()  # the size of stacks is one setting for the process
 
 
-class _Call(NamedTuple, Generic[T]):
-    future: Future[T]
-    run: Callable[[], T]
-    client: str | None
-    submitted: float  # time.monotonic()
-
-
-class BoundedThreads(Generic[T]):
-    """Threads that run at most `most` calls at a time. `seconds` returns the time limit of a call,
-    which counts from its beginning."""
+class BoundedThreads(ClientThreads, Generic[T]):
+    """Threads that run at most `most` calls at a time, one for each client. `seconds` returns the
+    time limit of a call, which counts from its beginning."""
 
     def __init__(
         self, seconds: Callable[[], float], *, most: int, most_stuck: int, name: str
     ) -> None:
-        self._seconds, self._most, self._most_stuck, self._name = seconds, most, most_stuck, name
-        self._lock = threading.Lock()
-        self._waiting: dict[str | None, deque[_Call[T]]] = {}  # the client whose turn is next first
-        self._running: dict[Future[T], str | None] = {}
+        super().__init__(name, most, per_client=1)
+        self._seconds, self._most_stuck = seconds, most_stuck
         self._stuck: Counter[str | None] = Counter()
 
     @property
@@ -73,18 +65,9 @@ class BoundedThreads(Generic[T]):
 
         Calls without a client run at the same time and wait as long as it takes.
         """
-        future: Future[T] = Future()
         with self._lock:
             self._refuse(client)
-            waiting = self._waiting.setdefault(client, deque())
-            if client is not None and len(waiting) >= MAX_WAITING:
-                left = [call for call in waiting if not call.future.cancelled()]
-                waiting = self._waiting[client] = deque(left)
-                if len(waiting) >= MAX_WAITING:
-                    raise EngineOverloadedError(
-                        f"{MAX_WAITING} calls of this client wait ({self._name}); try again later"
-                    )
-            waiting.append(_Call(future, run, client, time.monotonic()))
+            future: Future[T] = self._queue(run, client, MAX_WAITING)
         self._begin()
         return future
 
@@ -92,80 +75,55 @@ class BoundedThreads(Generic[T]):
         own = self._stuck[client]
         if client is not None and own and own >= self._most_stuck // 2:
             raise EngineOverloadedError(
-                f"{own} calls of this client are stuck ({self._name}); try again when they have ended"
+                f"{own} calls of this client are stuck ({self.name}); try again when they have ended"
             )
         if (stuck := self._stuck.total()) >= self._most_stuck:
             raise EngineOverloadedError(
-                f"{stuck} calls are stuck ({self._name}), as many as may be; try again later"
+                f"{stuck} calls are stuck ({self.name}), as many as may be; try again later"
             )
 
-    def _next(self) -> _Call[T] | None:
-        """Remove and return the next call to begin, None if none may begin. Its client is the one
-        that has waited longest for a turn among those with no running call."""
-        running = set(self._running.values()) - {None}
-        is_full = len(self._running) >= self._most and self._stuck.total() < self._most_stuck
-        client = next((c for c in self._waiting if c not in running), ...)
-        if is_full or client is ...:
-            return None
-        waiting = self._waiting.pop(client)
-        call = waiting.popleft()
-        if waiting:
-            self._waiting[client] = waiting  # behind the others
-        return call
+    def _is_full(self) -> bool:
+        # Where too many are stuck, a call whose turn has come is refused at once.
+        return super()._is_full() and self._stuck.total() < self._most_stuck
 
-    def _begin(self) -> None:
-        while True:
-            with self._lock:
-                call = self._next()
-                if call is None:
-                    return
-                if not call.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    self._refuse(call.client)
-                    waited = time.monotonic() - call.submitted
-                    if call.client is not None and waited > max(self._seconds(), MIN_TURN_S):
-                        raise EngineOverloadedError(
-                            f"others were served all the time ({self._name}); try again later"
-                        )
-                    self._running[call.future] = call.client
-                    # As a daemon: the process can end while it is stuck.
-                    start_thread(self._run, call, name=self._name)
-                except EngineOverloadedError as error:
-                    failure = error
-                    self._running.pop(call.future, None)
-                else:
-                    continue
-            call.future.set_exception(failure)
+    def _start(self, call: Call) -> None:
+        with self._lock:
+            self._refuse(call.client)
+        waited = time.monotonic() - call.submitted
+        if call.client is not None and waited > max(self._seconds(), MIN_TURN_S):
+            raise EngineOverloadedError(
+                f"others were served all the time ({self.name}); try again later"
+            )
+        start_thread(self._run, call, name=self.name)
 
-    def _run(self, call: _Call[T]) -> None:
+    def _run(self, call: Call) -> None:
         timer = threading.Timer(self._seconds(), self._give_up, [call])
         timer.daemon = True
         timer.start()
+        found, failure = None, None
         try:
-            found, failure = call.run(), None
+            found = call.run()
         except BaseException as error:
             failure = error
         timer.cancel()
-        with self._lock:
-            in_time = call.future in self._running
-            self._running.pop(call.future, None)
-            self._stuck[call.client] -= not in_time
-            self._stuck += Counter()  # without those who have none
-        if in_time and failure is None:
-            call.future.set_result(found)
-        elif in_time:
-            call.future.set_exception(failure)
+        self._end(call, found, failure)
         self._begin()
 
-    def _give_up(self, call: _Call[T]) -> None:
+    def _give_up(self, call: Call) -> None:
         with self._lock:
             if call.future not in self._running:
                 return
-            del self._running[call.future]
+            self._leave(call)
             self._stuck[call.client] += 1
         call.future.set_exception(TimeoutError())
         self._begin()
+
+    def _leave(self, call: Call) -> bool:
+        in_time = super()._leave(call)
+        if not in_time:  # it was given up, and has ended now
+            self._stuck[call.client] -= 1
+            self._stuck += Counter()  # without those who have none
+        return in_time
 
 
 def start_thread(target: Callable[..., None], *args: object, name: str) -> None:
