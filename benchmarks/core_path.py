@@ -4,9 +4,9 @@
     python benchmarks/core_path.py --kernels torch       # op by op, by way of the decoder's layers
     python benchmarks/core_path.py --device cuda --most 10
 
-A tiny model with random weights answers three requests, once by `AsyncLLM` and once in this process (by `LLM`, which does not
-count), where the engine's and the worker's calls are seen. `called` counts the lines of functions that ran after the start, and `lines`
-all lines of their files. Target: at most 10,000 lines called.
+A tiny model with random weights answers three requests, once by `AsyncLLM` and once in this process (by `LLM`, which
+does not count), where the engine's and the worker's calls are seen. `called` counts the lines of functions that ran after
+the start, and `lines` all lines of their files. Target: at most 10,000 lines called.
 """
 
 from __future__ import annotations

@@ -93,6 +93,8 @@ TORCH_FREE = (
     ),
     *(
         "kernels.cpu.native",
+        "kernels.cpu.native_program",
+        "kernels.cpu.packed",
         "kernels.weights",
         "kernels.metadata",
         "kernels.cpu.programs",

@@ -56,6 +56,7 @@ from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
+from slipstream.core.block_store import BlockStore
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
@@ -66,7 +67,6 @@ from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
-from slipstream.core.tiers import BlockStore
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.stats import SchedulerStats

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.lowering import Lowered, lower, refusal
-from slipstream.kernels.cpu.native import Program, RunningStep, ThreadPool
+from slipstream.kernels.cpu.native import ThreadPool
+from slipstream.kernels.cpu.native_program import Program, RunningStep, layer_pointers, step_inputs
 from slipstream.kernels.cpu.program_emitter import ProgramEmitter
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, RowDraws
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
@@ -242,12 +243,12 @@ class CompiledOps:
     ) -> tuple[native.StepInputs, object]:
         """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
-            self._kv, self._pointers = kv, native.layer_pointers(kv)
+            self._kv, self._pointers = kv, layer_pointers(kv)
             # no cache itself: the caller may give back the memory of all of them
             self._blocks = max(range(len(kv)), key=lambda i: kv[i].k.shape[3])
             self._is_recurrent = any(layer.state is not None for layer in kv)
         assert not self._is_recurrent or meta.states is not None
-        inputs, kept = native.step_inputs(
+        inputs, kept = step_inputs(
             meta, self._pointers, kv[self._blocks], token_ids, self.num_groups
         )
         return inputs, (kept, self._pointers)

@@ -12,7 +12,9 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.lowering import Emitter, ScratchBuffers
 from slipstream.kernels.cpu.mla import add_choose_keys, add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
-from slipstream.kernels.cpu.native import FORM_F32, NativeLinear, Program, activation_of
+from slipstream.kernels.cpu.native import FORM_F32, activation_of
+from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import (
     add_attention,
     add_linear,

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import NativeLinear, Program, ThreadPool, float32
+from slipstream.kernels.cpu.native import ThreadPool, float32
+from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.layouts import AttentionParams, NormParams, QKVLayout
 from slipstream.kernels.sampling import array, uniform
 
