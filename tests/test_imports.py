@@ -133,6 +133,7 @@ TORCH_FREE = (
     *(
         "worker.rows",
         "worker.input_batch",
+        "worker.text_inputs",
         "worker.sampling.sampler",
         "worker.in_flight",
         "worker.device",

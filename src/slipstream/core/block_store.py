@@ -1,4 +1,4 @@
-"""What the tiers need of the worker, which carries out their copies."""
+"""Interface of the store of tiers: the worker implements it, and carries out their copies."""
 
 from __future__ import annotations
 

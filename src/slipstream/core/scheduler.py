@@ -66,6 +66,7 @@ from slipstream.core.policy import make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
+from slipstream.core.shared_blocks import shared_prefixes
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
@@ -667,8 +668,9 @@ class Scheduler:
                 self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked
             )
         if self.requests.num_joined:
-            shared = self.kv.shared_prefixes(
-                [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes]
+            shared = shared_prefixes(
+                self.kv,
+                [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes],
             )
         copies = self.kv.begin_copies()
         return step.plan(self.in_flight.last_id, released, copies, shared, (), marks, unmasked)

@@ -9,7 +9,6 @@ DECAY = 0.75
 """Factor by which each new measurement reduces the weight of the older ones."""
 
 
-
 class Rate:
     """Seconds per unit, averaged over recent measurements."""
 

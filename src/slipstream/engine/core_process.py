@@ -226,7 +226,7 @@ class CoreProcess:
         return True
 
     def _report(self) -> None:
-        """A heartbeat, when it is time."""
+        """Send a heartbeat when it is due, and answer changes of adapters."""
         if self._adapters.changes:
             self._adapters.answer()
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:

@@ -358,7 +358,7 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
 
 
 def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
-    """Tells whether the value is the sum, or comes from an op that waits for it."""
+    """Tells whether `x` is known only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
     return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 
@@ -674,7 +674,8 @@ class Lowering:
         return x.number
 
     def _rope_and_cache(self, op: Op) -> None:
-        """Writes rotary and cache. The queries stay in place, at the beginning of the rows."""
+        """Emits the rotation of queries and keys, and the writes of keys and values to the cache. The queries stay in place,
+        at the beginning of the rows."""
         rows = self.stored(op.x)
         self.emit.rope_and_cache(
             rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True
