@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from slipstream.engine.client_threads import Call, ClientThreads
+from slipstream.engine.client_threads import ClientThreads, ThreadCall
 from slipstream.errors import EngineOverloadedError
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class BoundedThreads(ClientThreads, Generic[T]):
         # Where too many are stuck, a call whose turn has come is refused at once.
         return super()._is_full() and self._stuck.total() < self._most_stuck
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: ThreadCall) -> None:
         with self._lock:
             self._refuse(call.client)
         waited = time.monotonic() - call.submitted
@@ -96,7 +96,7 @@ class BoundedThreads(ClientThreads, Generic[T]):
             )
         start_thread(self._run, call, name=self.name)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: ThreadCall) -> None:
         timer = threading.Timer(self._seconds(), self._give_up, [call])
         timer.daemon = True
         timer.start()
@@ -109,7 +109,7 @@ class BoundedThreads(ClientThreads, Generic[T]):
         self._end(call, found, failure)
         self._begin()
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: ThreadCall) -> None:
         with self._lock:
             if call.future not in self._running:
                 return
@@ -118,7 +118,7 @@ class BoundedThreads(ClientThreads, Generic[T]):
         call.future.set_exception(TimeoutError())
         self._begin()
 
-    def _leave(self, call: Call) -> bool:
+    def _leave(self, call: ThreadCall) -> bool:
         in_time = super()._leave(call)
         if not in_time:  # it was given up, and has ended now
             self._stuck[call.client] -= 1

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from slipstream.errors import EngineOverloadedError
 
 
-class Call(NamedTuple):
+class ThreadCall(NamedTuple):
     future: Future[Any]
     run: Callable[[], Any]
     client: str | None
@@ -33,7 +33,7 @@ class _Client:
     __slots__ = ("num_running", "waiting", "weight")
 
     def __init__(self) -> None:
-        self.waiting: deque[Call] = deque()
+        self.waiting: deque[ThreadCall] = deque()
         self.num_running = self.weight = 0
 
 
@@ -58,7 +58,7 @@ class ClientThreads:
         self, run: Callable[[], Any], client: str | None, most_waiting: int, weight: int = 0
     ) -> Future[Any]:
         """Let a call wait for its turn. The lock is held; `_begin` follows without it."""
-        call = Call(Future(), run, client, weight, time.monotonic())
+        call = ThreadCall(Future(), run, client, weight, time.monotonic())
         own = self._clients.setdefault(client, _Client())
         if client is not None and len(own.waiting) >= most_waiting:
             own.waiting = deque(one for one in own.waiting if not one.future.cancelled())
@@ -83,18 +83,18 @@ class ClientThreads:
                     self._leave(call)
                 call.future.set_exception(error)
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: ThreadCall) -> None:
         """Begin a thread for the call. EngineOverloadedError if it may not begin."""
         threading.Thread(target=self._run, args=[call], name=self.name, daemon=True).start()
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: ThreadCall) -> None:
         """Run the call in its thread, then `_end` and `_begin`."""
         raise NotImplementedError
 
     def _is_full(self) -> bool:
         return len(self._running) >= self.num_threads
 
-    def _next(self) -> Call | None:
+    def _next(self) -> ThreadCall | None:
         """The call that may begin now, counted as running."""
         no_room = False
         for name, own in list(self._clients.items()):
@@ -125,7 +125,7 @@ class ClientThreads:
             return call
         return None
 
-    def _leave(self, call: Call) -> bool:
+    def _leave(self, call: ThreadCall) -> bool:
         """Give the call's place to another. False if that was done before. The lock is held."""
         if call.future not in self._running:
             return False
@@ -137,7 +137,7 @@ class ClientThreads:
         self._weight -= call.weight
         return True
 
-    def _end(self, call: Call, found: Any, failure: BaseException | None) -> None:
+    def _end(self, call: ThreadCall, found: Any, failure: BaseException | None) -> None:
         """Give the call's result to its future, unless its place was given away. `_begin` follows."""
         with self._lock:
             in_time = self._leave(call)

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import TypeVar, cast
 
-from slipstream.engine.client_threads import Call, ClientThreads
+from slipstream.engine.client_threads import ClientThreads, ThreadCall
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class FairThreads(ClientThreads):
             future.cancel()
         self._begin()
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: ThreadCall) -> None:
         found, failure = None, None
         try:
             found = call.run()

@@ -96,7 +96,7 @@ class StepProgram:
     @cached_property
     def _draws(self) -> RowDraws:
         assert self._head_weight is not None
-        return RowDraws(self.pool, self._head_weight.out_features, self._head_weight)
+        return RowDraws(self.pool, len(self._head_weight.weight), self._head_weight)
 
     @property
     def programs(self) -> tuple[Program, ...]:
