@@ -10,8 +10,8 @@ from threading import Event
 import pytest
 from llguidance import LLMatcher
 
-from slipstream.engine import bounded_threads
-from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.threads import bounded_threads
+from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.errors import EngineOverloadedError
 from tests.waiting import PATIENCE_S, wait_for
 

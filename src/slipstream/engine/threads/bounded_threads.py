@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from slipstream.engine.client_threads import ClientThreads, ThreadCall
+from slipstream.engine.threads.client_threads import ClientThreads, ThreadCall
 from slipstream.errors import EngineOverloadedError
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import TypeVar, cast
 
-from slipstream.engine.client_threads import ClientThreads, ThreadCall
+from slipstream.engine.threads.client_threads import ClientThreads, ThreadCall
 
 T = TypeVar("T")
 
