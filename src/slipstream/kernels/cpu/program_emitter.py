@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.lowering import Emitter, ScratchBuffers
+from slipstream.kernels.cpu.lowering import ScratchBuffers
 from slipstream.kernels.cpu.mla import add_choose_keys, add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.cpu.native import FORM_F32, activation_of
@@ -46,23 +46,26 @@ if TYPE_CHECKING:
     pass
 
 
-class ProgramEmitter(Emitter):
-    """An emitter that writes operators into a `Program`."""
+class ProgramEmitter:
+    """Writes operators into a `Program`. Buffers are numbers, -1 for none; forms are `native.FORM_*`."""
 
     def __init__(self, program: Program) -> None:
-        super().__init__()
         self.program = program
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
         return self.program.buffer(form, size, rows_a_token)
 
     def bound(self) -> int:
+        """Makes a buffer that the caller binds."""
         return self.program.bound()
 
     def form(self, w: Any) -> int:
+        """Returns the form of rows that a product reads. `Refused` if the program can't hold the
+        weight."""
         return _native(w).form
 
     def gates(self, w: Any) -> bool:
+        """Tells whether the weight's layout allows its activation as an epilogue."""
         return len(_native(w).parts) == 1 and w.out_features % 64 == 0
 
     def embed(
@@ -106,9 +109,11 @@ class ProgramEmitter(Emitter):
         self.program.add("convert", x, out, form, size, 1)
 
     def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
+        """Writes a copy of `size` columns of x from `start` on to `column` of `out`."""
         self.program.add("place", x, start, out, column, size)
 
     def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
+        """Writes x · sigmoid(z), where z begins at a column of its buffer."""
         add_gate(self.program, x, z, column, out, form, size)
 
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
@@ -165,6 +170,8 @@ class ProgramEmitter(Emitter):
         scratch: ScratchBuffers,
         chosen: tuple[int, int] | None = None,
     ) -> None:
+        """Writes latent attention. `size` is the size of all heads' queries. `chosen`: the buffer of
+        chosen keys, and their number."""
         queries = scratch("queries", FORM_F32, size)
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
         add_latent_attention(self.program, queries, out, layer, params, scratch, chosen)
@@ -220,6 +227,10 @@ class ProgramEmitter(Emitter):
     def experts(
         self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers
     ) -> int:
+        """Writes routing, gathering and products.
+
+        Returns the buffer of the results, with a row for each of a token's experts.
+        """
         p, up, down, spec = self.program, experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
