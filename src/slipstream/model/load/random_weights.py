@@ -55,8 +55,8 @@ class Draws(Protocol):
 
     dtype: Any  # the model's type
 
-    def normal(self, shape: Shape) -> Any:
-        """Normal numbers with std 0.02 in the model's type."""
+    def normal(self, shape: Shape, dtype: str | None = None) -> Any:
+        """Normal numbers with std 0.02, in the model's type unless another is named."""
 
     def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
         """A constant, in the model's type unless another is named."""
@@ -72,8 +72,8 @@ class ArrayDraws:
         self.dtype = np.dtype(dtype)
         self._generator = np.random.default_rng(seed)
 
-    def normal(self, shape: Shape) -> Any:
-        made = np.empty(shape, self.dtype)
+    def normal(self, shape: Shape, dtype: str | None = None) -> Any:
+        made = np.empty(shape, dtype or self.dtype)
         for at in range(0, shape[0], ROWS_AT_ONCE):
             rows = made[at : at + ROWS_AT_ONCE]
             rows[...] = self._generator.standard_normal(rows.shape, np.float32) * np.float32(STD)
@@ -105,8 +105,9 @@ class TensorDraws:
         on_meta = device.type == "meta"
         self._generator = None if on_meta else torch.Generator(device).manual_seed(seed)
 
-    def normal(self, shape: Shape) -> Any:
-        drawn = self._torch.empty(shape, dtype=self.dtype, device=self._device)
+    def normal(self, shape: Shape, dtype: str | None = None) -> Any:
+        kind = self.dtype if dtype is None else getattr(self._torch, dtype)
+        drawn = self._torch.empty(shape, dtype=kind, device=self._device)
         return drawn.normal_(0.0, STD, generator=self._generator)
 
     def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
@@ -155,7 +156,7 @@ def _dense(name: str, shape: Shape, draws: Callable[[str], Draws]) -> Any:
         return made.full(shape, 0.0, kind)
     if len(shape) == 1 or name.endswith("norm.weight"):
         return made.full(shape, 1.0, kind)
-    return made.normal(shape)
+    return made.normal(shape, kind)
 
 
 def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Scheme) -> Linear:
