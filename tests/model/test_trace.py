@@ -11,6 +11,7 @@ import torch
 from slipstream.kernels.cpu.lowering import DryEmitter, lower
 from slipstream.kernels.layouts import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     IndexParams,
     MLAParams,
@@ -41,9 +42,12 @@ BUILD = {
     **dict.fromkeys(tiny_models.ENCODERS, tiny_models.build_encoder),
     **dict.fromkeys(tiny_models.T5S, tiny_models.build_t5),
 }
-WITHOUT_PROGRAM = {"gemma3n_text": "table for layers that is shorter"}
+WITHOUT_PROGRAM = {
+    "gemma3n_text": "table for layers that is shorter",
+    **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),
+}
 OF_WEIGHTS = (
-    *(QKVLayout, AttentionParams, Experts, IndexParams, MLAParams, NormParams),
+    *(QKVLayout, AttentionParams, DisentangledParams, Experts, IndexParams, MLAParams, NormParams),
     *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
 )
 

@@ -20,6 +20,7 @@ from slipstream.kernels.metadata import (
 )
 from slipstream.kernels.ops import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     LayerTensors,
     MLAParams,
@@ -47,6 +48,7 @@ from slipstream.kernels.triton import (
 )
 from slipstream.kernels.triton.attention import (
     bidirectional,
+    disentangled,
     mla,
     mla_prefill,
     paged,
@@ -319,6 +321,13 @@ class TritonOps(OpSet):
         if self.deterministic:
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
+
+    def disentangled_attention(
+        self, qkv: Tensor, meta: AttentionMetadata, params: DisentangledParams
+    ) -> Tensor:
+        if self.deterministic:
+            return super().disentangled_attention(qkv, meta, params)
+        return disentangled.disentangled_attention(qkv, meta, params)
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
