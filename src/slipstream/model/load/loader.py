@@ -328,7 +328,8 @@ class _Load:
             shapes = {name: shape for name, shape in shapes.items() if name in self.on_host}
             types = ops.host.block_types
         empty = partial(torch.empty, dtype=self.dtype, device="meta")
-        return BlockWeights(description.gguf, names, shapes, types, empty, self.by)
+        device = None if isinstance(ops, HostExpertOps | NativeOps) else self.device
+        return BlockWeights(description.gguf, names, shapes, types, empty, self.by, device)
 
     def _formats(self) -> dict[str, WeightFormat]:
         """Returns the formats of the weights that stay as stored, by our names."""
