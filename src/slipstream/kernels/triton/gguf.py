@@ -325,27 +325,25 @@ def _word(w0, w1, w2, w3, i: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _scale(words, i: tl.constexpr, SCALES: tl.constexpr):
     """The scale of a unit's group i, float32."""
-    s0, s1, s2, s3, m0, m1, m2, m3, d = words
-    word = _word(s0, s1, s2, s3, i, SCALES == "halves")
+    word = _word(words[0], words[1], words[2], words[3], i, SCALES == "halves")
     if SCALES == "halves":
         return _half(word, i % 2)
     if SCALES == "exponents":
         return (((word >> (8 * (i % 4))) & 255) << 23).to(tl.float32, bitcast=True)
     if SCALES == "nibbles":
-        return ((word >> (8 * (i % 4))) & 15).to(tl.float32) * _half(d, 0)
-    return ((word << (24 - 8 * (i % 4))) >> 24).to(tl.float32) * _half(d, 0)
+        return ((word >> (8 * (i % 4))) & 15).to(tl.float32) * _half(words[8], 0)
+    return ((word << (24 - 8 * (i % 4))) >> 24).to(tl.float32) * _half(words[8], 0)
 
 
 @triton.jit
 def _minimum(words, i: tl.constexpr, SCALES: tl.constexpr):
     """The minimum of a unit's group i, float32."""
-    s0, s1, s2, s3, m0, m1, m2, m3, d = words
-    word = _word(m0, m1, m2, m3, i, SCALES == "halves")
+    word = _word(words[4], words[5], words[6], words[7], i, SCALES == "halves")
     if SCALES == "halves":
         return _half(word, i % 2)
     if SCALES == "nibbles":
-        return ((word >> (8 * (i % 4) + 4)) & 15).to(tl.float32) * _half(d, 1)
-    return ((word >> (8 * (i % 4))) & 255).to(tl.float32) * _half(d, 1)
+        return ((word >> (8 * (i % 4) + 4)) & 15).to(tl.float32) * _half(words[8], 1)
+    return ((word >> (8 * (i % 4))) & 255).to(tl.float32) * _half(words[8], 1)
 
 
 def _expansion(*, six: bool) -> str:
