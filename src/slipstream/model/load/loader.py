@@ -31,7 +31,7 @@ from slipstream.model.load.loaded import (
     is_rounded,
 )
 from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
-from slipstream.model.load.pulled import Weights
+from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.model.load.random_weights import random_blocks, seed_of
 from slipstream.model.load.sharding import Sharded, check_formats, split_blocks
 from slipstream.model.load.streamed_loader import load_streamed
