@@ -239,3 +239,66 @@ def test_kernels_compile_for_hopper_and_keep_sums_where_they_are_made(num_tokens
         assert shared < 227 * 1024
         assert converts <= 2  # of the result alone
         assert products > 0
+
+
+def executed(text: str, inputs: list[int], num_outputs: int) -> list[int]:
+    """PTX on 32-bit registers, as the chip executes it: outputs, then inputs, by number."""
+    values = dict(enumerate([0] * num_outputs + inputs))
+
+    def read(word: str) -> int:
+        if word[0] == "$":
+            return values[int(word[1:])]
+        return values[word] if word[0].isalpha() else int(word, 0)
+
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        name, *rest = line.split(maxsplit=1) or [""]
+        if not rest or name == ".reg":
+            continue
+        out, *given = (word.strip() for word in rest[0].split(","))
+        a, *others = map(read, given)
+        match name:
+            case "mov.b32":
+                made = a
+            case "and.b32":
+                made = a & others[0]
+            case "shr.b32":
+                made = a >> others[0]
+            case "shl.b32":
+                made = a << others[0] & 0xFFFFFFFF
+            case "lop3.b32":
+                assert others[2] == 0xEA
+                made = a & others[0] | others[1]
+            case "prmt.b32":
+                octets = (others[0] << 32 | a).to_bytes(8, "little")
+                picked = [others[1] >> 4 * i & 15 for i in range(4)]
+                assert max(picked) < 8
+                made = int.from_bytes(bytes(octets[i] for i in picked), "little")
+        values[int(out[1:]) if out[0] == "$" else out] = made
+    return [values[i] for i in range(num_outputs)]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_instructions_give_the_numbers_of_a_units_codes(kind):
+    """Codes' numbers, or 128 plus the code, of four neighbouring words."""
+    text, registers = kernels._instructions(kind)
+    if not text:
+        return
+    form = FORMS[kind]
+    rng = np.random.default_rng(0)
+    low = rng.integers(0, 2 ** (32 if form.bits >= 4 else 16), 4, dtype=np.uint64)
+    more = rng.integers(0, 2 ** (16 if form.bits == 6 else 8), 4, dtype=np.uint64)
+    kinds = np.uint32 if form.bits >= 4 else np.uint16
+    inputs = low.astype(kinds).view(np.uint32).tolist()
+    if form.bits in (3, 5, 6):
+        inputs += more.astype(np.uint16 if form.bits == 6 else np.uint8).view(np.uint32).tolist()
+    assert registers.count("r") == 16 + len(inputs)
+    outputs = np.array(executed(text, inputs, 16), np.uint32).view(np.int16).reshape(8, 4)
+    found = torch.from_numpy(outputs).view(torch.bfloat16).float().numpy()
+    for i in range(8):
+        width = 4 if form.bits >= 4 else 2
+        code = (low >> np.uint64(width * i)) & np.uint64(2**width - 1)
+        if form.bits in (3, 5, 6):
+            above = 2 if form.bits == 6 else 1
+            code |= ((more >> np.uint64(above * i)) & np.uint64(2**above - 1)) << np.uint64(width)
+        wanted = gguf_codes.book(form)[code] if form.book != "linear" else code + 128.0
+        np.testing.assert_array_equal(found[i], wanted)

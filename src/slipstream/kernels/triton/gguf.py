@@ -255,15 +255,11 @@ def _number(
     ZERO: tl.constexpr,
     BOOK: tl.constexpr,
     kind: tl.constexpr,
-    IN_PLACE: tl.constexpr,
 ):
-    """The value that a code stands for, exact in `kind`. IN_PLACE: a code's bits are set in a
-    bfloat16's mantissa, which takes no conversion."""
+    """The value that a code stands for, exact in `kind`."""
     if BOOK == "linear":
         if BITS == 8:
             return code.to(tl.int8).to(kind)
-        if IN_PLACE:
-            return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True) - (128.0 + ZERO)
         return (code - ZERO).to(tl.float32).to(kind)
     if BOOK == "iq4":
         return _iq4_number(code).to(kind)
@@ -346,26 +342,98 @@ def _minimum(words, i: tl.constexpr, SCALES: tl.constexpr):
     return ((word >> (8 * (i % 4))) & 255).to(tl.float32) * _half(words[8], 1)
 
 
-def _expansion(*, six: bool) -> str:
-    """PTX: two neighbouring words of a row → for each of their eight groups a pair of bfloat16, 128
-    plus the code. A code of six bits has its upper two in $10."""
-    lines = ["prmt.b32 lo, $8, $9, 0x5410;", "prmt.b32 hi, $8, $9, 0x7632;"]
-    for i in range(8):
-        source, shift = ("lo", "hi")[i // 4], i % 4 * 4
-        if shift:
-            lines.append(f"shr.b32 t, {source}, {shift};")
-            source = "t"
-        lines.append(f"lop3.b32 ${i}, {source}, 0x000F000F, 0x43004300, 0xEA;")
-        if six:
-            way, by = ("shl", 4 - 2 * i) if i < 2 else ("shr", 2 * i - 4)
-            lines.append(f"{way}.b32 t, $10, {by};" if by else "mov.b32 t, $10;")
-            lines.append(f"lop3.b32 ${i}, t, 0x00300030, ${i}, 0xEA;")
-    return "{\n.reg .b32 lo, hi, t;\n" + "\n".join(lines) + "\n}\n"
+# The codes of four neighbouring words at once, in registers of two. PTX does what Triton's compiler does not find: a
+# register has the same group's codes of two words.
 
 
-_FOUR, _SIX = tl.constexpr(_expansion(six=False)), tl.constexpr(_expansion(six=True))
-_FOUR_REGISTERS = tl.constexpr("=&r," * 8 + "r,r")
-_SIX_REGISTERS = tl.constexpr("=&r," * 8 + "r,r,r")
+def _linear_codes(bits: int) -> str:
+    """PTX: four words (and the bits above them) → for each of their eight groups two pairs of
+    bfloat16, 128 plus the code."""
+    wide = bits >= 4  # low bits in int32 words, of which two make a pair for each half
+    operand = 16 + (4 if wide else 2)  # of the bits above
+    lines = []
+    for pair in range(2):
+        if wide:
+            a, b = 16 + 2 * pair, 17 + 2 * pair
+            lines += [f"prmt.b32 p0, ${a}, ${b}, 0x5410;", f"prmt.b32 p1, ${a}, ${b}, 0x7632;"]
+        else:
+            lines.append(f"mov.b32 p0, ${16 + pair};")
+        if bits == 6:
+            lines.append(f"mov.b32 h, ${operand + pair};")
+        elif bits in (3, 5):  # a byte each
+            selector = ("0x4140", "0x4342")[pair]
+            lines.append(f"prmt.b32 h, ${operand}, 0, {selector};")
+        for i in range(8):
+            out = f"${2 * i + pair}"
+            source, shift, mask = (
+                f"p{i // 4 if wide else 0}",
+                i % 4 * 4 if wide else 2 * i,
+                15 if wide else 3,
+            )
+            if shift:
+                lines.append(f"shr.b32 t, {source}, {shift};")
+                source = "t"
+            lines.append(f"lop3.b32 {out}, {source}, {mask * 0x10001:#x}, 0x43004300, 0xEA;")
+            if bits in (3, 5, 6):
+                at, width = (4, 2) if bits == 6 else (bits - 1, 1)
+                by = at - width * i
+                way = "shl" if by > 0 else "shr"
+                source = "h"
+                if by:
+                    lines.append(f"{way}.b32 t, h, {abs(by)};")
+                    source = "t"
+                more = (((1 << width) - 1) << at) * 0x10001
+                lines.append(f"lop3.b32 {out}, {source}, {more:#x}, {out}, 0xEA;")
+    return "{\n.reg .b32 p0, p1, h, t;\n" + "\n".join(lines) + "\n}\n"
+
+
+def _book_codes(form: CodeForm) -> str:
+    """PTX: the same for codes of four bits with a book. The two bytes of a bfloat16 are looked up,
+    those of four groups of a word at once."""
+    numbers = torch.from_numpy(gguf_codes.book(form)).bfloat16().view(torch.int16).numpy()
+    octets = numbers.view(np.uint8).reshape(16, 2)
+    lines = []
+    tables = [octets[:, part].copy().view(np.uint32) for part in range(2)]
+    for pair in range(2):
+        for half in range(2):
+            for word in range(2):
+                source = f"${16 + 2 * pair + word}"
+                lines.append(f"shr.b32 c, {source}, 16;" if half else f"mov.b32 c, {source};")
+                lines += [
+                    "and.b32 s, c, 0x7777;",
+                    "shr.b32 t, c, 1;",
+                    "lop3.b32 t, t, 0x4444, 0x3210, 0xEA;",
+                ]
+                for part, table in enumerate(tables):
+                    t0, t1, t2, t3 = (f"{int(x):#x}" for x in table)
+                    lines += [f"prmt.b32 x, {t0}, {t1}, s;", f"prmt.b32 y, {t2}, {t3}, s;"]
+                    lines.append(f"prmt.b32 b{part}, x, y, t;")
+                lines += [
+                    f"prmt.b32 l{word}, b0, b1, 0x5140;",
+                    f"prmt.b32 u{word}, b0, b1, 0x7362;",
+                ]
+            for i, (own, selector) in enumerate(
+                (("l", "0x5410"), ("l", "0x7632"), ("u", "0x5410"), ("u", "0x7632"))
+            ):
+                out = 2 * (4 * half + i) + pair
+                lines.append(f"prmt.b32 ${out}, {own}0, {own}1, {selector};")
+    return "{\n.reg .b32 c, s, t, x, y, b0, b1, l0, l1, u0, u1;\n" + "\n".join(lines) + "\n}\n"
+
+
+@functools.cache
+def _instructions(kind: str) -> tuple[str, str]:
+    """(PTX, its registers) of a type's codes; ("", "") if Triton's own code is used."""
+    form = FORMS[kind]
+    if form.book == "linear" and form.bits < 8:
+        text = _linear_codes(form.bits)
+    elif form.bits == 4:
+        text = _book_codes(form)
+    else:
+        return "", ""
+    inputs = (4 if form.bits >= 4 else 2) + {6: 2, 5: 1, 3: 1}.get(form.bits, 0)
+    return text, "=&r," * 16 + ",".join("r" * inputs)
+
+
 _BF16 = tl.constexpr((tl.bfloat16,) * 8)
 
 
@@ -376,16 +444,16 @@ _BF16 = tl.constexpr((tl.bfloat16,) * 8)
 def _sum_units(
     acc, x_at, live, w_at, h_at, f_at, d_at, begin, end, K, NP,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr, PRECISION: tl.constexpr, kind: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
+    PRECISION: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] plus the units `begin` … `end` of W · xᵀ. Addresses are those of a row's
     start: x_at [GROUP, BLOCK_M], w_at and h_at [BLOCK_N, GROUP], f_at and d_at [BLOCK_N]. SCALED:
     sums are scaled, not weights. EVEN: rows are whole units."""
     UNIT: tl.constexpr = 8 * GROUP
-    SET_BITS: tl.constexpr = IN_PLACE and BOOK == "linear" and (BITS == 4 or BITS == 6)
-    EXCESS: tl.constexpr = (
-        128.0 if SET_BITS and MINS and SCALED else 0.0
-    )  # of codes whose bits are set
+    IN_REGISTERS: tl.constexpr = ASM != ""
+    # what codes have too much: the bits of a bfloat16 that they are set into
+    EXCESS: tl.constexpr = 128.0 if IN_REGISTERS and BOOK == "linear" and MINS and SCALED else 0.0
     ks = tl.arange(0, GROUP)
     ones = tl.full((acc.shape[0], GROUP), 1.0, tl.float32).to(kind)
     ahead = _factors(f_at, d_at, begin, NP, GROUP, SCALES, MINS)
@@ -400,13 +468,11 @@ def _sum_units(
             more = low
             if (BITS == 3) | (BITS == 5) | (BITS == 6):
                 more = tl.load(h_at + unit * UNIT)
-        if SET_BITS:
-            if BITS == 4:
-                biased = tl.inline_asm_elementwise(_FOUR, _FOUR_REGISTERS, [low], _BF16, True, 2)
+        if IN_REGISTERS:
+            if (BITS == 3) | (BITS == 5) | (BITS == 6):
+                made = tl.inline_asm_elementwise(ASM, REGISTERS, [low, more], _BF16, True, 4)
             else:
-                biased = tl.inline_asm_elementwise(
-                    _SIX, _SIX_REGISTERS, [low, more], _BF16, True, 2
-                )
+                made = tl.inline_asm_elementwise(ASM, REGISTERS, [low], _BF16, True, 4)
         for i in tl.static_range(8):
             k = unit * UNIT + i * GROUP
             if EVEN:
@@ -414,10 +480,12 @@ def _sum_units(
             else:
                 x = tl.load(x_at + k, mask=live & (k + ks < K)[:, None], other=0.0)
             scale = _scale(words, i, SCALES)[:, None]
-            if SET_BITS:
-                w = biased[i] if EXCESS > 0 else biased[i] - (128.0 + ZERO)
+            if IN_REGISTERS:
+                w = made[i]
+                if BOOK == "linear" and EXCESS == 0.0:
+                    w -= 128.0 + ZERO
             else:
-                w = _number(_code(low, more, i, BITS), BITS, ZERO, BOOK, kind, IN_PLACE)
+                w = _number(_code(low, more, i, BITS), BITS, ZERO, BOOK, kind)
             if SCALED:
                 acc += tl.dot(w, x, input_precision=PRECISION) * scale
                 if MINS:  # a product with ones, so that the sums lie as the others do
@@ -443,7 +511,8 @@ def _weight_rows(n, w_ptr, h_ptr, units, BITS: tl.constexpr, GROUP: tl.constexpr
 def _linear_kernel(
     x_ptr, w_ptr, h_ptr, f_ptr, d_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, M, N, K, units, y_stride, NP,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """yᵀ = W · xᵀ. Weight rows fill the tall side of a tile. Thread blocks of neighbouring rows of x
@@ -466,7 +535,7 @@ def _linear_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = _sum_units(
         acc, x_at, live, w_at, h_at, f_ptr + n, d_ptr + n, begin, end, K, NP,
-        BITS, GROUP, ZERO, BOOK, SCALES, MINS, EVEN, SCALED, IN_PLACE, PRECISION, kind,
+        BITS, GROUP, ZERO, BOOK, SCALES, MINS, EVEN, SCALED, ASM, REGISTERS, PRECISION, kind,
     )  # fmt: skip
     is_last = True
     if SPLITS > 1:
@@ -488,9 +557,11 @@ def _linear_kernel(
 def _constants(w: CodedLinear, x: Tensor) -> dict[str, object]:
     form = FORMS[w.type]
     chip = x.dtype == torch.bfloat16 and not knobs.runtime.interpret
+    text, registers = _instructions(w.type) if chip else ("", "")
     return dict(
         BITS=form.bits, GROUP=form.group, ZERO=form.zero, BOOK=form.book, SCALES=form.scales, MINS=form.mins,
-        EVEN=w.inner % (8 * form.group) == 0, IN_PLACE=chip, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EVEN=w.inner % (8 * form.group) == 0, ASM=text, REGISTERS=registers,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
 
 
@@ -597,7 +668,7 @@ def _rows_kernel(
             more = tl.load(h_at + unit * UNIT)
     out = out_ptr + at[:, None].to(tl.int64) * K + ks[None, :]
     for i in tl.static_range(8):
-        number = _number(_code(low, more, i, BITS), BITS, ZERO, BOOK, tl.float32, False)
+        number = _number(_code(low, more, i, BITS), BITS, ZERO, BOOK, tl.float32)
         value = number * _scale(words, i, SCALES)[:, None]
         if MINS:
             value -= _minimum(words, i, SCALES)[:, None]
@@ -646,7 +717,8 @@ def embed(token_ids: Tensor, table: CodedLinear, scale: float = 1.0) -> Tensor:
 def _experts_kernel(
     x_ptr, w_ptr, h_ptr, f_ptr, d_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, N, K, X, units, NP,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -674,7 +746,7 @@ def _experts_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         acc = _sum_units(
             acc, x_at, live[None, :], w_at, h_at, f_ptr + n, d_ptr + n, 0, units, K, NP,
-            BITS, GROUP, ZERO, BOOK, SCALES, MINS, EVEN, SCALED, IN_PLACE, PRECISION, kind,
+            BITS, GROUP, ZERO, BOOK, SCALES, MINS, EVEN, SCALED, ASM, REGISTERS, PRECISION, kind,
         )  # fmt: skip
         if HAS_BIAS:
             acc += tl.load(bias_ptr + n).to(tl.float32)[:, None]

@@ -291,7 +291,9 @@ class _Load:
         )
         if self.part is not None:
             drawn = split_blocks(drawn, self.part)
-        products = {n: partial(every.__getitem__, n) for every in (found.products, drawn) for n in every}
+        products = {
+            n: partial(every.__getitem__, n) for every in (found.products, drawn) for n in every
+        }
         return Weights(found.values.only(lambda name: name not in drawn), Pulled(products))
 
     def _cache_scales(self) -> CacheScales | None:
