@@ -175,7 +175,7 @@ def test_file_that_is_alone_keeps_its_name(tmp_path):
     assert GGUFFile(path).files == [path]
 
 
-@pytest.mark.parametrize("number", [16, 23, 29, 34, 41, 99])
+@pytest.mark.parametrize("number", [9, 24, 41, 99])
 def test_type_that_is_not_read_is_named_with_those_that_are(tmp_path, number):
     path = tmp_path / "x.gguf"
     write_part(path, {"token_embd.weight": np.zeros((4, 32), np.float32)}, head=True)
@@ -185,7 +185,6 @@ def test_type_that_is_not_read_is_named_with_those_that_are(tmp_path, number):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="such as Q4_K_M") as caught:
         GGUFFile(path)
-    assert ("a later release" in str(caught.value)) == (number in (16, 23, 29, 34))
 
 
 def test_pages_of_all_parts_are_let_go(tmp_path):
