@@ -163,6 +163,14 @@ class HubStore:
             if kind == "models" and (snapshot := self.snapshot(repo)) is not None:
                 yield repo, snapshot
 
+    def unfinished(self) -> Iterator[tuple[str, int]]:
+        """(repository, bytes) of each download that was begun, and of which nothing counts as
+        fetched."""
+        for folder in sorted(self.root.glob("models--*--*")):
+            repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+            if self.snapshot(repo) is None and (num_bytes := _disk_bytes(folder)):
+                yield repo, num_bytes
+
     def link(self, repo: str, commit: str, file: str, digest: str) -> None:
         """Make a checked blob a file of the commit."""
         folder = self.folder(repo)
@@ -191,7 +199,7 @@ class HubStore:
             shutil.rmtree(snapshot)
             (folder / "refs" / "main").unlink(missing_ok=True)
         others = [s for s in (folder / "snapshots").glob("*") if s != snapshot and files_below(s)]
-        if not others:
+        if snapshot is None or not others:
             shutil.rmtree(folder)
             return before
         if snapshot is not None and snapshot.exists():
