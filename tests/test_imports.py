@@ -68,7 +68,6 @@ HEAVY = {  # third-party package: the parts that may import it
     ),
     "triton": ("platform", "kernels.triton"),
     "transformers": ("bench.adapters.transformers",),
-    "huggingface_hub": ("hub",),
     "datasets": ("evals.text",),
     "pyarrow": ("bench.sweep.results",),
     "optuna": ("optimize.search",),
