@@ -183,7 +183,7 @@ def test_type_that_is_not_read_is_named_with_those_that_are(tmp_path, number):
     at = data.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
     data[at : at + 4] = number.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="such as Q4_K_M") as caught:
+    with pytest.raises(CheckpointError, match="such as Q4_K_M"):
         GGUFFile(path)
 
 
