@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     IndexParams,
     MLAParams,
@@ -74,9 +75,9 @@ class Attention:
     k_norm: Tensor | NormParams | None = None
     query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
-    spread: Linear | None = (
-        None  # zeros and ones [H · D, H], which give a head's gate to its numbers
-    )
+    disentangled: DisentangledParams | None = None
+    spread: Linear | None = None
+    """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -112,6 +113,8 @@ class Attention:
                 qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
         if self.query_scale is not None:
             qkv = ops.scale_queries(qkv, meta=meta, table=self.query_scale, size=s.q_size)
+        if self.disentangled is not None:
+            return ops.disentangled_attention(qkv, meta=meta, params=self.disentangled)
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
         q = ops.rope_and_cache(self._filled(ops, qkv), kv, meta, self.heads)

@@ -48,7 +48,7 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bert, modernbert, nomic, t5, whisper
+from slipstream.spec.families.encoders import bert, deberta, modernbert, nomic, t5, whisper
 from slipstream.spec.families.hybrids import (
     bamba,
     falcon_h1,
@@ -67,6 +67,7 @@ MODULES = (
         apertus,
         bamba,
         bert,
+        deberta,
         bloom,
         cohere,
         dbrx,
