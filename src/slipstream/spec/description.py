@@ -94,6 +94,13 @@ class ModelDescription:
         )
 
     @property
+    def text_task(self) -> Literal["embed", "token_embed"]:
+        """The model's own task: one vector or a classifier's scores of a text, or a row for each token."""
+        classifier = self.spec.classifier
+        of_tokens = classifier is not None and classifier.pooling == "tokens"
+        return "token_embed" if of_tokens or self.pooling.kind == "tokens" else "embed"
+
+    @property
     def scheme(self) -> str | None:
         """The scheme of `SCHEMES` in which all products are stored; None if there is no such
         one."""

@@ -16,9 +16,10 @@ def read_dense(step: DenseStep, load_format: str) -> tuple[Any, Any | None]:
 
     CheckpointError names a tensor that is missing or has another shape.
     """
-    wanted = {"linear.weight": (step.num_outputs, step.num_inputs)}
+    stem = f"{step.name}." if step.name else ""
+    wanted = {f"{stem}weight": (step.num_outputs, step.num_inputs)}
     if step.bias:
-        wanted["linear.bias"] = (step.num_outputs,)  # type: ignore[assignment]
+        wanted[f"{stem}bias"] = (step.num_outputs,)  # type: ignore[assignment]
     if load_format == "dummy":
         draws = np.random.default_rng(0)
         found = {name: draws.normal(0.0, 0.02, shape) for name, shape in wanted.items()}
