@@ -73,7 +73,7 @@ class LayerInputs:
 def _held_or_dense(
     name: str, parameters: MutableMapping[str, Tensor], products: MutableMapping[str, Linear]
 ) -> Tensor | Linear:
-    """Returns a table as it is held: quantized, or dense."""
+    """Takes the table of embeddings out of `products` if it is quantized there, and else out of `parameters`."""
     dense, held = parameters.pop(f"{name}.weight", None), products.get(f"{name}.weight")
     found = dense if held is None else held
     assert found is not None, name

@@ -24,7 +24,7 @@ from msgspec import Meta, Raw, Struct
 
 from slipstream.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
-from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
+from slipstream.sampling_checks import MAX_LOGPROBS, TRUNCATING
 from slipstream.server.answers import beams
 from slipstream.server.answers.hints import HINT
 from slipstream.server.answers.structured import (
@@ -323,8 +323,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     back. `reasoning` is the name of `reasoning_content` in OpenRouter and newer vLLM."""
 
     hints: ClassVar[tuple[str, ...]] = (
-        *("id", "cache_control", "annotations", "reasoning_details", "thinking_blocks"),
-        "provider_specific_fields",
+        *("id", "annotations", "reasoning_details", "thinking_blocks"),
+        *("provider_specific_fields", "parsed"),
     )
 
     role: str
@@ -343,6 +343,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning_details: Raw = HINT
     thinking_blocks: Raw = HINT
     provider_specific_fields: Raw = HINT
+    parsed: Raw = HINT
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
