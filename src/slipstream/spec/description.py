@@ -31,7 +31,14 @@ from slipstream.spec.gguf_parts import model_files
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Placement, Shape, parameters
-from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
+from slipstream.spec.pooling import (
+    CONFIG_KEYS,
+    LAST_TOKEN,
+    PoolingSpec,
+    gguf_dense,
+    gguf_pooling,
+    read_pooling,
+)
 from slipstream.spec.quantization_config import (
     COLUMNS_NAME,
     StoredQuantization,
@@ -564,8 +571,12 @@ def _read_gguf(path: Path) -> ModelDescription:
             iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)),
             None,
         ),
-        pooling=gguf_pooling(
-            meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder
+        pooling=dataclasses.replace(
+            gguf_pooling(
+                meta.get(f"{meta.get('general.architecture')}.pooling_type"),
+                is_encoder=spec.is_encoder,
+            ),
+            dense=gguf_dense(file.path, {name: tuple(t.shape) for name, t in file.tensors.items()}),
         ),
         stored=_stored(file),
         gguf=file,

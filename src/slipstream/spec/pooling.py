@@ -396,6 +396,22 @@ def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
     return PoolingSpec(kind=kinds.get(number, usual), normalize=True)
 
 
+def gguf_dense(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[DenseStep, ...]:
+    """The Dense steps of EmbeddingGemma, `dense_2` and `dense_3` among the tensors of the file `path`."""
+    found: list[DenseStep] = []
+    for name in ("dense_2", "dense_3"):
+        shape = shapes.get(f"{name}.weight")
+        if shape is None:
+            continue
+        if len(shape) != 2 or (found and found[-1].num_outputs != shape[1]):
+            raise CheckpointError(
+                f"{path.name}: {name}.weight has the shape {list(shape)}", field=f"{name}.weight"
+            )
+        sizes: dict[str, Any] = dict(num_inputs=shape[1], num_outputs=shape[0])
+        found.append(DenseStep(folder=path, name=name, bias=False, activation="identity", **sizes))
+    return tuple(found)
+
+
 def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
     """The one mode that a Pooling step's config enables."""
     modes: dict[str, Literal["mean", "cls", "last"]] = {

@@ -8,6 +8,8 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 from slipstream.model.load.checkpoint import safetensors_arrays
+from slipstream.model.stored.gguf_quants import dequantize_tensor
+from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.pooling import DenseStep
 
 
@@ -23,6 +25,9 @@ def read_dense(step: DenseStep, load_format: str) -> tuple[Any, Any | None]:
     if load_format == "dummy":
         draws = np.random.default_rng(0)
         found = {name: draws.normal(0.0, 0.02, shape) for name, shape in wanted.items()}
+    elif step.folder.suffix == ".gguf":
+        file = GGUFFile(step.folder)
+        found = {name: dequantize_tensor(file, name, "float32") for name in wanted}
     else:
         stored = {name: (shape, read) for name, shape, read in safetensors_arrays(step.folder)}
         for name, shape in wanted.items():
