@@ -101,7 +101,7 @@ class ConfigReader:
     ) -> None:
         self._config = config
         self._where = where
-        self._prefix = prefix
+        self.prefix = prefix
         self._no_effect = no_effect
         self._read: set[str] = set()
 
@@ -140,7 +140,7 @@ class ConfigReader:
         value = self._config.get(key)
         if value is None:
             if default is None:
-                key = self._prefix + key
+                key = self.prefix + key
                 raise UnsupportedModelError(f"{self._where} lacks {key!r}", field=key)
             return default
         if (
@@ -190,11 +190,11 @@ class ConfigReader:
         """A reader of the object under `key`. Call its `finish` as well."""
         inner = self.take(key, dict)
         return ConfigReader(
-            inner, self._where, prefix=f"{self._prefix}{key}.", no_effect=self._no_effect
+            inner, self._where, prefix=f"{self.prefix}{key}.", no_effect=self._no_effect
         )
 
     def unsupported(self, key: str, why: str) -> UnsupportedModelError:
-        name = self._prefix + key
+        name = self.prefix + key
         return UnsupportedModelError(
             f"{self._where}: {name} = {self._config.get(key)!r}: {why}", field=name
         )
@@ -203,11 +203,11 @@ class ConfigReader:
         unknown = set(self._config) - self._read - self._no_effect
         unknown = {k for k in unknown if self._config[k] not in (None, WRITTEN_BY_ALL.get(k))}
         if unknown:
-            keys = [f"{self._prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
+            keys = [f"{self.prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
             raise UnsupportedModelError(
                 f"{self._where} has {', '.join(keys)}, which Slipstream does not know: it may change what the model "
                 "computes, so it is not ignored",
-                field=self._prefix + min(unknown),
+                field=self.prefix + min(unknown),
             )
 
 

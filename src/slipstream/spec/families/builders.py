@@ -216,8 +216,17 @@ def model(
 
 def num_labels(c: ConfigReader) -> int | None:
     """The length of `id2label`, by default 2, if the architecture ends in ForSequenceClassification; otherwise None."""
+    return _labels_of(c, "ForSequenceClassification")
+
+
+def num_token_labels(c: ConfigReader) -> int | None:
+    """The same for ForTokenClassification."""
+    return _labels_of(c, "ForTokenClassification")
+
+
+def _labels_of(c: ConfigReader, end: str) -> int | None:
     named = c.take("architectures", list, [])
-    if not named or not str(named[0]).endswith("ForSequenceClassification"):
+    if not named or not str(named[0]).endswith(end):
         return None
     return len(c.take("id2label", dict, {"0": "", "1": ""}))
 
