@@ -170,6 +170,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
         kept.append(a.query_scale)
+        if not latent and (terms := a.disentangled) is not None:
+            kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:
             kept.append(a.heads.q_norm)  # ones
     for r in (x.recurrent for x in layers if isinstance(x.recurrent, Mamba)):
@@ -186,7 +188,9 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
     made = sum(
         math.prod(shape)
         for name, shape in parameters(spec).items()
-        if "distances" in name or name.endswith((".positive.weight", ".negative.weight"))
+        if "distances" in name
+        or ".position_" in name
+        or name.endswith((".positive.weight", ".negative.weight"))
     )  # into such tables, and into numbers
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())
     # Of MXFP4 what a GPU holds: `reference` has scales of two bytes, and fills nothing up.

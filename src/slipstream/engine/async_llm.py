@@ -37,7 +37,7 @@ from slipstream.engine.core_client import (
     CoreSource,
     resolved_config,
 )
-from slipstream.engine.core_process import (
+from slipstream.engine.core_messages import (
     Abort,
     AdaptersChanged,
     Add,
@@ -435,7 +435,7 @@ class AsyncLLM:
         self._send(WatchCache(on=bool(self._cache_watchers)))
 
     def _send(self, message: ToChild) -> None:
-        """Nothing, while the core is down."""
+        """Send the core a message. It is dropped while the core is down."""
         if self._core.link is not None:
             self._core.link.send(message)
 
@@ -467,7 +467,7 @@ class AsyncLLM:
     # --- The core -----------------------------------------------------------------------------------------------------
 
     def core_ready(self, ready: Ready) -> None:
-        """Take over what the core found."""
+        """Take the settings and sizes of a core that has started or woken up."""
         self.config = resolved_config(self.args, self.description, ready)
         self.ledger, self.phases, self.tiles, self.canary = (
             ready.ledger,

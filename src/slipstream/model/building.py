@@ -33,6 +33,7 @@ from slipstream.spec.model import (
     Activation,
     AttentionSpec,
     DenseSpec,
+    DisentangledSpec,
     IndexSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -134,7 +135,11 @@ def build_layer(
                 for w, b in zip(norms, biases, strict=True)
             )
         scale = tables.query_scale(s.query_scale)
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks)
+        where = None
+        if isinstance(s.position, DisentangledSpec):
+            own = {x: linear(f"attention.{x}", None) for x in s.position.products}
+            where = tables.disentangled(ops, s, s.position, qkv, own)
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, where)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))

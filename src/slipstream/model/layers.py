@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     IndexParams,
     MLAParams,
@@ -74,6 +75,7 @@ class Attention:
     k_norm: Tensor | NormParams | None = None
     query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
+    disentangled: DisentangledParams | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -108,6 +110,8 @@ class Attention:
                 qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
         if self.query_scale is not None:
             qkv = ops.scale_queries(qkv, meta=meta, table=self.query_scale, size=s.q_size)
+        if self.disentangled is not None:
+            return ops.disentangled_attention(qkv, meta=meta, params=self.disentangled)
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)

@@ -72,6 +72,35 @@ from slipstream.server.operations.status import StatusRoutes
 from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
 
 
+def prompt_routes(state: ServerState) -> list[Route]:
+    """Routes of requests whose prompts a fleet's gateway reads, too."""
+    return [
+        Route(
+            "/v1/completions",
+            GenerationRoute(state, CompletionRequest, completions.prepare),
+            methods=["POST"],
+        ),
+        Route(
+            "/v1/chat/completions",
+            GenerationRoute(state, ChatRequest, chat.prepare),
+            methods=["POST"],
+        ),
+        Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
+        *(
+            Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
+            for path in RERANK_PATHS
+        ),
+        *(
+            Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
+            for path in SCORE_PATHS
+        ),
+        *responses.routes(state),
+        *anthropic.routes(state),
+        *ollama.routes(state),
+        *kserve.routes(state),
+    ]
+
+
 def make_state(
     engine: EngineProtocol,
     settings: ServerSettings,
@@ -163,27 +192,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route(
-                "/v1/completions",
-                GenerationRoute(state, CompletionRequest, completions.prepare),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/chat/completions",
-                GenerationRoute(state, ChatRequest, chat.prepare),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]
-            ),
-            *(
-                Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
-                for path in RERANK_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
-                for path in SCORE_PATHS
-            ),
+            *prompt_routes(state),
             *(
                 Route(path, PooledRoute(state, ClassifyRequest, classify), methods=["POST"])
                 for path in CLASSIFY_PATHS
@@ -210,13 +219,9 @@ def create_app(
             Route("/docs", docs),
             *Sleeping(state).routes(),
             *AdapterRoutes(state).routes(),
-            *responses.routes(state),
-            *anthropic.routes(state),
-            *kserve.routes(state),
             *files.routes(state),
             *batches.routes(state),
             *feedback.routes(state),
-            *ollama.routes(state),
             *([] if settings.fleet_key is None else fleet.routes(state, lambda: app.router)),
         ],
         middleware=[

@@ -26,7 +26,7 @@ from slipstream.types import BeamSearchParams, LoRARequest, Prompt, RequestOptio
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
-    from slipstream.engine.core_process import CacheEvents
+    from slipstream.engine.core_messages import CacheEvents
     from slipstream.engine.output import Sink
     from slipstream.engine.vision.picture_files import PictureFile
     from slipstream.engine.vision.pictures import PreparedPicture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape, Xielu
-from slipstream.spec.positions import AlibiSpec, BucketSpec, QueryScale, RopeSpec
+from slipstream.spec.positions import AlibiSpec, BucketSpec, DisentangledSpec, QueryScale, RopeSpec
 from slipstream.spec.recurrent import RecurrentSpec
 
 
@@ -72,7 +72,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
-    position: RopeSpec | AlibiSpec | BucketSpec | None
+    position: RopeSpec | AlibiSpec | BucketSpec | DisentangledSpec | None
     causal: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
@@ -137,6 +137,9 @@ class AttentionSpec:
                 found[f"attention.{x}_norm.bias"] = (size,)
         if isinstance(self.position, BucketSpec) and self.position.own:
             found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
+        if isinstance(self.position, DisentangledSpec):
+            for name in self.position.products:
+                found |= linear_shapes(f"attention.{name}", self.q_size, hidden_size, True)
         if self.sinks:
             found["attention.sinks.weight"] = (self.num_heads,)
         return found | linear_shapes("attention.out", hidden_size, self.q_size, self.out_bias)

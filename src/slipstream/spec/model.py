@@ -46,6 +46,7 @@ from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
+from slipstream.spec.positions import DisentangledSpec as DisentangledSpec
 from slipstream.spec.positions import LearnedPositionSpec as LearnedPositionSpec
 from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
@@ -450,7 +451,7 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
     first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.", "layer_inputs.")
     if name.startswith(first):
         return spec.has_first
-    return name == "distances.weight" or spec.has_last
+    return name.startswith("distances") or spec.has_last
 
 
 def _parameters(spec: ModelSpec) -> dict[str, Shape]:
@@ -491,6 +492,10 @@ def _stack_shapes(
     position = None if first is None else first.position
     if first is not None and isinstance(position, BucketSpec) and not position.own:
         found[f"{prefix}distances.weight"] = (position.num_buckets, first.num_heads)
+    if isinstance(position, DisentangledSpec):
+        found[f"{prefix}distances.weight"] = (2 * position.span, hidden)
+        if position.norm is not None:
+            found |= position.norm.shapes(f"{prefix}distances_norm")
     for i, layer in enumerate(layers):
         found |= {
             f"{prefix}layers.{i}.{name}": shape for name, shape in layer.shapes(hidden).items()

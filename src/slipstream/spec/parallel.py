@@ -532,6 +532,8 @@ def _of_attention(
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))
         found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))
     found["attention.sinks.weight"] = ParameterShard(rows=heads.rows(1))
+    product("attention.position_key", ParameterShard(rows=heads.rows(dim)))
+    product("attention.position_query", ParameterShard(rows=heads.rows(dim)))
     found["attention.distances.weight"] = ParameterShard(columns=heads.rows(1))
     return found
 

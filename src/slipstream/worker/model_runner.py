@@ -29,7 +29,7 @@ from slipstream.types import Extra, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
 from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.in_flight import InFlightStep
-from slipstream.worker.input_batch import NO_ROWS, encoder_batch
+from slipstream.worker.input_batch import NO_ROWS
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
 from slipstream.worker.sampling.draws import (
@@ -40,6 +40,7 @@ from slipstream.worker.sampling.draws import (
     wanted_logprobs,
 )
 from slipstream.worker.sampling.sampler import sampling_tensors
+from slipstream.worker.text_inputs import encoder_batch
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
 
@@ -342,7 +343,7 @@ class ModelRunner(Runner):
             self.ops.copy_blocks(self._block_rows, self._block_rows, sources, targets)
             if self.draft is not None:
                 self.draft.copy_blocks(sources, targets)
-        if (texts := encoder_batch(rows, plan)) is not None:
+        if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)
 

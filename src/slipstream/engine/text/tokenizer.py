@@ -129,8 +129,8 @@ class Tokenizer:
         return cls(parts.backend, parts.special, chat_templates=parts.chat_templates)
 
     def save(self, folder: Path) -> None:
-        """tokenizer.json, tokenizer_config.json and, for the tokens that end an answer, generation_config.json: this tokenizer
-        can be had of them again, and transformers'."""
+        """Write tokenizer.json, tokenizer_config.json and generation_config.json (the tokens that end an answer). From these
+        `from_pretrained`, and transformers, make this tokenizer again."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         around = self._special.prefix, self._special.suffix
         if any(around):

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import FORM_F32, Program, float32
+from slipstream.kernels.cpu.native import FORM_F32, float32
+from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 if TYPE_CHECKING:

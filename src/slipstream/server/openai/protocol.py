@@ -24,7 +24,7 @@ from msgspec import Meta, Raw, Struct
 
 from slipstream.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
-from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
+from slipstream.sampling_checks import MAX_LOGPROBS, TRUNCATING
 from slipstream.server.answers import beams
 from slipstream.server.answers.hints import HINT
 from slipstream.server.answers.structured import (

@@ -46,7 +46,7 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bert, modernbert, nomic, t5, whisper
+from slipstream.spec.families.encoders import bert, deberta, modernbert, nomic, t5, whisper
 from slipstream.spec.families.hybrids import (
     bamba,
     falcon_h1,
@@ -65,6 +65,7 @@ MODULES = (
         apertus,
         bamba,
         bert,
+        deberta,
         bloom,
         cohere,
         dbrx,

@@ -10,7 +10,7 @@ from slipstream.kernels.metadata import LayerKV
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan
 from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.input_batch import text_batch
+from slipstream.worker.text_inputs import text_batch
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from slipstream.kernels.cpu.host_texts import HostTextOps
-from slipstream.kernels.cpu.native import RunningStep, ThreadPool
+from slipstream.kernels.cpu.native import ThreadPool
+from slipstream.kernels.cpu.native_program import RunningStep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import Dense
