@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from slipstream.costs.hardware import available_cores
-from slipstream.engine.bounded_threads import BoundedThreads
 from slipstream.engine.grammars.depth import (
     check_grammar,
     check_json_text,
@@ -73,6 +72,7 @@ from slipstream.engine.grammars.string_lengths import (
 )
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tokenizer_parts import is_panic
+from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineRequest,

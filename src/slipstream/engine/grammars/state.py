@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.engine.bounded_threads import start_thread
 from slipstream.engine.grammars.reasoning import ReasoningBudget
 from slipstream.engine.grammars.regex_states import RegexState, RegexStates
 from slipstream.engine.grammars.schema_states import Run, SchemaSpot, SchemaStates
 from slipstream.engine.grammars.string_lengths import CountedStrings, StringLengths
+from slipstream.engine.threads.bounded_threads import start_thread
 from slipstream.errors import EngineOverloadedError
 from slipstream.types import SamplingParams
 

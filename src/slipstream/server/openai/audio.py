@@ -26,8 +26,8 @@ from slipstream.engine.audio.transcription import (
     TranscriptionOptions,
     speech_of,
 )
-from slipstream.engine.fair_threads import FairThreads
 from slipstream.engine.streams import OutputStream
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import SlipstreamError
 from slipstream.outputs import PositionLogprobs, TranscriptionSegment
 from slipstream.server.answers.generation import effective_priority, encode
