@@ -29,8 +29,8 @@ from torch import Tensor
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
-LEVELS = 16, 16
-"""Logits that each level of bounds is divided by: powers of two. The last bounds are a 240th of the logits' range apart."""
+LEVELS = 8, 8, 8
+"""Logits that each level of bounds is divided by: powers of two. The last bounds are a 448th of the logits' range apart."""
 MAX_LISTED = 4096
 TILE = 1024
 """Logits that a thread block of a level adds up at once, for each of its sums."""
