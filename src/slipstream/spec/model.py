@@ -17,6 +17,7 @@ from slipstream.spec.cache import CacheGroup as CacheGroup
 from slipstream.spec.cache import group_layers
 from slipstream.spec.cache import longest_sequence as longest_sequence
 from slipstream.spec.functions import Activation as Activation
+from slipstream.spec.functions import ClampedSilu as ClampedSilu
 from slipstream.spec.functions import ClampedSwiglu as ClampedSwiglu
 from slipstream.spec.functions import NamedActivation as NamedActivation
 from slipstream.spec.functions import NormSpec as NormSpec
@@ -58,6 +59,7 @@ from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import SinusoidSpec as SinusoidSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
+from slipstream.spec.recurrent import LightningSpec as LightningSpec
 from slipstream.spec.recurrent import Mamba2Spec as Mamba2Spec
 from slipstream.spec.recurrent import MambaSpec as MambaSpec
 from slipstream.spec.recurrent import RecurrentSpec as RecurrentSpec

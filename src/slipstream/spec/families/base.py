@@ -123,6 +123,17 @@ class ConfigReader:
         """`assume` for keys whose null means something else than their absence."""
         self.assume(**{key: value for key, value in values.items() if not self.says(key)})
 
+    def put(self, **values: Any) -> None:
+        """Replaces what the config says."""
+        self._config = {**self._config, **values}
+
+    def alias(self, names: Mapping[str, str]) -> None:
+        """Other names of keys, by the key. Both may be there, with one value."""
+        for key, other in names.items():
+            if other in self:
+                self.assume(**{key: self._config[other]})
+                self.require(other, self._config[key])
+
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`, which must be of type `kind`. A missing key gives `default`, or an error if that is None."""
         self._read.add(key)

@@ -23,7 +23,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan, TextTask
 from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.graphs.step_graphs import Captured, Graphs
+from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.rows import IntArray
 
 
@@ -44,7 +44,7 @@ def most_texts(config: EngineConfig, num_tokens: int) -> int:
     return min(config.scheduling.max_num_seqs, num_tokens)
 
 
-class TextGraphs(Graphs):
+class TextGraphs(GraphStore):
     """Runs steps of whole texts as graphs."""
 
     def __init__(
