@@ -115,6 +115,8 @@ def test_a_models_scores_are_max_sims_of_its_tokens(colbert, kernels):
             np.testing.assert_allclose(output.data, rows.numpy(), atol=1e-5)
         with pytest.raises(RequestError, match="a vector for each token"):
             llm.embed(TEXTS)
+        with pytest.raises(RequestError, match="rows for tokens"):  # whichever way it is asked
+            llm._input.texts.prepare(TEXTS)
 
 
 def test_tokens_of_a_model_of_embeddings_have_vectors_too(tmp_path):

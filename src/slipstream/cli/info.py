@@ -293,14 +293,22 @@ def describe_vectors(description: ModelDescription) -> str:
     """Output of an encoder for a text, in words."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
-        of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[
-            classifier.pooling
-        ]
+        of = {
+            "cls": "the first token",
+            "mean": "the tokens' mean",
+            "last": "the last token",
+            "tokens": "each token",
+        }[classifier.pooling]
         return f"{classifier.num_labels} scores of {of}"
+    if (late := how.late) is not None:
+        size = how.token_size(description.spec.hidden_size)
+        trained = " (trained with query expansion, which is left out)" * late.expands
+        return f"{size:,} numbers for each token, length 1, compared by MaxSim{trained}"
     size, steps = how.vector_size(description.spec.hidden_size), len(how.dense)
     dense = f", {steps} Dense" if steps else ""
+    more = ", weights of tokens" if how.lexical is not None else ""
     return f"{size:,} numbers, {how.kind} of the tokens{dense}" + (
-        ", length 1" if how.normalize else ""
+        f", length 1{more}" if how.normalize else more
     )
 
 

@@ -54,6 +54,7 @@ class TextsProcessor:
         its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault.
         With `num_queries` the texts are for late interaction, and so many of them are queries."""
         spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
+        self._check_task(task)
         limit = self._prompts.max_model_len
         if truncate_to is not None and (
             truncate_to == 0 or truncate_to < -1 or truncate_to > limit
@@ -181,6 +182,20 @@ class TextsProcessor:
             found = [tokens[:room] for tokens in found]
             ids = np.fromiter(itertools.chain.from_iterable(found), np.int32)
         return found, ids
+
+    def _check_task(self, task: TextTask) -> None:
+        """Raise RequestError if the engine can't compute the task: a step that fails would end others' requests, too."""
+        model = self._prompts.description
+        assert model is not None
+        if task == "embed" and model.text_task != "embed":
+            raise RequestError(
+                "this model gives rows for tokens and none for a text; use /pooling (LLM.encode)",
+                field="model",
+            )
+        if task != "embed" and not model.spec.is_encoder:
+            raise RequestError("only encoders give rows for tokens", field="model")
+        if task == "sparse_embed" and model.pooling.lexical is None:
+            raise RequestError("this model gives no sparse embeddings", field="model")
 
     def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
         """The model, if it can do it."""

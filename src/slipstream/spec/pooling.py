@@ -56,7 +56,8 @@ class LateSpec:
 
     A prefix precedes the text. With `inserts_prefix` (PyLate, the original code) it is a token, if the vocabulary has it, which
     comes after the special tokens at the text's beginning. Lengths are in tokens, with all special ones; a longer text is
-    cut. `skipped`: tokens of a document without a vector.
+    cut. `skipped`: tokens of a document without a vector. `expands`: the model was trained with queries filled up with [MASK]
+    tokens, which is not done here.
     """
 
     query_prefix: str = ""
@@ -65,6 +66,7 @@ class LateSpec:
     query_length: int | None = None
     document_length: int | None = None
     skipped: tuple[str, ...] = ()
+    expands: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,7 @@ def _late(
             query_length=int(own.get("query_maxlen") or 32),
             document_length=int(own.get("doc_maxlen") or 220),
             skipped=PUNCTUATION if own.get("mask_punctuation", True) else (),
+            expands=True,
         )
     masks = [m for m in modules if _name_of(m) == "MultiVectorMask"]
     if says.get("model_type") not in ("ColBERT", "MultiVectorEncoder") and not masks:
@@ -220,6 +223,8 @@ def _late(
         query_length=knobs.get("query_length"),
         document_length=knobs.get("document_length"),
         skipped=PUNCTUATION if skipped is None and not masks else tuple(skipped or ()),
+        expands=knobs.get("query_expansion") is not None
+        or (says.get("model_type") == "ColBERT" and says.get("do_query_expansion") is not False),
     )
 
 
