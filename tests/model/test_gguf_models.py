@@ -1588,7 +1588,7 @@ def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     assert {form.name for form in ours.forms} == set(kinds)
     norms = sum(v.size for v, kind in tensors.values() if kind == "F32") * 4
     table = ours.decoder.layers[0].attention.heads.cos_sin
-    planned = ours.description.bytes_on_cpu(4)
+    planned = ours.description.gguf_bytes(4)
     assert (
         ours.weights_bytes - table.numel() * 4
         == planned

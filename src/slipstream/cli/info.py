@@ -39,7 +39,7 @@ from slipstream.spec.model import (
 )
 from slipstream.spec.mtp import read_mtp
 from slipstream.spec.parallel import uneven_parts
-from slipstream.spec.scheme import CPU_BLOCK_BYTES
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
@@ -267,10 +267,16 @@ def describe_host_experts(config: EngineConfig, description: ModelDescription) -
 
 
 def stored_as(description: ModelDescription) -> str:
-    """A GGUF file's types, and which of them a CPU uses without expanding them."""
-    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
+    """A GGUF file's types, which of them a CPU and a GPU use without expanding them, and which are
+    rounded once more."""
+    stored = [t.name for t in description.stored]
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
-    return types + (f"; on a CPU {kept} used as is" if kept else "")
+    for where, held in (("CPU", CPU_BLOCK_BYTES), ("GPU", GPU_BLOCK_BYTES)):
+        if kept := ", ".join(name for name in stored if name in held):
+            types += f"; on a {where} {kept} used as is"
+        lost = ", ".join(name for name in stored if name in GPU_BLOCK_BYTES and name not in held)
+        types += f"; on a {where} {lost} rounded to the engine's type" if lost else ""
+    return types
 
 
 def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
