@@ -44,7 +44,7 @@ SAID = {
     **dict(sink=False, moe_every_n_layer=1, use_bidirectional_attention=False, gating=True),
     **dict(attention_bias=False, mlp_bias=False, yarn_only_types=[FULL], hidden_act="silu"),
 }
-"""What the authors' config says besides."""
+"""Values that further fields of the authors' config must have."""
 
 
 def read(c: ConfigReader) -> ModelSpec:
