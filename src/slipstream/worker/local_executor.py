@@ -41,6 +41,7 @@ from slipstream.errors import (
     ConfigError,
     ModelError,
     UnsupportedModelError,
+    install_command,
 )
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
@@ -309,7 +310,7 @@ def load_runner(
             or "it does not run as one C++ program (`slipstream info` says why)"
         )
         raise ConfigError(
-            f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model"
+            f"{args.model}: {reason}; {install_command('torch')}", field="model"
         ) from None
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
