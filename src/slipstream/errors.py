@@ -117,10 +117,28 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
+def install_command(extra: str) -> str:
+    """The pip command that adds an extra to this installation. It names the source that the
+    installation came from, because the name alone is another's on the package index."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        recorded = distribution("slipstream").read_text("direct_url.json")  # PEP 610
+    except PackageNotFoundError:
+        recorded = None
+    if recorded is None:
+        return f"pip install '.[{extra}]' in a clone of Slipstream, or with its wheel's name for the dot"
+    found = json.loads(recorded)
+    if "dir_info" in found:
+        editable = "-e " if found["dir_info"].get("editable") else ""
+        return f"pip install {editable}'{unquote(urlsplit(found['url']).path)}[{extra}]'"
+    return f"pip install 'slipstream[{extra}] @ {found['url']}'"
+
+
 def missing_torch(error: Exception) -> ConfigError | None:
     """The advice to install torch, if `error` says that it is missing; otherwise None."""
     if not isinstance(error, ModuleNotFoundError) or error.name != "torch":
         return None
-    return ConfigError(
-        "this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')"
-    )
+    return ConfigError(f"this needs torch: {install_command('torch')} (on a GPU the extra gpu)")

@@ -13,6 +13,7 @@ from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
 from slipstream.costs.hardware import GpuInfo, HostInfo
 from slipstream.costs.memory import weights_bytes
+from slipstream.errors import install_command
 from slipstream.hub import tiles_folder
 from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.spec.description import read_spec
@@ -291,3 +292,33 @@ def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
     )
     assert main(words) == 0
     assert "how fast that is is not known of a card" in capsys.readouterr().out
+
+
+def test_doctor_names_each_absent_extra_with_its_command():
+    lacking = dict.fromkeys(diagnosis.EXTRAS)
+    missing = diagnosis.find_missing(HOST, (), CPU_TORCH, lacking, has_model=True)
+    assert len(missing) == len(lacking) >= 11
+    for item, (extra, _) in zip(missing, diagnosis.EXTRAS.values(), strict=True):
+        assert f"[{extra}]" in item.command
+    assert diagnosis.can_run(missing)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        (
+            '{"url": "file:///a/clone", "dir_info": {"editable": true}}',
+            "pip install -e '/a/clone[x]'",
+        ),
+        ('{"url": "file:///a%20b", "dir_info": {}}', "pip install '/a b[x]'"),
+        (
+            '{"url": "file:///s.whl", "archive_info": {}}',
+            "pip install 'slipstream[x] @ file:///s.whl'",
+        ),
+        (None, "pip install '.[x]' in a clone of Slipstream"),
+    ],
+)
+def test_advice_to_install_an_extra_names_the_source(monkeypatch, recorded, told):
+    source = type("Distribution", (), {"read_text": lambda self, name: recorded})
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: source())
+    assert install_command("x").startswith(told)

@@ -240,6 +240,7 @@ def test_every_verb_is_listed_with_its_file():
         "options",
         "parser",
         "running",
+        "terminal",
     }
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
     packages = {module.partition(".")[0] for module, _ in cli.VERBS.values() if "bench" in module}

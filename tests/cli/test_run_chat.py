@@ -318,3 +318,12 @@ def test_run_says_how_many_guesses_were_right(tiny_model, capsys):
         "guessed"
         not in measure(RequestOutput("r", None, [], [CompletionOutput(0, "", [])], True)).line()
     )
+
+
+def test_runs_own_limit_gives_way_to_the_context_and_a_given_one_does_not(tiny_model, capsys):
+    words = ["run", str(tiny_model), "hello", "--temperature=0", *FAST, "--max-model-len=64"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["speed"]["prompt_tokens"] + found["speed"]["output_tokens"] <= 64
+    assert main([*words, "--max-tokens=256"]) == 2
+    assert "ask for at most" in capsys.readouterr().err

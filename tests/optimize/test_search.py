@@ -192,7 +192,7 @@ def test_predictions_learn_from_measurements():
 
 def test_without_optuna_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"slipstream\[optimize\]"):
+    with pytest.raises(ConfigError, match=r"\[optimize\]"):
         Search(SPACE, prior, World(0))
 
 

@@ -582,7 +582,7 @@ def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
     told = python(program, str(tmp_path))
     assert told.startswith("device device='cuda': there is no NVIDIA GPU")
     assert "device='cpu'" in told
-    assert "slipstream[gpu]" in told
+    assert "the extra gpu" in told
 
 
 def test_gptqs_weights_need_no_torch(tmp_path):
@@ -642,7 +642,7 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
         (tmp_path / "config.json").write_text(json.dumps(config))
     done = without_torch.run("run", str(tmp_path), "hello", "--device", "cpu", *more)
     assert done.returncode != 0
-    assert "slipstream[torch]" in done.stderr
+    assert "[torch]" in done.stderr
     assert named in done.stderr
     assert done.stderr.startswith(f"slipstream: {tmp_path}: ")  # as it was asked for
     assert "Traceback" not in done.stderr

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,13 @@ from slipstream.cli.agent_options import (
     given_agent_options,
 )
 from slipstream.cli.console import Progress, phases, print_info, print_json, shown
-from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.options import (
+    ENGINE_HELP,
+    MODEL_HELP,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+)
 from slipstream.errors import ConfigError
 from slipstream.files import writing
 from slipstream.hub import DEFAULT_MODEL
@@ -202,6 +210,19 @@ def show(document: dict[str, Any]) -> None:
         print()
         weights = [(row["device"], f"{row['balancer_weight']:.2f}") for row in document["devices"]]
         print_info("weights of a balancer over one of each", weights)
+    for row in document["devices"]:
+        if command := serve_command(document["model"], row["recommended"]):
+            print(f"\non {row['title']}: {command}")
+
+
+def serve_command(model: str, recommended: Sequence[dict[str, Any]]) -> str | None:
+    """The command that serves a model with the recommended settings; None without any. A number of
+    replicas is a fleet's, and is not in it."""
+    words = ["slipstream", "serve", model]
+    for row in recommended:
+        if row["setting"] in ENGINE_HELP and row["value"] is not None:
+            words += ["--" + row["setting"].replace("_", "-"), str(row["value"])]
+    return shlex.join(words) if len(words) > 3 else None
 
 
 def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ standard input."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from slipstream.cli.options import (
     engine_args,
     sampling_params,
 )
-from slipstream.errors import ConfigError, DownloadError, RequestError
+from slipstream.errors import ConfigError, ContextLengthError, DownloadError, RequestError
 from slipstream.hub import DEFAULT_MODEL, check_name
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 256}
@@ -93,9 +94,16 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 print(text, end="", flush=True)
 
-        output, speed = stream_answer(
-            llm, messages if templated else prompt, sampling, write, start_s=start_s
-        )
+        asked = messages if templated else prompt
+        try:
+            output, speed = stream_answer(llm, asked, sampling, write, start_s=start_s)
+        except ContextLengthError as error:  # before a word was written
+            num_prompt, _, most = error.lengths or (0, 0, 0)
+            if hasattr(args, "max_tokens") or num_prompt >= most:
+                raise
+            # the default is this verb's own, so it gives way to the context
+            sampling = dataclasses.replace(sampling, max_tokens=most - num_prompt)
+            output, speed = stream_answer(llm, asked, sampling, write, start_s=start_s)
         (choice,) = output.outputs
         if args.json:
             print_json(

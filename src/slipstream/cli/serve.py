@@ -21,6 +21,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.parser import Rare
 from slipstream.cli.running import forget, register
+from slipstream.errors import install_command
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def make_watch(args: argparse.Namespace) -> ServerWatch:
         if error.name != "river":
             raise
         raise ConfigError(
-            "--detect needs river: pip install 'slipstream[detect]'", field="detect"
+            f"--detect needs river: {install_command('detect')}", field="detect"
         ) from None
     return ServerWatch(args.alert_url, source=(args.served_model_name or [args.model])[0])
 

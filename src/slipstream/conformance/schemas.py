@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 
 WORD = {"type": "string", "maxLength": 12}
 SMALL = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -64,7 +64,7 @@ def faults(value: Any, schema: dict[str, Any]) -> str:
         import jsonschema
     except ImportError:
         raise ConfigError(
-            "conformance: schemas are judged by jsonschema; pip install 'slipstream[conformance]'",
+            f"conformance: schemas are judged by jsonschema; {install_command('conformance')}",
             field="only",
         ) from None
     judge = jsonschema.Draft202012Validator(

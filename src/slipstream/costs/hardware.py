@@ -99,6 +99,26 @@ def host_memory() -> tuple[int, int]:
     return total, available
 
 
+def busy_cores(seconds: float = 0.25) -> float:
+    """Number of cores that all programs together keep busy now, this one waiting meanwhile; 0 where
+    the system does not tell."""
+    import time
+
+    def ticks() -> tuple[int, int]:
+        with open("/proc/stat", encoding="ascii") as file:
+            fields = [int(field) for field in file.readline().split()[1:9]]
+        return sum(fields), fields[3] + fields[4]  # of these idle, or waiting for a disk
+
+    try:
+        all_before, idle_before = ticks()
+        time.sleep(seconds)
+        total, idle = ticks()
+    except (OSError, ValueError):
+        return 0.0
+    share = 1 - (idle - idle_before) / max(1, total - all_before)
+    return share * (os.cpu_count() or 1)
+
+
 def cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 

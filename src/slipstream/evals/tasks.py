@@ -2,7 +2,7 @@
 
 A file of questions has one JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
 the continuation of the prompt and a space, by its log-probability per byte (lm-eval's acc_norm), so that its length does not
-count. Any other name is a task of lm-eval (`pip install 'slipstream[eval]'`).
+count. Any other name is a task of lm-eval (the extra eval).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.llm import LLM
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 from slipstream.evals.likelihood import loglikelihoods
 from slipstream.files import parse_json
 
@@ -142,7 +142,7 @@ def _manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
-            f"lm-eval's tasks need it: pip install 'slipstream[eval]' ({error})", field="tasks"
+            f"lm-eval's tasks need it: {install_command('eval')} ({error})", field="tasks"
         ) from error
     manager = TaskManager()
     unknown = [t for t in tasks if isinstance(t, str) and t not in manager.all_tasks]

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 from slipstream.files import parse_json
 from slipstream.hub import read_objects, resolve_dataset
 
@@ -273,7 +273,7 @@ def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"text {source!r} needs the package datasets: pip install 'slipstream[eval]'",
+            f"text {source!r} needs the package datasets: {install_command('eval')}",
             field="text",
         ) from error
     return iter(load_dataset(name, config or None, split=split or "train", streaming=True))

@@ -11,7 +11,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 from slipstream.files import open_new
 from slipstream.fleet.config import Tls
 
@@ -55,7 +55,7 @@ def make(folder: Path) -> CertificateFiles:
         from cryptography.x509.oid import NameOID
     except ImportError:
         raise ConfigError(
-            "tls: auto needs cryptography: pip install 'slipstream[fleet]'", field="tls"
+            f"tls: auto needs cryptography: {install_command('fleet')}", field="tls"
         ) from None
 
     now = datetime.datetime.now(datetime.UTC)

@@ -32,7 +32,7 @@ import msgspec
 from slipstream.config import resolve
 from slipstream.deaths import Deaths, describe_exit
 from slipstream.engine.folder import settled
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, install_command
 from slipstream.files import open_new, open_private
 from slipstream.fleet import certificates
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
@@ -615,7 +615,7 @@ def _watch(members: Members, alert_urls: Sequence[str]) -> Watcher:
         from slipstream.fleet.watch import FleetWatch
     except ImportError:
         raise ConfigError(
-            "detect needs a library: pip install 'slipstream[detect]'", field="detect"
+            f"detect needs a library: {install_command('detect')}", field="detect"
         ) from None
     return FleetWatch(members, alert_urls, source=socket.gethostname())
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, install_command
 from slipstream.spec.scheme import E2M1
 
 Book: TypeAlias = Literal["linear", "e2m1", "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
@@ -323,7 +323,7 @@ def _lattice(kind: str) -> npt.NDArray[np.int32]:
         from gguf import quants
     except ImportError as error:
         raise CheckpointError(
-            f"the type {kind} needs the tables of the gguf package: pip install 'slipstream[gguf]', or take a file with "
+            f"the type {kind} needs the tables of the gguf package: {install_command('gguf')}, or take a file with "
             "other types, such as Q3_K_M or IQ4_XS",
             field="gguf",
         ) from error

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, install_command
 from slipstream.optimize.candidates import (
     NOTHING,
     Candidate,
@@ -266,7 +266,7 @@ def load_optuna() -> Any:
         import optuna
     except ImportError:
         raise ConfigError(
-            "the search needs Optuna: pip install 'slipstream[optimize]'", field="out"
+            f"the search needs Optuna: {install_command('optimize')}", field="out"
         ) from None
     return optuna
 

@@ -20,7 +20,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from slipstream import __version__
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, install_command
 from slipstream.server.answers.generation import GenerationRoute
 from slipstream.server.anthropic import messages as anthropic
 from slipstream.server.batches import batches, files
@@ -144,7 +144,7 @@ def observers(settings: ServerSettings, model: str) -> Observers:
             from slipstream.server.operations.telemetry import Telemetry
         except ImportError:
             raise ConfigError(
-                "OpenTelemetry needs its SDK: pip install 'slipstream[otel]'", field="otlp_endpoint"
+                f"OpenTelemetry needs its SDK: {install_command('otel')}", field="otlp_endpoint"
             ) from None
         made.telemetry = Telemetry(settings.otlp_endpoint, server=(settings.host, settings.port))
     return made

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 from slipstream.server.app import create_app
 from slipstream.server.batches.runner import BatchRunner, EngineLineRunner, LineRunner
 from slipstream.server.http.certificates import Certificates
@@ -166,7 +166,7 @@ def needs_grpc() -> Iterator[None]:
         yield
     except ImportError:
         raise ConfigError(
-            "gRPC needs grpcio: pip install 'slipstream[kserve]'", field="grpc_port"
+            f"gRPC needs grpcio: {install_command('kserve')}", field="grpc_port"
         ) from None
 
 

@@ -301,7 +301,7 @@ def enough_replicas(
     """
     most = max(1, max_gpus // engine.num_gpus) if engine.hardware.is_gpu else max_gpus
     assert capacity.rate is not None
-    first = 1 if load.rate is None else max(1, math.ceil(load.rate / capacity.rate * 0.9))
+    first = 1 if load.rate is None else max(1, math.ceil(load.rate / capacity.rate))
     run = None
     for replicas in range(min(first, most), most + 1):
         run = load.run(engine, replicas)

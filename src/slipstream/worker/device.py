@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.config import DeviceInfo
 from slipstream.costs.hardware import available_cores, cpu_name, driver_sees_gpu, host_memory
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 from slipstream.worker.start.cpu_choice import choose_cpu
 
 
@@ -47,11 +47,11 @@ def detect(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        message = "a GPU needs torch: pip install 'slipstream[gpu]', or take device='cpu'"
+        message = f"a GPU needs torch: {install_command('gpu')}, or take device='cpu'"
         if not driver_sees_gpu():
             message = (
                 f"device={requested!r}: there is no NVIDIA GPU that its driver shows, and no torch; use device='cpu', or, for "
-                "a GPU, install its driver and slipstream[gpu] (`slipstream doctor` says what is missing)"
+                "a GPU, install its driver and the extra gpu (`slipstream doctor` says what is missing)"
             )
         raise ConfigError(message, field="device") from None
     if kind == "cuda" and not has_gpu():

@@ -16,7 +16,7 @@ from typing import Any
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.workload import BenchRequest
 from slipstream.costs.metrics import RequestTiming
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 
 
 def load_gguf(path: Path, dtype: str) -> Any:
@@ -42,13 +42,11 @@ def load_gguf(path: Path, dtype: str) -> Any:
 
 def _refusal(path: Path, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return (
-            f"to compare with transformers {error.name} is missing: pip install 'slipstream[dev]'"
-        )
+        return f"to compare with transformers {error.name} is missing: {install_command('dev')}"
     # transformers does not say what to install for GGUF; for packages missing in `dev`, such as
     # compressed-tensors, it does.
     is_gguf = isinstance(error, ImportError) and "gguf" in str(error).lower()
-    remedy = ": pip install 'slipstream[dev]'" if is_gguf else ""
+    remedy = f": {install_command('dev')}" if is_gguf else ""
     return f"transformers can't load {path.name}: {str(error).strip().removesuffix('.')}{remedy}"
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from slipstream.bench.adapters import AS_STORED
 from slipstream.bench.power import Energy
 from slipstream.costs.metrics import DISTRIBUTIONS, PERCENTILES, Summary
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 from slipstream.files import write_whole
 
 Kind: TypeAlias = Literal["text", "int", "float"]
@@ -127,7 +127,7 @@ def pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            "results are Parquet, which needs pyarrow: pip install 'slipstream[sweep]'", field="out"
+            f"results are Parquet, which needs pyarrow: {install_command('sweep')}", field="out"
         ) from None
     return pyarrow
 

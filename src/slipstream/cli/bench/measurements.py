@@ -6,13 +6,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.agent_options import AGENTS_TITLE, add_agent_options, given_agent_options
-from slipstream.cli.console import phases, print_json
-from slipstream.cli.options import add_engine_options, add_output_options, engine_args
+from slipstream.cli.console import phases, print_json, say
+from slipstream.cli.options import (
+    ENGINE_HELP,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+)
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
@@ -153,9 +159,38 @@ def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespac
 
     def checked(args: argparse.Namespace) -> int:
         check_output(args)
-        return handler(args)
+        warn_if_busy()
+        code = handler(args)
+        if not args.json and getattr(args, "model", None) and not getattr(args, "url", None):
+            print(f"\nto serve it like this: {serve_command(args)}")
+        return code
 
     parser.set_defaults(handler=checked)
+
+
+def warn_if_busy() -> None:
+    """Say that other programs use the cores, which makes what is measured worse than it is."""
+    from slipstream.costs.hardware import available_cores, busy_cores
+
+    busy, cores = busy_cores(), available_cores()
+    if busy > max(0.25, 0.1 * cores):
+        say(
+            f"slipstream: other programs keep {busy:.1f} of {cores} cores busy; an idle machine measures better"
+        )
+
+
+def serve_command(args: argparse.Namespace) -> str:
+    """The command that serves the model with the engine options that were given."""
+    words = ["slipstream", "serve", args.model]
+    for name in ENGINE_HELP:
+        value, option = getattr(args, name, None), "--" + name.replace("_", "-")
+        if name == "model" or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return shlex.join(words)
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:

@@ -1,6 +1,6 @@
 """Decodes audio files to samples at 16 kHz. No torch.
 
-1. WAV is read here: PCM of 8 to 32 bits, and floats. Other formats (FLAC, MP3, Ogg) need soundfile (`slipstream[audio]`).
+1. WAV is read here: PCM of 8 to 32 bits, and floats. Other formats (FLAC, MP3, Ogg) need soundfile (the extra audio).
 2. Channels are averaged. Other rates are resampled by a windowed sinc.
 3. Before anything is decoded, the file's own header says how long it is, and a longer one than allowed is refused.
 """
@@ -155,7 +155,7 @@ def _by_soundfile(data: bytes, max_s: float) -> tuple[Samples, int]:
         import soundfile
     except (ImportError, OSError):
         raise _refused(
-            "is no WAV, and other formats need soundfile on the server: pip install 'slipstream[audio]'"
+            "is no WAV, and other formats need soundfile on the server: the extra audio"
         ) from None
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:

@@ -64,9 +64,7 @@ if TYPE_CHECKING:
     from slipstream.engine.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("slipstream.engine")
-_NO_PILLOW = (
-    "pictures are read by Pillow, which is not installed here: pip install 'slipstream[vision]'"
-)
+_NO_PILLOW = "pictures are read by Pillow, which is not installed here: the extra vision"
 
 MAX_DECODED_PIXELS = 96 * 2**20
 """Pixels in decoding at a time. One client may have at most the pixels of one request, so that

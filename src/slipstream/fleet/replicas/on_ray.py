@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from slipstream.engine.temporary import OwnedFolder
-from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
+from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error, install_command
 from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import Fleet, PoolSpec, pools
 from slipstream.fleet.replicas.processes import server_settings
@@ -178,7 +178,7 @@ class RayCluster:
             from ray import serve
         except ImportError:
             raise ConfigError(
-                "backend: ray needs Ray Serve: pip install 'slipstream[fleet]'", field="backend"
+                f"backend: ray needs Ray Serve: {install_command('fleet')}", field="backend"
             ) from None
 
         settings: dict[str, Any] = {"address": self._fleet.ray_address}

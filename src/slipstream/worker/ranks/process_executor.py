@@ -50,6 +50,7 @@ from slipstream.errors import (
     EngineError,
     OutOfMemoryError,
     SlipstreamError,
+    install_command,
 )
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.spec.description import ModelDescription, read_spec
@@ -499,7 +500,7 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank
     size, info = num_ranks(args), this_device(args.device)
     config = resolve(args, description, info)
     if find_spec("torch") is None:
-        message = f"{args.model}: several ranks need torch to sum up their parts; pip install 'slipstream[torch]'"
+        message = f"{args.model}: several ranks need torch to sum up their parts; {install_command('torch')}"
         raise ConfigError(message, field=split_setting(args))
     check_weights_fit(config, description)
     if isinstance(config.parallel, HostAndGpu):

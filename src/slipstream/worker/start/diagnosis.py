@@ -10,10 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.costs.hardware import GpuInfo, HostInfo, gpus, host_info
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, install_command
 
 if TYPE_CHECKING:
     from slipstream.worker.start.cpu_choice import CpuChoice
+
+EXTRAS = {
+    "optuna": ("optimize", "optimize"),
+    "pyarrow": ("sweep", "the files of sweep"),
+    "pillow": ("vision", "pictures in prompts"),
+    "soundfile": ("audio", "transcriptions of FLAC, MP3 and Ogg (WAV needs none)"),
+    "river": ("detect", "serve --detect"),
+    "grpcio": ("kserve", "serve --grpc-port"),
+    "opentelemetry-sdk": ("otel", "serve --otlp-endpoint"),
+    "ray": ("fleet", "fleets on Ray"),
+    "lm-eval": ("eval", "lm-eval's tasks in eval"),
+    "jsonschema": ("conformance", "judging structured answers in conformance"),
+    "transformers": ("dev", "check-model and bench --engine transformers"),
+}
+"""Packages of the extras: (extra, what needs it)."""
 
 PACKAGES = (
     "torch",
@@ -21,8 +36,7 @@ PACKAGES = (
     "numpy",
     "safetensors",
     "tokenizers",
-    "soundfile",
-    "transformers",
+    *EXTRAS,
 )
 GPU_ONLY = ("triton",)
 
@@ -186,9 +200,7 @@ def find_missing(
     is none. Pure."""
     found = _missing_torch(cards, torch, has_cpu_kernels=has_cpu_kernels)
     if cards and packages.get("triton") is None:
-        found.append(
-            Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'")
-        )
+        found.append(Missing(what="triton, for the GPU kernels", command=install_command("gpu")))
     if not has_cpu_kernels:
         from slipstream.kernels.build import remedy
 
@@ -199,12 +211,9 @@ def find_missing(
     for name in ("numpy", "safetensors", "tokenizers"):
         if name in packages and packages[name] is None:
             found.append(Missing(what=name, command=f"pip install {name}", needed=True))
-    if "soundfile" in packages and packages["soundfile"] is None:
-        what = "soundfile, for transcriptions of FLAC, MP3 and Ogg (WAV needs none)"
-        found.append(Missing(what=what, command="pip install 'slipstream[audio]'"))
-    if "transformers" in packages and packages["transformers"] is None:
-        uses = "transformers, for check-model and for bench --engine transformers"
-        found.append(Missing(what=uses, command="pip install 'slipstream[dev]'"))
+    for name, (extra, what) in EXTRAS.items():
+        if name in packages and packages[name] is None:
+            found.append(Missing(what=f"{name}, for {what}", command=install_command(extra)))
     if not has_model:
         found.append(Missing(what="the default model", command="slipstream pull smollm2"))
     if host.free_bytes < 2**30:
@@ -224,9 +233,7 @@ def _missing_torch(
         )
         what, extra = f"torch, for {lost}", "gpu" if cards else "torch"
         needed = bool(cards) or not has_cpu_kernels
-        found.append(
-            Missing(what=what, command=f"pip install 'slipstream[{extra}]'", needed=needed)
-        )
+        found.append(Missing(what=what, command=install_command(extra), needed=needed))
     elif cards and torch.cuda_build is None:
         found.append(
             Missing(

@@ -25,7 +25,12 @@ from slipstream.config.engine_folder import packed_folder
 from slipstream.config.forms import LearnedDrafts, ModelDrafts, MTPDrafts, TensorParallel
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import peer_copy_tokens
-from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    UnsupportedModelError,
+    install_command,
+)
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
@@ -125,7 +130,7 @@ def load_runner(
             or "it does not run as one C++ program (`slipstream info` says why)"
         )
         raise ConfigError(
-            f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model"
+            f"{args.model}: {reason}; {install_command('torch')}", field="model"
         ) from None
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())

@@ -1,0 +1,233 @@
+"""`chat` in a terminal: a process at a pseudo-terminal, and the writer of answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.cli import chat
+from slipstream.cli.terminal import AnswerWriter
+from tests.waiting import PATIENCE_S
+
+
+class Terminal:
+    """A command at a pseudo-terminal."""
+
+    def __init__(self, words, env):
+        self.fd, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**env, "TERM": "dumb", "COLUMNS": "80"},
+            start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def type(self, text):
+        os.write(self.fd, text.encode())
+
+    def until(self, text):
+        """What came up to `text`."""
+        end = time.monotonic() + PATIENCE_S
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.fd], [], [], 1)[0]:
+                self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def ends(self):
+        with __import__("contextlib").suppress(OSError):
+            while os.read(self.fd, 4096):
+                pass
+        return self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def terminal(tiny_model, tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = ["chat", str(tiny_model), "--max-tokens=4", "--temperature=0"]
+    made = []
+
+    def start():
+        made.append(Terminal([*words, "--device=cpu", "--dtype=float32", "--num-threads=1"], env))
+        made[-1].until("/help lists the commands")
+        made[-1].until("> ")
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGKILL)
+            one.process.wait()
+        os.close(one.fd)
+
+
+def test_terminal_keeps_a_history_completes_and_asks_before_ctrl_c_ends(terminal, tmp_path):
+    chatting = terminal()
+    chatting.type("/sys\tbe brief\n")
+    chatting.until("> ")
+    chatting.type('"""hello\nthe\n"""\n')
+    chatting.until("tok/s")
+    chatting.until("> ")
+    chatting.type(f"/save {tmp_path}/c.json\n")
+    chatting.until("saved 3 messages")
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert [m["content"] for m in saved[:2]] == ["be brief", "hello\nthe"]
+    chatting.until("> ")
+    chatting.type("\x03")
+    chatting.until("Ctrl-C again, Ctrl-D or /quit ends")
+    chatting.type("\x03")
+    assert chatting.ends() == 130
+    history = tmp_path / "cache" / "slipstream" / "chat_history"
+    assert "/system be brief" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+    again = terminal()
+    again.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A")  # up, to the first line
+    again.until("/system be brief")
+    again.type("\x15\x04")
+    assert again.ends() == 0
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(str(tiny_model), device="cpu", dtype="float32", num_threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def conversation(llm):
+    return chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=4), None, quiet=True)
+
+
+def test_set_changes_the_sampling_and_names_what_is_wrong(conversation, capsys):
+    for line in ("/set temperature 0.5", "/set parameter top_k 7", "/set max-tokens 3"):
+        conversation.take(line)
+    sampling = conversation.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 7, 3)
+    for line in ("/set temprature 1", "/set temperature hot", "/set temperature -1"):
+        conversation.take(line)
+    told = capsys.readouterr().err
+    assert "did you mean temperature?" in told
+    assert "'hot' is no number" in told
+    assert "/set temperature: temperature" in told
+    assert conversation.sampling == sampling
+    conversation.take("/set")
+    assert "temperature         0.5" in capsys.readouterr().err
+
+
+def test_saved_conversation_is_loaded(conversation, tmp_path, capsys):
+    conversation.take("/system be brief")
+    conversation.take("hello")
+    before = conversation.messages
+    conversation.take(f"/save {tmp_path}/c.json")
+    conversation.take("/clear")
+    conversation.take("/system")
+    assert conversation.messages == []
+    conversation.take(f"/load {tmp_path}/c.json")
+    assert conversation.messages == before
+    (tmp_path / "bad.json").write_text('[{"role": "cat"}]')
+    for name in ("bad.json", "none.json"):
+        conversation.take(f"/load {tmp_path}/{name}")
+    told = capsys.readouterr().err
+    assert "no list of messages" in told
+    assert "No such file" in told
+    assert conversation.messages == before
+
+
+def test_regenerate_answers_the_last_message_again(conversation, capsys):
+    conversation.take("/regenerate")
+    assert "no message to answer" in capsys.readouterr().err
+    conversation.take("hello")
+    first = conversation.messages
+    conversation.take("/regenerate")
+    assert conversation.messages == first
+    assert len(conversation.speeds) == 2
+
+
+def test_unknown_command_is_answered_with_the_nearest(conversation, capsys):
+    assert conversation.take("/regenrate")
+    assert "/regenrate is no command; did you mean /regenerate?" in capsys.readouterr().err
+    assert not conversation.take("/bye")
+
+
+def test_model_that_can_not_be_had_leaves_the_one_that_runs(conversation, capsys):
+    conversation.model = "first"
+    conversation.engines = chat.Engines(chat.argparse.Namespace())
+    conversation.take("/model nosuch")
+    assert "'nosuch' is neither a path" in capsys.readouterr().err
+    assert conversation.model == "first"
+    conversation.take("hello")
+    assert len(conversation.history) == 2
+
+
+def test_words_are_completed(conversation, tmp_path):
+    assert "/regenerate" in conversation.complete("", "/re")
+    assert "temperature" in conversation.complete("/set ", "t")
+    (tmp_path / "cat.png").touch()
+    (tmp_path / "sub").mkdir()
+    found = conversation.complete("what is in ", f"{tmp_path}/")
+    assert found == [f"{tmp_path}/cat.png", f"{tmp_path}/sub/"]
+
+
+def test_picture_is_taken_by_its_path_if_the_model_sees(conversation, tmp_path, monkeypatch):
+    (tmp_path / "cat.png").write_bytes(b"picture")
+    text = f"what is in {tmp_path}/cat.png ?"
+    assert conversation.content(text) == text  # this model sees nothing
+    config = type("Config", (), {"images": object()})
+    conversation.llm = type("Seeing", (), {"config": config})
+    picture, words = conversation.content(text)
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    assert words == {"type": "text", "text": "what is in ?"}
+
+
+def written(text, width=20, *, colors=False, by=1):
+    out = io.StringIO()
+    writer = AnswerWriter(out, width, colors=colors)
+    for i in range(0, len(text), by):
+        writer.write(text[i : i + by])
+    writer.end()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("by", [1, 3, 1000])
+def test_words_are_not_broken_at_the_width(by):
+    text = "The quick brown fox jumps over the lazy dog.\n\nNext paragraph."
+    lines = written(text, by=by).split("\n")
+    assert [line.rstrip() for line in lines] == [
+        "The quick brown fox",
+        "jumps over the lazy",
+        "dog.",
+        "",
+        "Next paragraph.",
+        "",
+    ]
+    assert max(map(len, lines)) <= 20
+
+
+def test_code_is_not_wrapped_and_is_coloured():
+    code = "def a_long_name(of_a_function): return 1  # indeed"
+    text = f"See:\n```python\n{code}\n```\nDone."
+    assert written(text) == text + "\n"
+    colored = written(text, colors=True)
+    assert "\x1b[" in colored
+    assert "a_long_name" in colored
+    assert colored.endswith("Done.\n")
+
+
+def test_inline_backticks_are_no_code_block():
+    assert written("Use `x` and ``y``.") == "Use `x` and ``y``.\n"

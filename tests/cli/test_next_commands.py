@@ -1,0 +1,66 @@
+"""What `plan` and `bench` end with: a command to paste; and the warning of a machine that is busy."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from slipstream.cli import plan
+from slipstream.cli.bench import measurements
+from slipstream.cli.main import build_parser, main
+
+
+def test_bench_ends_with_the_command_that_serves_with_its_settings(tiny_model, capsys):
+    words = [
+        "--batch-sizes=1",
+        "--input-len=4",
+        "--output-len=2",
+        "--device=cpu",
+        "--dtype=float32",
+    ]
+    assert main(["bench", "latency", str(tiny_model), *words, "--num-threads=1"]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    command = last.removeprefix("to serve it like this: slipstream ").split()
+    assert build_parser().parse_args(command).num_threads == 1
+
+
+def test_command_has_each_engine_option_that_was_given():
+    given = {"kv_cache_dtype": "int8", "enable_prefix_caching": False, "num_threads": 2}
+    args = argparse.Namespace(model="m", batch_sizes="1", **given)
+    command = measurements.serve_command(args)
+    assert command.startswith("slipstream serve m ")
+    assert "--no-enable-prefix-caching" in command
+    assert "--kv-cache-dtype int8" in command
+    assert "batch" not in command
+
+
+def test_plan_ends_with_a_command_of_the_recommended_settings():
+    rows = [("max_num_seqs", 64), ("replicas", 2), ("tensor_parallel_size", 1)]
+    found = plan.serve_command("m", [{"setting": n, "value": v} for n, v in rows])
+    assert found == "slipstream serve m --max-num-seqs 64 --tensor-parallel-size 1"
+    assert plan.serve_command("m", []) is None
+
+
+@pytest.mark.parametrize(("busy", "warns"), [(0.1, False), (1.5, True)])
+def test_busy_machine_is_said_before_a_measurement(monkeypatch, capsys, busy, warns):
+    monkeypatch.setattr("slipstream.costs.hardware.busy_cores", lambda: busy)
+    monkeypatch.setattr("slipstream.costs.hardware.available_cores", lambda: 2)
+    measurements.warn_if_busy()
+    assert ("other programs keep 1.5 of 2 cores busy" in capsys.readouterr().err) is warns
+
+
+def test_replicas_of_a_plan_carry_the_load_by_its_own_figure():
+    from slipstream.simulate.recommend import enough_replicas
+
+    class Load:
+        rate, objectives = 20.0, type("Met", (), {"met_by": staticmethod(lambda run: True)})
+
+        @staticmethod
+        def run(engine, replicas):
+            return replicas
+
+    hardware = type("Hardware", (), {"is_gpu": True})
+    engine = type("Engine", (), {"num_gpus": 1, "hardware": hardware})
+    capacity = type("Capacity", (), {"rate": 19.7})
+    assert enough_replicas(engine, capacity, Load, 8, lambda: None) == (2, 2)
