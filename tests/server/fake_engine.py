@@ -50,6 +50,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id):
         return bytes([token_id]) if token_id else b"<s>"
 
+    def token_to_id(self, token):
+        return None
+
     def id_to_token(self, token_id):
         return "<s>" if token_id == 0 else chr(token_id)
 
@@ -71,6 +74,7 @@ class FakeEngine:
         spec=SimpleNamespace(
             vocab_size=256,
             classifier=None,
+            is_encoder=False,
             hidden_size=4,
             num_parameters=9,
             layers=(),
@@ -79,6 +83,7 @@ class FakeEngine:
             encoder=None,
         ),
         pooling=PoolingSpec(kind="mean", normalize=True),
+        text_task="embed",
         family=SimpleNamespace(model_type="fake"),
         path=Path("nowhere"),
         format="safetensors",

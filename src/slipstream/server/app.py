@@ -35,6 +35,7 @@ from slipstream.server.http.record import Observers, RequestLog
 from slipstream.server.http.replies import greeting, json_response
 from slipstream.server.http.web_guard import WebGuard, with_cors
 from slipstream.server.kserve import routes as kserve
+from slipstream.server.llama import routes as llama
 from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai import chat, completions, responses
 from slipstream.server.openai.audio import TRANSCRIPTIONS, TRANSLATIONS, SpeechRoute
@@ -44,6 +45,7 @@ from slipstream.server.openai.embeddings import (
     RERANK_PATHS,
     SCORE_PATHS,
     SPARSE_PATHS,
+    CohereEmbedRoute,
     PooledRoute,
     classify,
     embed_sparse,
@@ -97,6 +99,12 @@ def prompt_routes(state: ServerState) -> list[Route]:
             Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
             for path in SCORE_PATHS
         ),
+        Route(
+            "/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]
+        ),
+        Route("/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
+        Route("/v2/embed", CohereEmbedRoute(state), methods=["POST"]),
+        *llama.routes(state),
         *responses.routes(state),
         *anthropic.routes(state),
         *ollama.routes(state),
@@ -211,6 +219,7 @@ def create_app(
             Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
             Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
             Route("/v1/models", models.list),
+            Route("/models", models.list),
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
             Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),

@@ -58,6 +58,8 @@ _WITH_MODEL = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
     *(
+        *("/chat/completions", "/completion", "/completions", "/infill", "/apply-template"),
+        *("/embeddings", "/embedding", "/v2/embed", "/reranking", "/v1/reranking"),
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",

@@ -10,11 +10,13 @@ import msgspec
 from slipstream.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from slipstream.server.batches.batches import BatchRequest
 from slipstream.server.kserve.routes import GenerateRequest, InferRequest
+from slipstream.server.llama import routes as llama
 from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai.audio import FORMATS, TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.protocol import (
     ChatRequest,
     ClassifyRequest,
+    CohereEmbedRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -33,6 +35,11 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/chat/completions": ChatRequest,
+    "/embeddings": EmbeddingRequest,
+    "/v2/embed": CohereEmbedRequest,
+    "/reranking": RerankRequest,
+    "/v1/reranking": RerankRequest,
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
@@ -57,9 +64,13 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v2/models/{id}/generate": GenerateRequest,
     "/v2/models/{id}/generate_stream": GenerateRequest,
     **ollama.BODIES,
+    **llama.BODIES,
 }
 _GETS = {
     "/v1/models": "The models served",
+    "/models": "The same as /v1/models",
+    "/props": "The model and the server, as llama.cpp describes them",
+    "/slots": "Places for sequences, as llama.cpp lists them",
     "/v1/models/{id}": "A model",
     "/v1/responses/{id}": "A kept answer",
     "/v1/responses/{id}/input_items": "The input of a kept answer",

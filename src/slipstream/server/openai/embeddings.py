@@ -44,6 +44,7 @@ from slipstream.server.http.replies import send_whole
 from slipstream.server.openai.models import served_model
 from slipstream.server.openai.protocol import (
     ClassifyRequest,
+    CohereEmbedRequest,
     EmbeddingRequest,
     Pooled,
     PoolingRequest,
@@ -56,7 +57,7 @@ from slipstream.server.openai.tokens import conversation, without_mixes
 from slipstream.server.state import ServerState
 from slipstream.types import FinishReason, Prompt, RequestOptions, TextTask, TokensPrompt
 
-RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
 SCORE_PATHS = ("/score", "/v1/score")
 CLASSIFY_PATHS = ("/classify", "/v1/classify")
 POOLING_PATHS = ("/pooling", "/v1/pooling")
@@ -69,12 +70,12 @@ class PooledRoute:
     def __init__(
         self,
         state: ServerState,
-        kind: type[Pooled | SparseRequest],
+        kind: type[Pooled | SparseRequest | CohereEmbedRequest],
         answer: Callable[[ServerState, Any, RequestRecord], Awaitable[Any]],
     ) -> None:
         self.state, self.kind, self.answer = state, kind, answer
 
-    def read(self, raw: bytes) -> Pooled | SparseRequest:
+    def read(self, raw: bytes) -> Pooled | SparseRequest | CohereEmbedRequest:
         return decode(self.kind, raw)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,19 +222,66 @@ async def embed_sparse(
     ]
 
 
-async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> dict[str, Any]:
+class CohereEmbedRoute(PooledRoute):
+    """Cohere's /v2/embed."""
+
+    def __init__(self, state: ServerState) -> None:
+        super().__init__(state, CohereEmbedRequest, self.answered)
+
+    async def answered(
+        self, state: ServerState, body: CohereEmbedRequest, record: RequestRecord
+    ) -> dict[str, Any]:
+        own = EmbeddingRequest(
+            model=body.model,
+            input=list(body.texts),
+            dimensions=body.output_dimension,
+            truncate_prompt_tokens=-1 if body.truncate == "END" else None,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        names, vectors = {"input": "texts", "dimensions": "output_dimension"}, dict[str, Any]()
+        try:
+            for kind in body.embedding_types or ["float"]:
+                own.encoding_format = kind
+                if not vectors:
+                    found = await embeddings(state, own, record)
+                    rows_ = [one["embedding"] for one in found["data"]]
+                vectors[kind] = rows_
+        except RequestError as error:
+            name, bracket, rest = (error.field or "").partition("[")
+            error.field = names.get(name, name) + bracket + rest
+            raise
+        units = {"input_tokens": record.num_prompt_tokens}
+        return {
+            "id": f"embed-{record.id}",
+            "response_type": "embeddings_by_type",
+            "embeddings": vectors,
+            "texts": body.texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": units},
+        }
+
+
+async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> Any:
     engine = state.engine
-    documents = [d if isinstance(d, str) else d.text for d in body.documents]
+    named, documents = body.given()
+    if body.truncate and body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
     texts = rerank_texts(engine.description, body.query, documents)
     try:
         task = engine.description.text_task
-        answer = await embed(state, texts, body, "documents", record, task, 1)
+        answer = await embed(state, texts, body, named, record, task, 1)
     except RequestError as error:
         if error.field == "prompt" and error.text is not None:
             document = error.text - (len(texts) - len(documents))  # the query may come first
-            error.field = "query" if document < 0 else f"documents[{document}]"
+            error.field = "query" if document < 0 else f"{named}[{document}]"
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    if body.texts is not None:
+        return [
+            {"index": one.index, "score": one.relevance_score}
+            | ({"text": one.document} if body.return_text else {})
+            for one in rank(engine.description, documents, answer, body.top_n, engine.tokenizer)
+        ]
     results: list[dict[str, Any]] = []
     for result in rank(engine.description, documents, answer, body.top_n, engine.tokenizer):
         one = {"index": result.index, "relevance_score": result.relevance_score}
@@ -246,20 +294,21 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
 
 async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -> dict[str, Any]:
     model = state.engine.description
+    names = body.names()
     first, second = (
-        [given] if isinstance(given, str) else given for given in (body.text_1, body.text_2)
+        [given] if isinstance(given := getattr(body, name), str) else given for name in names
     )
     try:
         texts = score_texts(model, first, second)
-        answer = await embed(state, texts, body, "text_2", record, model.text_task, len(first))
+        answer = await embed(state, texts, body, names[1], record, model.text_task, len(first))
     except RequestError as error:
         if error.field == "data_1":
-            error.field = "text_1"
+            error.field = names[0]
         elif error.field == "prompt" and error.text is not None:
-            own, number = "text_2", error.text
+            own, number = names[1], error.text
             if not scores_pairs(model):  # the texts of `text_1` come before those of `text_2`
                 own, number = (
-                    ("text_1", number) if number < len(first) else (own, number - len(first))
+                    (names[0], number) if number < len(first) else (own, number - len(first))
                 )
             error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
         raise

@@ -516,19 +516,65 @@ class TextDocument(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """POST /rerank, /v1/rerank and /v2/rerank: in Jina's and Cohere's format"""
+    """POST /rerank, /v1/rerank and /v2/rerank: in Jina's and Cohere's format, or with `texts` in TEI's"""
 
     query: str
-    documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+    documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)] = []
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
+    texts: Texts | None = None  # TEI's, as the next four
+    return_text: bool = False
+    truncate: bool = False
+    truncation_direction: Literal["right", "Right"] = "right"
+    raw_scores: Literal[False] = False
+
+    def given(self) -> tuple[str, list[str]]:
+        """The name of the field with the documents, and their texts."""
+        if bool(self.documents) == (self.texts is not None):
+            raise bad_request("give either documents or texts", "documents")
+        if self.texts is not None:
+            return "texts", self.texts
+        return "documents", [d if isinstance(d, str) else d.text for d in self.documents]
 
 
 class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """POST /score and /v1/score: in vLLM's format; one `text_1` goes with all of `text_2`"""
+    """POST /score and /v1/score: in vLLM's format; one `text_1` goes with all of `text_2`. Its other names for them are
+    `queries` and `documents`, and `data_1` and `data_2`"""
 
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+
+    def names(self) -> tuple[str, str]:
+        """The names of the two fields that are given."""
+        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+        given = [name for pair in pairs for name in pair if getattr(self, name) is not None]
+        if len(given) == 1:
+            ((missing,),) = (set(pair) - set(given) for pair in pairs if given[0] in pair)
+            raise bad_request(f"{missing} is missing; it goes with {given[0]}", missing)
+        if tuple(given) not in pairs:
+            raise bad_request("give text_1 and text_2, or queries and documents", "text_1")
+        return given[0], given[1]
+
+
+class CohereEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v2/embed: Cohere's format"""
+
+    model: str | None = None
+    texts: Texts
+    # No effect: no text is put before the input.
+    input_type: (
+        Literal["search_document", "search_query", "classification", "clustering"] | None
+    ) = None
+    embedding_types: list[Literal["float", "base64"]] | None = None
+    output_dimension: Int | None = None
+    truncate: Literal["NONE", "END"] = "END"
+    priority: Int | None = None
+    cache_salt: Text | None = None
+    user: str | None = None
 
 
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -558,6 +604,10 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: ToolSpecs | None = None
     return_token_strs: bool = False
+    content: str | list[str | TokenId] | None = None  # llama.cpp's names, as the next three
+    add_special: bool = False
+    with_pieces: bool = False
+    parse_special: Literal[True] = True
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -733,6 +783,7 @@ register(
     ClassifyRequest,
     PoolingRequest,
     SparseRequest,
+    CohereEmbedRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     TokenizeRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -33,6 +33,13 @@ from slipstream.server.openai.protocol import (
 )
 from slipstream.server.state import ServerState, TokenizerProtocol
 from slipstream.types import Prompt, TokensPrompt
+
+
+class _OfMessages(Protocol):
+    add_generation_prompt: Any
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any] | None
+
 
 _MAX_CHARS_PER_TOKEN = 128
 """Characters of a text for each token of the context. A longer text can't fit, and is refused
@@ -96,7 +103,7 @@ async def template_tokens(
     return await in_thread_if_long(tokens, len(msgspec.json.encode((plain, variables))), tokenizer)
 
 
-def message_variables(body: TokenizeRequest | Inputs, begins: bool) -> dict[str, Any]:
+def message_variables(body: _OfMessages, begins: bool) -> dict[str, Any]:
     """The arguments of `template_tokens` for the fields of a body with messages. `begins`: an
     answer's beginning is added, if the last message does not go on."""
     if body.continue_final_message and body.add_generation_prompt:
@@ -209,6 +216,8 @@ class Tokens:
         body = await read_as(TokenizeRequest, request, state)
         if body.model is not None:
             require_model(state, body.model)
+        if body.content is not None:
+            return await self._pieces(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is None:
@@ -249,6 +258,27 @@ class Tokens:
         }
         return json_response(answer)
 
+    async def _pieces(self, body: TokenizeRequest) -> Response:
+        """Answer in llama.cpp's form."""
+        if body.prompt is not None or body.messages is not None:
+            raise bad_request("give content, prompt or messages", "content")
+        tokenizer, text = _tokenizer(self.state, "content"), body.content
+        parts: list[Prompted] = [[text] if isinstance(text, str) else list(text or ())]
+        (tokens,) = await without_mixes(
+            self.state, parts, "content", add_special_tokens=body.add_special
+        )
+        if not body.with_pieces:
+            return json_response({"tokens": tokens})
+        made = []
+        for token in tokens:
+            assert isinstance(token, int)
+            data = tokenizer.token_bytes(token)
+            try:
+                made.append({"id": token, "piece": data.decode()})
+            except UnicodeDecodeError:
+                made.append({"id": token, "piece": list(data)})
+        return json_response({"tokens": made})
+
     async def detokenize(self, request: Request) -> Response:
         state = self.state
         body = await read_as(DetokenizeRequest, request, state)
@@ -265,4 +295,4 @@ class Tokens:
             tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
         )
         text = await in_thread_if_long(decoding, len(body.tokens))
-        return json_response({"prompt": text})
+        return json_response({"prompt": text, "content": text})  # vLLM's name and llama.cpp's

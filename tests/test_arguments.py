@@ -1,0 +1,60 @@
+"""Hints for settings and flags of other engines: by what they mean, not by their letters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from slipstream.arguments import _BY_REASON, _OF_SERVE, NEEDLESS, SETTINGS
+from slipstream.cli.main import build_parser
+from slipstream.cli.parser import UsageError
+from slipstream.config import EngineArgs
+from slipstream.server.state import ServerSettings
+
+MEANT = {
+    "max_num_queued_reqs": "the nearest is max_queue",
+    "kv_offloading_size": "the nearest is kv_host_bytes",
+    "enable_eplb": "expert_parallel_size",
+    "mamba_block_size": "state_slots",
+    "cudagraph_capture_sizes": "enforce_eager",
+    "enable_cumem_allocator": "no such feature",
+    "served_model_name": "--served-model-name",
+    "shutdown_timeout": "--drain-timeout",
+    "max_num_sqs": "did you mean 'max_num_seqs'",
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_setting_of_vllm_is_refused_with_what_it_means_here(name):
+    with pytest.raises(TypeError) as caught:
+        EngineArgs(model="m", **{name: 1})
+    assert MEANT[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max-num-queued-reqs", "did you mean --max-queue?"),
+        ("--enable-eplb", "expert_parallel_size"),
+        ("--uvicorn-log-level", "--log-format"),
+        ("--shutdown-timeout", "did you mean --drain-timeout?"),
+        ("--allowed-origins", "did you mean --cors-origin?"),
+    ],
+)
+def test_a_flag_of_vllm_is_refused_with_what_it_means_here(flag, said):
+    with pytest.raises(UsageError) as caught:
+        build_parser(["serve"]).parse_args(["serve", "m", flag, "1"])
+    assert said in caught.value.message
+    assert "enable-lora" not in caught.value.message
+
+
+def test_the_table_names_each_setting_once_and_only_settings_that_exist():
+    listed = [name for names in _BY_REASON.values() for name in names.split()]
+    assert len(listed) == len(set(listed)) > 200
+    own = {
+        field.name for kind in (EngineArgs, ServerSettings) for field in dataclasses.fields(kind)
+    }
+    # A server's setting that is no option of `serve`.
+    assert own & (set(NEEDLESS) | set(SETTINGS)) == {"ssl_ca_certs"}
+    assert set(SETTINGS.values()) <= own | set(_OF_SERVE)
