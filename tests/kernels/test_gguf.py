@@ -21,6 +21,7 @@ from slipstream.spec.families import find_gguf_family
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import GPU_BLOCK_BYTES
 from tests import tiny_models
 from tests.kernels.for_hopper import run_for_hopper
 from tests.model.harness import CPU, run
@@ -95,7 +96,7 @@ def test_many_tokens_take_the_expanded_weight_or_the_dense_copy(monkeypatch):
     raw, values = blocks_and_values("Q4_K", 16, 256)
     for ops in (TritonOps(), TritonOps(dense_copies=True)):
         w = ops.pack_weight(linear_of((16, 256), BlockRows(type="Q4_K", blocks=raw, start=0)))
-        x = torch.randn(40, 256)
+        x = torch.randn(70, 256)
         torch.testing.assert_close(ops.linear(x, w), x @ values.T, rtol=1e-5, atol=1e-4)
         assert (w.dense is not None) == ops.dense_copies
 
@@ -113,7 +114,8 @@ def test_rows_in_several_types_are_one_product_each():
         w = ops.pack_weight(linear_of((48, 256), *reversed(pieces), bias=bias))
         assert isinstance(w, JoinedLinear)
         assert [(p.type, p.rows) for p in w.parts] == [("Q4_K", 32), ("Q6_K", 16)]
-        assert [name for name, _ in ops.forms_of(w)] == ["Q4_K", "Q6_K"]
+        assert [ops.forms_of(part)[0][0] for part in w.parts] == ["Q4_K", "Q6_K"]
+        assert not ops.forms_of(w)
         torch.testing.assert_close(ops.linear(x, w), x @ dense.T + bias, rtol=1e-5, atol=1e-4)
 
 
@@ -302,3 +304,7 @@ def test_instructions_give_the_numbers_of_a_units_codes(kind):
             code |= ((more >> np.uint64(above * i)) & np.uint64(2**above - 1)) << np.uint64(width)
         wanted = gguf_codes.book(form)[code] if form.book != "linear" else code + 128.0
         np.testing.assert_array_equal(found[i], wanted)
+
+
+def test_bytes_that_are_planned_are_those_of_the_forms():
+    assert {kind: form.bytes_of_256 for kind, form in FORMS.items()} == GPU_BLOCK_BYTES

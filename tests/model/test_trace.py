@@ -44,6 +44,7 @@ BUILD = {
 }
 WITHOUT_PROGRAM = {
     "gemma3n_text": "table for layers that is shorter",
+    "mimo_v2_flash": "values narrower than keys",
     **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),
 }
 OF_WEIGHTS = (

@@ -56,7 +56,7 @@ class CodeForm:
     @property
     def bytes_of_256(self) -> int:
         """Bytes of 256 values on a GPU (`kernels.triton.gguf`)."""
-        each = 1 if self.shares_d else 2
+        each = 2 if self.scales == "halves" else 1
         factors = each * (256 // self.group) * (2 if self.mins and self.scales != "nibbles" else 1)
         return 32 * self.bits + factors + 4 * self.shares_d
 
@@ -330,7 +330,8 @@ def _lattice(kind: str) -> npt.NDArray[np.int32]:
     own = getattr(quants, kind)
     own.init_grid()
     points = own.grid.reshape(own.grid_shape)
-    return np.searchsorted(np.unique(points), points).astype(np.int32)
+    places: npt.NDArray[np.int32] = np.searchsorted(np.unique(points), points).astype(np.int32)
+    return places
 
 
 def _points(index: Ints, kind: str) -> Ints:

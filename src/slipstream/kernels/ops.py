@@ -456,6 +456,13 @@ class OpSet(WeightOps, RankOps):
         """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
         return x[:, start:stop].contiguous()
 
+    def resized_heads(self, x: Tensor, *, start: int, count: int, old: int, new: int) -> Tensor:
+        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts with zeros behind it, or
+        without its end."""
+        parts = x[:, start:].unflatten(1, (count, old))
+        parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
+        return torch.cat((x[:, :start], parts), 1) if start else parts
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 

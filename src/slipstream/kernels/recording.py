@@ -379,6 +379,10 @@ class RecordingOps:
     def columns(self, x: Value, start: int, stop: int) -> Value:
         return self.record("columns", (x,), (stop - start,), start=start, stop=stop)
 
+    def resized_heads(self, x: Value, *, start: int, count: int, old: int, new: int) -> Value:
+        sizes = {"start": start, "count": count, "old": old, "new": new}
+        return self.record("resized_heads", (x,), (start + count * new,), **sizes)
+
     def gated_delta(
         self,
         x: Value,

@@ -43,8 +43,10 @@ from slipstream.server.openai.embeddings import (
     POOLING_PATHS,
     RERANK_PATHS,
     SCORE_PATHS,
+    SPARSE_PATHS,
     PooledRoute,
     classify,
+    embed_sparse,
     embeddings,
     pooling,
     rerank,
@@ -59,6 +61,7 @@ from slipstream.server.openai.protocol import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    SparseRequest,
 )
 from slipstream.server.openai.response_store import ResponseStore
 from slipstream.server.openai.tokens import Tokens
@@ -200,6 +203,10 @@ def create_app(
             *(
                 Route(path, PooledRoute(state, PoolingRequest, pooling), methods=["POST"])
                 for path in POOLING_PATHS
+            ),
+            *(
+                Route(path, PooledRoute(state, SparseRequest, embed_sparse), methods=["POST"])
+                for path in SPARSE_PATHS
             ),
             Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
             Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),

@@ -17,6 +17,7 @@ from slipstream.spec.cache import CacheGroup as CacheGroup
 from slipstream.spec.cache import group_layers
 from slipstream.spec.cache import longest_sequence as longest_sequence
 from slipstream.spec.functions import Activation as Activation
+from slipstream.spec.functions import ClampedSilu as ClampedSilu
 from slipstream.spec.functions import ClampedSwiglu as ClampedSwiglu
 from slipstream.spec.functions import NamedActivation as NamedActivation
 from slipstream.spec.functions import NormSpec as NormSpec
@@ -58,6 +59,7 @@ from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import SinusoidSpec as SinusoidSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
+from slipstream.spec.recurrent import LightningSpec as LightningSpec
 from slipstream.spec.recurrent import Mamba2Spec as Mamba2Spec
 from slipstream.spec.recurrent import MambaSpec as MambaSpec
 from slipstream.spec.recurrent import RecurrentSpec as RecurrentSpec
@@ -107,16 +109,17 @@ class LayerInputsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled from the tokens' last states.
+    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled from the tokens' last states,
+    or with `pooling` "tokens" each of them.
 
-    `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias, as on decoders.
+    `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias on decoders.
     """
 
     num_labels: int
     activation: Literal["tanh", "relu", "gelu"] | None
     norm: NormSpec | None = None
     bias: bool = True
-    pooling: Literal["cls", "mean", "last"] = "cls"
+    pooling: Literal["cls", "mean", "last", "tokens"] = "cls"
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         found: dict[str, Shape] = {}
@@ -124,7 +127,10 @@ class ClassifierSpec:
             found |= linear_shapes("classifier.dense", hidden_size, hidden_size, self.bias)
             found |= {} if self.norm is None else self.norm.shapes("classifier.norm")
         return found | linear_shapes(
-            "classifier.out", self.num_labels, hidden_size, self.activation is not None
+            "classifier.out",
+            self.num_labels,
+            hidden_size,
+            self.activation is not None or self.pooling == "tokens",
         )
 
 

@@ -160,19 +160,22 @@ class TextRunner(Runner):
     def __init__(self, loaded: LoadedRunner, kv: list[LayerKV]) -> None:
         super().__init__(loaded, kv)
         self._given = self.forwards, self.model.description.pooling, kv, self.config
-        self.texts: EagerTexts | TextGraphs = EagerTexts(*self._given, self.platform.device)
+        self.eager = EagerTexts(*self._given, self.platform.device)
+        self.texts: EagerTexts | TextGraphs = self.eager
 
     def capture(self) -> None:
         from slipstream.worker.forward.texts import TextGraphs
 
-        self.texts = graphs = TextGraphs(*self._given)
+        self.texts = graphs = TextGraphs(*self._given, self.model.description.text_task)
         graphs.capture()
 
     def launch(self, plan: TextsPlan) -> InFlightStep:
         with self.platform.values.inference():
+            texts = self.texts if self.texts.covers(plan) else self.eager
             # copied before the next replay overwrites them
-            vectors = self.platform.to_host(self.texts.run(plan))
-            return InFlightStep(plan, None, NO_ROWS, self.platform.record(), vectors=vectors)
+            vectors, done = self.platform.to_host(texts.run(plan)), self.platform.record()
+            of_tokens = plan.task != "embed"
+            return InFlightStep(plan, None, NO_ROWS, done, vectors=vectors, per_token=of_tokens)
 
     def max_in_flight(self, plan: TextsPlan) -> int:
         return 2 if self.platform.is_asynchronous else 1

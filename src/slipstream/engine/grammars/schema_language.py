@@ -1,7 +1,7 @@
 """Places that a text may be at in an expression of a schema. No torch.
 
 A `SchemaPlace` is a part with what follows after it: a list of parts, like a stack. `Language.after` says which
-places a byte leads to from some places. Places are made once each, so they compare by identity.
+places a byte leads to from others. Places are made once each, so they compare by identity.
 
 An item of a list, or a character of a string, is counted. Counts that are further from a bound than any
 token is long allow the same tokens: such a count is far. The text's own count is then kept beside the
@@ -88,10 +88,9 @@ class Language:
     def start(self) -> Places | None:
         return self._closed([self._place(self._whole, 0, END)])
 
-    def after(self, places: frozenset[SchemaPlace], byte: int) -> Places | None:
-        """The places after one more byte. None if there are none."""
-        new = [place.after for place in places if place.part.bits >> byte & 1]
-        return self._closed([place for place in new if place is not None]) if new else None
+    def after(self, left: tuple[SchemaPlace, ...]) -> Places | None:
+        """The places after a byte, by what stands after the places that had it (`having`). None if there are none."""
+        return self._closed(left) if left else None
 
     def settled(
         self, places: frozenset[SchemaPlace], counts: Mapping[SchemaPlace, int]
@@ -234,6 +233,12 @@ class Language:
 
 def _with(begun: _Begun, slot: SchemaPlace, count: int) -> _Begun:
     return (*[each for each in begun if each[0] is not slot], (slot, count))
+
+
+def having(places: frozenset[SchemaPlace], byte: int) -> tuple[SchemaPlace, ...]:
+    """What stands after the places that have a byte."""
+    found = [place.after for place in places if place.part.bits >> byte & 1]
+    return tuple([place for place in found if place is not None])
 
 
 def is_inside(places: frozenset[SchemaPlace]) -> bool:

@@ -22,6 +22,7 @@ from slipstream.engine.grammars.schema_language import (
     Places,
     SchemaPlace,
     following,
+    having,
     is_inside,
 )
 from slipstream.engine.grammars.string_lengths import PLAIN
@@ -51,7 +52,7 @@ class SchemaState:
     """A state. `slots` are the places whose counts an answer keeps, and `limits` those counts that are not far any more."""
 
     __slots__ = (
-        *("accepts", "is_end", "is_forced", "is_inside", "limits", "masks", "next"),
+        *("accepts", "is_end", "is_forced", "is_inside", "limits", "masks", "moves", "next"),
         *("places", "plain", "runs", "slots", "spot", "tokens"),
     )
 
@@ -64,7 +65,9 @@ class SchemaState:
         self.plain: dict[
             int, tuple[SchemaState, Sources] | None
         ] = {}  # by a number of plain characters
-        self.next: dict[int, tuple[SchemaState, Sources] | None] = {}  # by a byte
+        # by a byte, and by what stands after the places that have it: many bytes lead to the same
+        self.moves: dict[tuple[SchemaPlace, ...], tuple[SchemaState, Sources] | None] = {}
+        self.next: dict[int, tuple[SchemaState, Sources] | None] = {}
         self.tokens: dict[int, tuple[SchemaState, Sources] | None] = {}
         self.masks: dict[int, SharedMask | None] = {}  # by the token before, -1 for any
         self.runs: dict[tuple[int, object], Run] = {}
@@ -238,13 +241,17 @@ class SchemaStates:
         return None
 
     def _step(self, state: SchemaState, byte: int) -> tuple[SchemaState, Sources] | None:
-        made, found = None, self._language.after(state.places, byte)
+        left = having(state.places, byte)
+        if left in state.moves:
+            state.next[byte] = state.moves[left]
+            return state.next[byte]
+        made, found = None, self._language.after(left)
         if found is not None and (after := self._state(found)) is not None:
             at = {slot: i for i, slot in enumerate(state.slots)}
             sources = tuple([(-1 if of is None else at[of], add) for of, add in found.sources])
             stays = sources == tuple([(i, 0) for i in range(len(state.slots))])
             made = after, None if stays else sources
-        state.next[byte] = made
+        state.next[byte] = state.moves[left] = made
         return made
 
     def choose(self, rows: Iterable[R]) -> list[tuple[SchemaSpot, R]]:

@@ -256,6 +256,10 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode()
 
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id without one."""
         token: str | None = (

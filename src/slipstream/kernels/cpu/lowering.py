@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import norm_parts
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
+from slipstream.spec.model import Activation, ClampedSilu, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 
 if TYPE_CHECKING:
@@ -495,6 +495,9 @@ class Lowering:
         self.put(op.out, Stored(out))
         self.emit.place(x.number, start, out.number, 0, op.out.width)
 
+    def _resized_heads(self, op: Op) -> None:
+        raise Refused("the C++ program has no values narrower than keys")
+
     def _linear(self, op: Op) -> None:
         w = op.arguments["w"]
         x = self.stored(op.x, self.emit.form(w))
@@ -722,6 +725,8 @@ class Lowering:
 
 
 def _known(activation: Activation) -> Activation:
+    if isinstance(activation, ClampedSilu):
+        raise Refused("the C++ program has no clamped SiLU")
     if isinstance(activation, OwnActivation):
         raise Refused("the C++ program can't call an activation from outside (OwnActivation)")
     return activation

@@ -28,7 +28,14 @@ from slipstream.kernels.cpu.native_interface import GroupInputs as GroupInputs
 from slipstream.kernels.cpu.native_interface import Job as Job
 from slipstream.kernels.cpu.native_interface import StepInputs as StepInputs
 from slipstream.spec.cpu_isas import CPU_ISAS
-from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation, Xielu
+from slipstream.spec.model import (
+    Activation,
+    ClampedSilu,
+    ClampedSwiglu,
+    NamedActivation,
+    OwnActivation,
+    Xielu,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +108,11 @@ def activation_of(activation: Activation) -> tuple[int, float, float] | None:
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     if isinstance(activation, Xielu):
         return XIELU, activation.positive, activation.negative
-    return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
+    return (
+        None
+        if isinstance(activation, OwnActivation | ClampedSilu)
+        else (ACTIVATIONS[activation], 0.0, 0.0)
+    )
 
 
 def address(x: Array) -> int:

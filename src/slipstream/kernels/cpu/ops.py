@@ -67,7 +67,7 @@ from slipstream.kernels.states import (
     MambaParams,
 )
 from slipstream.kernels.weights import Activations, Linear
-from slipstream.spec.model import Activation, OwnActivation, OwnNorm
+from slipstream.spec.model import Activation, ClampedSilu, OwnActivation, OwnNorm
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
 
 AnyLinear = TypeVar("AnyLinear", NativeLinear, NativeExperts, Linear)
@@ -199,7 +199,7 @@ class NativeOps(CpuOps):
         gated: bool = False,
         inputs: InputFormat | None = None,
     ) -> Activations:
-        if isinstance(activation, OwnActivation):
+        if isinstance(activation, OwnActivation | ClampedSilu):
             return super().activation(x, activation, gated=gated, inputs=inputs)
         assert inputs is None
         size = x.shape[1] // 2 if gated else x.shape[1]
@@ -235,7 +235,7 @@ class NativeOps(CpuOps):
 
         p, gathered = begun(counts, up.form)
         if isinstance(
-            spec.expert.activation, OwnActivation
+            spec.expert.activation, OwnActivation | ClampedSilu
         ):  # torch computes it, between two programs with the same choice
             wide = torch.empty(len(x) * k, up.rows)
             add_expert_linear(p, gathered, p.bound(wide), up)

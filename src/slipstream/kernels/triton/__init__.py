@@ -149,7 +149,7 @@ class TritonOps(OpSet):
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if not isinstance(table, BlockLinear):
             return table
-        made = tied if isinstance(tied, CodedLinear) else self.pack_weight(table)
+        made = tied if isinstance(tied, CodedLinear | JoinedLinear) else gguf.pack(table)
         return gguf.expand(made) if isinstance(made, JoinedLinear) else made
 
     def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
@@ -158,11 +158,10 @@ class TritonOps(OpSet):
         return super().place_of(table)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        parts = (
-            w.parts if isinstance(w, JoinedLinear) else [w] if isinstance(w, CodedLinear) else []
-        )
-        own = [(part.type, super(TritonOps, self).forms_of(part)[0][1]) for part in parts]
-        return own or super().forms_of(w)
+        if isinstance(w, JoinedLinear):  # its parts are products of their own here
+            return [] if w.dense is None else [("dense copies", w.dense.nbytes)]
+        found = super().forms_of(w)
+        return [(w.type, found[0][1])] if isinstance(w, CodedLinear) else found
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
         if isinstance(table, CodedLinear):

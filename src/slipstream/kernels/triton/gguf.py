@@ -6,8 +6,8 @@ A weight keeps the bits that its file has, laid out so that a load serves all la
 | tokens | product |
 | --- | --- |
 | up to 32 | codes times inputs, one sum for each group, which is then scaled: no weight is rounded |
-| up to EXPAND_TOKENS | values rounded to the model's type, times inputs |
-| more | the values are expanded to a dense weight, which cuBLAS multiplies |
+| up to EXPAND_TOKENS, or DENSE_TOKENS if there is a dense copy | values rounded to the model's type, times inputs |
+| more | cuBLAS's, of the dense copy or of the values expanded now |
 
 A product's floor is the reading of `CodeForm.bytes_of_256` bytes for 256 weights. A row of weights
 in several types (Q4_K_M has some layers' values in Q6_K) is one product for each type.
@@ -45,7 +45,9 @@ for each token."""
 EXPAND_TOKENS = 512
 """Largest number of tokens at which codes are expanded in registers. A dense weight is written and
 read once more, so it pays only for many tokens."""
-THRESHOLDS = Thresholds(tokens=(8, 16, SCALED_TOKENS, 64, 128, EXPAND_TOKENS))
+DENSE_TOKENS = 64
+"""Largest number of tokens at which a weight is faster than its dense copy, if it has one."""
+THRESHOLDS = Thresholds(tokens=(8, 16, SCALED_TOKENS, DENSE_TOKENS, 128, EXPAND_TOKENS))
 
 SLAB = 8
 """Rows whose words are stored together."""
@@ -442,13 +444,14 @@ _BF16 = tl.constexpr((tl.bfloat16,) * 8)
 
 @triton.jit
 def _sum_units(
-    acc, x_at, live, w_at, h_at, f_at, d_at, begin, end, K, NP,
+    acc, ahead, x_at, live, w_at, h_at, f_at, d_at, begin, end, K, NP,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
     EVEN: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
     PRECISION: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] plus the units `begin` … `end` of W · xᵀ. Addresses are those of a row's
-    start: x_at [GROUP, BLOCK_M], w_at and h_at [BLOCK_N, GROUP], f_at and d_at [BLOCK_N]. SCALED:
+    start: x_at [GROUP, BLOCK_M], w_at and h_at [BLOCK_N, GROUP], f_at and d_at [BLOCK_N]. `ahead`: the
+    factors of the first unit. SCALED:
     sums are scaled, not weights. EVEN: rows are whole units."""
     UNIT: tl.constexpr = 8 * GROUP
     IN_REGISTERS: tl.constexpr = ASM != ""
@@ -456,7 +459,6 @@ def _sum_units(
     EXCESS: tl.constexpr = 128.0 if IN_REGISTERS and BOOK == "linear" and MINS and SCALED else 0.0
     ks = tl.arange(0, GROUP)
     ones = tl.full((acc.shape[0], GROUP), 1.0, tl.float32).to(kind)
-    ahead = _factors(f_at, d_at, begin, NP, GROUP, SCALES, MINS)
     for unit in range(begin, end):
         words = ahead  # loaded while the unit before was multiplied
         ahead = _factors(f_at, d_at, tl.minimum(unit + 1, end - 1), NP, GROUP, SCALES, MINS)
@@ -530,11 +532,12 @@ def _linear_kernel(
     each = tl.cdiv(units, SPLITS)
     begin = tl.minimum(pid_k * each, units - 1)
     end = tl.minimum(pid_k * each + each, units)
+    ahead = _factors(f_ptr + n, d_ptr + n, begin, NP, GROUP, SCALES, MINS)
     if PDL:
         pdl_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = _sum_units(
-        acc, x_at, live, w_at, h_at, f_ptr + n, d_ptr + n, begin, end, K, NP,
+        acc, ahead, x_at, live, w_at, h_at, f_ptr + n, d_ptr + n, begin, end, K, NP,
         BITS, GROUP, ZERO, BOOK, SCALES, MINS, EVEN, SCALED, ASM, REGISTERS, PRECISION, kind,
     )  # fmt: skip
     is_last = True
@@ -574,7 +577,7 @@ def linear(
 ) -> Tensor:
     """x [T, K] → [T, out]. `tile`: (BLOCK_M, BLOCK_N, SPLITS, warps, stages)."""
     x = x.contiguous()
-    if tile is None and len(x) > (EXPAND_TOKENS if w.dense is None else SCALED_TOKENS):
+    if tile is None and len(x) > (EXPAND_TOKENS if w.dense is None else DENSE_TOKENS):
         return F.linear(x, expand(w) if w.dense is None else w.dense, _bias(w))
     parts = w.parts if isinstance(w, JoinedLinear) else (w,)
     y = torch.empty(len(x), w.out_features, dtype=x.dtype, device=x.device)
@@ -744,8 +747,9 @@ def _experts_kernel(
         w_at, h_at = _weight_rows(n, w_ptr, h_ptr, units, BITS, GROUP)
         x_at = x_ptr + source[None, :] * K + tl.arange(0, GROUP)[:, None]
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        ahead = _factors(f_ptr + n, d_ptr + n, 0, NP, GROUP, SCALES, MINS)
         acc = _sum_units(
-            acc, x_at, live[None, :], w_at, h_at, f_ptr + n, d_ptr + n, 0, units, K, NP,
+            acc, ahead, x_at, live[None, :], w_at, h_at, f_ptr + n, d_ptr + n, 0, units, K, NP,
             BITS, GROUP, ZERO, BOOK, SCALES, MINS, EVEN, SCALED, ASM, REGISTERS, PRECISION, kind,
         )  # fmt: skip
         if HAS_BIAS:

@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights import BlockLinear, Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition
 from slipstream.model.load.cache_scales import CacheScales
@@ -287,7 +287,11 @@ class _Load:
             return found
         file = self._blocks().linears()
         drawn: Mapping[str, Linear] = Pulled(
-            {name: partial(random_blocks, w, seed_of(name, self.seed)) for name, w in file.items()}
+            {
+                name: partial(random_blocks, w, seed_of(name, self.seed))
+                for name, w in file.items()
+                if isinstance(w, BlockLinear)
+            }
         )
         if self.part is not None:
             drawn = split_blocks(drawn, self.part)

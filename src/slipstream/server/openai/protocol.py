@@ -459,13 +459,34 @@ class ClassifyRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
 
 
 class PoolingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """POST /pooling and /v1/pooling: vLLM's format. A text's vector, or a classifier's or reward model's scores as they are"""
+    """POST /pooling and /v1/pooling: vLLM's format. A text's vector, those of its tokens, or a classifier's or reward model's
+    scores as they are"""
 
     input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
+    task: str | None = None  # vLLM's names: embed, classify, score, token_embed, token_classify
+    # Whether the texts of a model of late interaction are queries or documents. Without it they are as they are.
+    input_type: Literal["query", "document"] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         return one_kind(self.input, "input")
+
+
+class SparseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /embed_sparse: TEI's format"""
+
+    inputs: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    truncate: bool = False
+    prompt_name: None = None
+    truncation_direction: Literal["right", "Right"] = "right"
+    model: str | None = None
+    priority: Int | None = None
+    cache_salt: Text | None = None
+    user: str | None = None
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None:
+        return -1 if self.truncate else None
 
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -689,6 +710,7 @@ register(
     ScoreRequest,
     ClassifyRequest,
     PoolingRequest,
+    SparseRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     TokenizeRequest,

@@ -29,10 +29,12 @@ from slipstream.spec.families import (
     llama4,
     minimax,
     mistral3,
+    mixtures,
     nemotron,
     olmo,
     qwen,
     sparse,
+    step,
 )
 from slipstream.spec.families.base import Family
 from slipstream.spec.families.classic import (
@@ -79,8 +81,20 @@ MODULES = (
         gemma4,
     ),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
-    *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
-    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, t5, whisper),
+    *(
+        minimax,
+        mistral3,
+        mixtures,
+        modernbert,
+        mpt,
+        nemotron,
+        nemotron_h,
+        neox,
+        nomic,
+        olmo,
+        olmo_hybrid,
+    ),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -31,8 +31,11 @@ class EagerTexts:
         self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
         self.device = device
 
+    def covers(self, plan: TextsPlan) -> bool:
+        return True
+
     def run(self, plan: TextsPlan) -> Tensor:
-        """Vectors [S, …] of a step, valid until the next step."""
+        """Vectors [S, …] of a step, or [T, …], valid until the next step."""
         token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
         hidden = self.forwards.hidden(token_ids, self.kv, meta)
-        return self.forwards.vectors(self.how, hidden, meta.query_start_loc)
+        return self.forwards.vectors(self.how, hidden, meta.query_start_loc, plan.task)

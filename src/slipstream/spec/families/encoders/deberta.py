@@ -11,6 +11,7 @@ from slipstream.spec.families.builders import (
     layer_norm,
     model,
     num_labels,
+    num_token_labels,
     plain,
 )
 from slipstream.spec.families.encoders.bert import BERT, UNREAD
@@ -97,6 +98,8 @@ def _distances(c: ConfigReader, terms: set[str], longest: int, norm: NormSpec) -
 def _classifier(c: ConfigReader, hidden: int) -> ClassifierSpec | None:
     act = activation(c, "pooler_hidden_act", "gelu")
     c.require("pooler_hidden_size", hidden)
+    if (of_tokens := num_token_labels(c)) is not None:
+        return ClassifierSpec(num_labels=of_tokens, activation=None, pooling="tokens")
     if (labels := num_labels(c)) is None:
         return None
     if act not in ("gelu", "tanh", "relu"):
