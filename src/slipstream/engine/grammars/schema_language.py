@@ -236,7 +236,7 @@ def _with(begun: _Begun, slot: SchemaPlace, count: int) -> _Begun:
 
 
 def having(places: frozenset[SchemaPlace], byte: int) -> tuple[SchemaPlace, ...]:
-    """What stands after the places that have a byte."""
+    """Places right after those that have a byte."""
     found = [place.after for place in places if place.part.bits >> byte & 1]
     return tuple([place for place in found if place is not None])
 
