@@ -269,11 +269,9 @@ def test_a_gguf_file_rounded_keeps_its_head_as_stored(tmp_path):
     second = load(path, tmp_path / "kept", dtype=torch.bfloat16)
     assert {f.name for f in first.forms} == {"int8", "Q8_0"}
     table = first.decoder.layers[0].attention.heads.cos_sin
-    assert first.weights_bytes - table.nbytes == first.description.bytes_on_cpu(2, SCHEMES["int8"])
+    assert first.weights_bytes - table.nbytes == first.description.gguf_bytes(2, SCHEMES["int8"])
     head = load(path, None, "int8-head", dtype=torch.bfloat16)
-    assert head.weights_bytes - table.nbytes == head.description.bytes_on_cpu(
-        2, SCHEMES["int8-head"]
-    )
+    assert head.weights_bytes - table.nbytes == head.description.gguf_bytes(2, SCHEMES["int8-head"])
     assert second.forms == first.forms
     assert torch.equal(logits(first), logits(second))
     (file,) = (tmp_path / "kept").iterdir()

@@ -30,6 +30,7 @@ from slipstream.spec.model import (
     GatedDeltaSpec,
     IndexSpec,
     LatentAttentionSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     MoESpec,
@@ -38,7 +39,7 @@ from slipstream.spec.model import (
 )
 from slipstream.spec.mtp import read_mtp
 from slipstream.spec.parallel import uneven_parts
-from slipstream.spec.scheme import CPU_BLOCK_BYTES
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
@@ -266,10 +267,16 @@ def describe_host_experts(config: EngineConfig, description: ModelDescription) -
 
 
 def stored_as(description: ModelDescription) -> str:
-    """A GGUF file's types, and which of them a CPU uses without expanding them."""
-    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
+    """A GGUF file's types, which of them a CPU and a GPU use without expanding them, and which are
+    rounded once more."""
+    stored = [t.name for t in description.stored]
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
-    return types + (f"; on a CPU {kept} used as is" if kept else "")
+    for where, held in (("CPU", CPU_BLOCK_BYTES), ("GPU", GPU_BLOCK_BYTES)):
+        if kept := ", ".join(name for name in stored if name in held):
+            types += f"; on a {where} {kept} used as is"
+        lost = ", ".join(name for name in stored if name in GPU_BLOCK_BYTES and name not in held)
+        types += f"; on a {where} {lost} rounded to the engine's type" if lost else ""
+    return types
 
 
 def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
@@ -292,14 +299,22 @@ def describe_vectors(description: ModelDescription) -> str:
     """Output of an encoder for a text, in words."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
-        of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[
-            classifier.pooling
-        ]
+        of = {
+            "cls": "the first token",
+            "mean": "the tokens' mean",
+            "last": "the last token",
+            "tokens": "each token",
+        }[classifier.pooling]
         return f"{classifier.num_labels} scores of {of}"
+    if (late := how.late) is not None:
+        size = how.token_size(description.spec.hidden_size)
+        trained = " (trained with query expansion, which is left out)" * late.expands
+        return f"{size:,} numbers for each token, length 1, compared by MaxSim{trained}"
     size, steps = how.vector_size(description.spec.hidden_size), len(how.dense)
     dense = f", {steps} Dense" if steps else ""
+    more = ", weights of tokens" if how.lexical is not None else ""
     return f"{size:,} numbers, {how.kind} of the tokens{dense}" + (
-        ", length 1" if how.normalize else ""
+        f", length 1{more}" if how.normalize else more
     )
 
 
@@ -309,6 +324,8 @@ def describe_recurrent(r: RecurrentSpec) -> str:
         case GatedDeltaSpec():
             of = "channel" if r.decay == "channel" else "head"
             return f"gated delta rule, {r.num_heads} heads of {r.key_dim} × {r.value_dim}, decay by {of}"
+        case LightningSpec():
+            return f"lightning attention, {r.num_heads} heads of {r.key_dim} × {r.value_dim}"
         case Mamba2Spec():
             return f"Mamba-2, {r.num_heads} heads of {r.key_dim} × {r.value_dim}"
         case MambaSpec():

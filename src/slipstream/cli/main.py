@@ -29,6 +29,7 @@ VERBS = {  # verb → (its file, its line of the help)
     "run": ("run", "answer a prompt"),
     "chat": ("chat", "talk with a model"),
     "embed": ("embed", "texts as vectors"),
+    "transcribe": ("transcribe", "what is said in sounds, or subtitles of it"),
     "rerank": ("rerank", "documents in the order of how well they answer a query"),
     "serve": ("serve", "serve a model over OpenAI's HTTP API"),
     "launch": ("launch", "start a coding agent on a server of yours"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 FIRST_WORD = (
     *("build", "chat", "check-model", "compress", "embed", "eval", "info", "optimize", "plan"),
-    *("pull", "rerank", "serve", "show", "tune"),
+    *("pull", "rerank", "serve", "show", "transcribe", "tune"),
 )
 """Verbs whose first word is a model."""
 

@@ -20,20 +20,22 @@ from slipstream.config.forms import (
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import native_products, parallel_section
 from slipstream.config.scheduling import scheduling_section
-from slipstream.config.settings import (
-    DTYPE_BYTES,
-    GPU_MEMORY_SHARE,
+from slipstream.config.sections import (
     STATES_TO_FIT,
     CacheConfig,
     DeviceConfig,
-    DeviceInfo,
-    DType,
-    EngineArgs,
     EngineConfig,
     ImageSettings,
     LoRASettings,
     ModelConfig,
     Origin,
+)
+from slipstream.config.settings import (
+    DTYPE_BYTES,
+    GPU_MEMORY_SHARE,
+    DeviceInfo,
+    DType,
+    EngineArgs,
     num_ranks,
     one_of,
 )
@@ -42,7 +44,8 @@ from slipstream.errors import ConfigError
 from slipstream.spec.cache import attention_depth, state_interval
 from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.native_formats import is_product
+from slipstream.spec.scheme import GPU_BLOCK_BYTES, NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -509,6 +512,9 @@ def _parameters_of_4_bits(
             if fmt.product == "int4" and ".experts." not in name
         )
     scheme = None if quantization is None else SCHEMES[quantization]
+    if scheme is None and model.gguf_type in GPU_BLOCK_BYTES:
+        own = (n for n in model.shapes if is_product(n) and ".experts." not in n)
+        return sum(math.prod(model.shapes[name]) for name in own)
     if scheme is None or scheme.inputs is not None or scheme.experts_only:
         return 0
     spec = model.spec

@@ -251,11 +251,12 @@ def all_weights_bytes(
     spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
     held = description.native_formats(native_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
-    own_types = (
-        description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme)
-        if by_cpu_kernels(config)
-        else None
-    )
+    own_types = None
+    if by_cpu_kernels(config) or (
+        info.is_cuda and not isinstance(config.model.offload, HostExperts)
+    ):
+        size = DTYPE_BYTES[config.model.dtype]
+        own_types = description.gguf_bytes(size, scheme, on_cpu=not info.is_cuda)
     if own_types is not None and not held:
         return own_types // num_ranks
     weights = sum(bytes_by_part(config, description, shard).values())

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.layouts import MLAParams
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights import JoinedLinear, Linear
 from slipstream.model.layer_stream import with_parts
 from slipstream.model.layers import Layer
 from slipstream.platform import Event, Platform
@@ -50,6 +50,9 @@ def with_tensors(layer: Layer, change: Callable[[Tensor], Tensor]) -> Layer:
     """
 
     def changed(w: Linear | MLAParams) -> Linear | MLAParams:
+        if isinstance(w, JoinedLinear):
+            parts: Any = tuple(changed(part) for part in w.parts)
+            return JoinedLinear(weight=parts[0].weight, parts=parts)
         own = {f.name: getattr(w, f.name) for f in dataclasses.fields(w)}
         new: dict[str, Any] = {
             n: change(x) for n, x in own.items() if isinstance(x, Tensor) and n != "cos_sin"

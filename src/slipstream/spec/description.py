@@ -31,7 +31,14 @@ from slipstream.spec.gguf_parts import model_files
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Placement, Shape, parameters
-from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
+from slipstream.spec.pooling import (
+    CONFIG_KEYS,
+    LAST_TOKEN,
+    PoolingSpec,
+    gguf_dense,
+    gguf_pooling,
+    read_pooling,
+)
 from slipstream.spec.quantization_config import (
     COLUMNS_NAME,
     StoredQuantization,
@@ -39,7 +46,7 @@ from slipstream.spec.quantization_config import (
     with_columns,
 )
 from slipstream.spec.safetensors import find_tensor, same_numbers, tensor_names, weight_files
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
 from slipstream.spec.vision import ImageProcessing
 
 
@@ -92,6 +99,13 @@ class ModelDescription:
         return dataclasses.replace(
             self, spec=dataclasses.replace(self.spec, vision=None), images=None
         )
+
+    @property
+    def text_task(self) -> Literal["embed", "token_embed"]:
+        """The model's own task: one vector or a classifier's scores of a text, or a row for each token."""
+        classifier = self.spec.classifier
+        of_tokens = classifier is not None and classifier.pooling == "tokens"
+        return "token_embed" if of_tokens or self.pooling.kind == "tokens" else "embed"
 
     @property
     def scheme(self) -> str | None:
@@ -164,15 +178,18 @@ class ModelDescription:
                 )
         return {target: columns for target, columns in found.items() if columns}
 
-    def bytes_on_cpu(self, dtype_bytes: int, scheme: Scheme | None = None) -> int | None:
-        """Bytes of a GGUF file's weights on a CPU; None for other checkpoints.
+    def gguf_bytes(
+        self, dtype_bytes: int, scheme: Scheme | None = None, *, on_cpu: bool = True
+    ) -> int | None:
+        """Bytes of a GGUF file's weights on a CPU or a GPU; None for other checkpoints.
 
-        Weights that `scheme` rounds take its bytes. Others stay in the file's types where the CPU
+        Weights that `scheme` rounds take its bytes. Others stay in the file's types where it
         has kernels for them.
         """
         if self.gguf is None or self.family.gguf is None:
             return None
-        names, held, total = self.family.gguf.names(self.spec), CPU_BLOCK_BYTES, 0
+        held = CPU_BLOCK_BYTES if on_cpu else GPU_BLOCK_BYTES
+        names, total = self.family.gguf.names(self.spec), 0
         for name, tensor in self.gguf.tensors.items():
             *outer, inner = tensor.shape
             num_values, target = (
@@ -180,7 +197,7 @@ class ModelDescription:
                 names[name].target if name in names else "",
             )
             if scheme is not None and rounds(scheme, target):
-                total += scheme.weight_bytes(math.prod(outer), inner, on_cpu=True)
+                total += scheme.weight_bytes(math.prod(outer), inner, on_cpu=on_cpu)
             elif tensor.type in held and not (
                 scheme is not None and scheme.head and target == "embed.weight"
             ):
@@ -191,7 +208,7 @@ class ModelDescription:
             scheme is not None and scheme.head and self.spec.tied_embeddings
             # The rounded head is a copy of the table.
         ):
-            total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=True)
+            total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=on_cpu)
         return total
 
 
@@ -557,8 +574,12 @@ def _read_gguf(path: Path) -> ModelDescription:
             iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)),
             None,
         ),
-        pooling=gguf_pooling(
-            meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder
+        pooling=dataclasses.replace(
+            gguf_pooling(
+                meta.get(f"{meta.get('general.architecture')}.pooling_type"),
+                is_encoder=spec.is_encoder,
+            ),
+            dense=gguf_dense(file.path, {name: tuple(t.shape) for name, t in file.tensors.items()}),
         ),
         stored=_stored(file),
         gguf=file,

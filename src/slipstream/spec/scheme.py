@@ -225,3 +225,22 @@ CPU_BLOCK_BYTES = {
 They are the file's, except for Q3_K, Q4_K and Q5_K, whose 6-bit scales are widened to bytes. Other
 types are dequantised to the model's type.
 """
+
+GPU_BLOCK_BYTES = {
+    **dict.fromkeys(("Q4_0", "IQ4_NL"), 144),
+    **dict.fromkeys(("IQ4_XS", "IQ3_XXS", "IQ3_S"), 140),
+    **dict.fromkeys(("Q3_K", "IQ2_XS", "IQ2_S", "IQ1_M"), 116),
+    **dict.fromkeys(("IQ2_XXS", "IQ1_S"), 108),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), 76),
+    **dict.fromkeys(("Q4_1", "NVFP4"), 160),
+    "MXFP4": 136,
+    "Q4_K": 148,
+    "Q5_0": 176,
+    "Q5_1": 192,
+    "Q5_K": 180,
+    "Q6_K": 212,
+    "Q8_0": 272,
+    "Q2_K": 84,
+}
+"""Bytes of 256 numbers in the GGUF types that a GPU's kernels compute with
+(`kernels.gguf_codes.FORMS`). The points of IQ's lattices are written out in 3 or 4 bits a number."""

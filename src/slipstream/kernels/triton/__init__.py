@@ -20,6 +20,7 @@ from slipstream.kernels.metadata import (
 )
 from slipstream.kernels.ops import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     LayerTensors,
     MLAParams,
@@ -33,6 +34,7 @@ from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import (
     drawing,
     fp8_block,
+    gguf,
     int4_groupwise,
     linear,
     lora,
@@ -47,6 +49,7 @@ from slipstream.kernels.triton import (
 )
 from slipstream.kernels.triton.attention import (
     bidirectional,
+    disentangled,
     mla,
     mla_prefill,
     paged,
@@ -59,7 +62,10 @@ from slipstream.kernels.triton.experts import moe, mxfp4
 from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights import (
     Activations,
+    BlockLinear,
+    CodedLinear,
     GroupedLinear,
+    JoinedLinear,
     Linear,
     Pair,
     ScaledLinear,
@@ -73,7 +79,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 DECLARING = (
-    fp8_block, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
+    fp8_block, gguf, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
 )  # fmt: skip
 """Kernel files with choices by the size of a step."""
 
@@ -89,6 +95,7 @@ class TritonOps(OpSet):
     name = "triton"
     takes_rows = True
     rounded = NATIVE_PRODUCTS["triton"]
+    block_types = gguf.BLOCK_TYPES
     thresholds = Thresholds.union(module.THRESHOLDS for module in DECLARING)
     output_multiple = 16  # alignment of cuBLAS, which multiplies many tokens
 
@@ -139,7 +146,27 @@ class TritonOps(OpSet):
         other._scratch = self._scratch
         return other
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
+        if not isinstance(table, BlockLinear):
+            return table
+        made = tied if isinstance(tied, CodedLinear | JoinedLinear) else gguf.pack(table)
+        return gguf.expand(made) if isinstance(made, JoinedLinear) else made
+
+    def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
+        if isinstance(table, BlockLinear):
+            return torch.device(table.device), table.weight.dtype
+        return super().place_of(table)
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        if isinstance(w, JoinedLinear):  # its parts are products of their own here
+            return [] if w.dense is None else [("dense copies", w.dense.nbytes)]
+        found = super().forms_of(w)
+        return [(w.type, found[0][1])] if isinstance(w, CodedLinear) else found
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
+        if isinstance(table, CodedLinear):
+            return gguf.embed(token_ids, table, scale)
+        assert isinstance(table, Tensor)
         return (
             rows.embed(token_ids, table, scale)
             if table.is_contiguous()
@@ -159,12 +186,18 @@ class TritonOps(OpSet):
             self._scratch[device] = split_k.ArrivalCounters(device)
 
     def pack_weight(self, w: Linear) -> Linear:
+        if isinstance(w, BlockLinear):
+            made = gguf.pack(w, dense=self.dense_copies)
+            self._prepare(made.weight.device)
+            return made
         self._prepare(w.weight.device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        if isinstance(w, BlockLinear):
+            return gguf.pack_experts(w, num_experts)
         return mxfp4.pack_mxfp4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
 
     def quantize_experts(
@@ -192,6 +225,11 @@ class TritonOps(OpSet):
         if isinstance(w, SplitLinear):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
+        if isinstance(w, CodedLinear | JoinedLinear):
+            assert isinstance(x, Tensor)
+            if self.deterministic:
+                return self._linear(x, gguf.expanded(w))
+            return gguf.linear(x, w, self._scratch[w.weight.device])
         if (
             w.sparse is not None
             and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens
@@ -200,6 +238,8 @@ class TritonOps(OpSet):
         return self._linear(x, w)
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
+        if isinstance(w, CodedLinear | JoinedLinear):
+            return super().linear_added(x, w, added)
         if isinstance(x, Tensor) and w.inputs is not None:
             x = self.quantize(x, w.inputs)  # once, for whichever kernel runs
         y = None
@@ -319,6 +359,13 @@ class TritonOps(OpSet):
         if self.deterministic:
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
+
+    def disentangled_attention(
+        self, qkv: Tensor, meta: AttentionMetadata, params: DisentangledParams
+    ) -> Tensor:
+        if self.deterministic:
+            return super().disentangled_attention(qkv, meta, params)
+        return disentangled.disentangled_attention(qkv, meta, params)
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
