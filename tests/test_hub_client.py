@@ -336,10 +336,10 @@ def test_quants_are_read_from_file_names(file, quant):
 
 
 def test_types_that_are_not_read_are_not_chosen():
-    there = quants({"m-IQ4_XS.gguf": 5, "m-Q4_K_S.gguf": 4, "m-UD-Q4_K_XL.gguf": 6})
+    there = quants({"m-IQ3_M.gguf": 5, "m-Q4_K_S.gguf": 4, "m-UD-Q4_K_XL.gguf": 6})
     assert choose_quant("org/m", there, None, 100).name == "Q4_K_S"
     with pytest.raises(DownloadError, match="not read here"):
-        choose_quant("org/m", quants({"m-IQ2_XXS.gguf": 5}), None, 100)
+        choose_quant("org/m", quants({"m-Q1_0.gguf": 5}), None, 100)
 
 
 def test_table_has_a_size_a_licence_and_a_use_for_each_name():

@@ -27,6 +27,8 @@ MEMORY_SHARE = 0.8
 
 _WIDE = ("F32", "BF16", "F16")
 """Types that are taken only where there is nothing smaller."""
+_LATTICES = ("IQ1", "IQ2", "IQ3")
+"""Types that need another package, and are taken only where there is nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Quant:
         """Whether this program reads the type."""
         types = {t.name for t in TYPES.values()}
         plain = self.name.removeprefix("UD-")
-        return plain.removesuffix("_MOE") in types or plain[:4] in types
+        return plain.removesuffix("_MOE") in types or plain[:4] in {t[:4] for t in types}
 
 
 def quants(sizes: Mapping[str, int]) -> list[Quant]:
@@ -78,6 +80,7 @@ def choose_quant(repo: str, there: list[Quant], wanted: str | None, memory_bytes
             f"{repo} has only GGUF types that are not read here: {listed}", field="model"
         )
     narrow = [q for q in readable if q.name not in _WIDE] or readable
+    narrow = [q for q in narrow if not q.name.startswith(_LATTICES)] or narrow
     # a repository's own quants before its dynamic ones, which mix in types that are not read here
     plain = [q for q in narrow if not q.name.startswith("UD-")] or narrow
     fitting = [q for q in plain if q.num_bytes <= MEMORY_SHARE * memory_bytes]
