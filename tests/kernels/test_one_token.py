@@ -17,7 +17,7 @@ from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps, one_token
-from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
+from slipstream.kernels.triton.float4 import pack_float4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.layers import Partition
 from slipstream.model.load.loader import load_model
@@ -400,7 +400,7 @@ class OnCpuOps(ReferenceOps):
 
     def quantize_experts(self, weight, scheme=None, bias=None, *, num_experts):
         made = super().quantize_experts(weight, scheme, bias, num_experts=num_experts)
-        return pack_mxfp4(made) if scheme is not None and scheme.name == "mxfp4" else made
+        return pack_float4(made) if scheme is not None and scheme.name == "mxfp4" else made
 
     def one_token(self, shape, layers, product, cos_sin, group=None, experts=None):
         assert (

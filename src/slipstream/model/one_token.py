@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.layouts import LayerTensors, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.token_shape import OTHER_RANK, LayerMatch, match_layers
-from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear
+from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason
@@ -98,7 +98,7 @@ def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
     """Returns one of the experts' weights if they have a format that no other product has (MXFP4),
     or else None."""
-    return next((w for w in _experts(layers) if isinstance(w, Mxfp4Linear)), None)
+    return next((w for w in _experts(layers) if isinstance(w, Float4Linear)), None)
 
 
 def _tensors(layer: LayerMatch) -> LayerTensors:
@@ -113,7 +113,7 @@ def _tensors(layer: LayerMatch) -> LayerTensors:
         found[name] = w.weight
         found[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
         found[f"{name}_bias"] = w.bias
-        if isinstance(w, Mxfp4Linear):
+        if isinstance(w, Float4Linear):
             found |= {f"{name}_scales": w.exponents, f"{name}_factor": w.factor}
     return found
 
@@ -131,7 +131,7 @@ def _alike(products: Sequence[Linear]) -> bool:
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
         return type(w), w.weight.dtype
 
-    kinds = Linear, ScaledLinear, GroupedLinear, Mxfp4Linear
+    kinds = Linear, ScaledLinear, GroupedLinear, Float4Linear
     return all(
         type(w) in kinds and form(w) == form(products[0]) and _lies_well(w) for w in products
     )

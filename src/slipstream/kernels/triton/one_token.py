@@ -27,7 +27,7 @@ from slipstream.kernels.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import activation_arguments
-from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear, chunk_of
+from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform
@@ -122,7 +122,7 @@ def refusal(
     if grouped and s.experts is not None:
         return Reason("the one-token kernel has no 4-bit experts")
     if experts is not None and not (
-        isinstance(experts, Mxfp4Linear) and product.weight.dtype == torch.bfloat16
+        isinstance(experts, Float4Linear) and product.weight.dtype == torch.bfloat16
     ):
         return Reason(
             "the one-token kernel has experts that are held as other products are, or MXFP4 beside bfloat16"

@@ -506,7 +506,7 @@ struct Product {
     }
     // Multiply the first `bytes` of a stage of MXFP4: this warp's chunks of 128 inputs, two at a time so that they don't wait for
     // one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and a mask
-    // (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. A quarter is a group:
+    // (`Float4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. A quarter is a group:
     // its sums times its power of two are those of the weight / `factor`, RAISED.
     static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
         const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
