@@ -28,7 +28,8 @@ CHUNK = 128
 """Inputs of a row whose codes are stored together: 64 bytes. The last chunk may be half empty."""
 SLAB = 8
 """Rows whose chunks are stored together."""
-ROWS_AT_ONCE = 4096
+CODES_AT_ONCE = 2**24
+"""Codes that are laid out together. They temporarily take some tens of bytes each."""
 MAX_TOKENS = 512
 """Largest number of tokens whose products expand the codes themselves. For more the weight is
 expanded first, once."""
@@ -49,8 +50,9 @@ def pack_float4(w: GroupedLinear) -> Float4Linear:
     factor = 256.0 if is_nvfp4 else max(1.0, float(w.scales.max()))
     words = torch.empty(rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=device)
     exponents = torch.empty(rows // SLAB, chunks, SLAB * parts, dtype=torch.int32, device=device)
-    for start in range(0, rows, ROWS_AT_ONCE):
-        part = slice(start, min(start + ROWS_AT_ONCE, rows))
+    step = max(1, CODES_AT_ONCE // inner // SLAB) * SLAB
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
         slabs = slice(part.start // SLAB, part.stop // SLAB)
         codes = unpack4(w.weight[part], w.chunk)
         scales = w.scales[:, part].float().T
