@@ -238,6 +238,14 @@ class Float4Linear(Linear):
     def group_size(self) -> int:
         return 256 // self.exponents.shape[2]
 
+    def row_factors(self) -> Tensor:
+        """Returns float32 [rows], what the sums of each row are multiplied by."""
+        import torch
+
+        if (rows := self.row_scales) is None:
+            return torch.full((self.out_features,), self.factor, device=self.weight.device)
+        return self.factor / rows if self.divides else rows * self.factor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:

@@ -96,8 +96,10 @@ def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
 
 
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
-    """Returns one of the experts' weights if they have a format that no other product has (MXFP4),
-    or else None."""
+    """Returns one of the experts' weights if they have a format that no other product has (4-bit
+    floats beside 16 bits), or else None."""
+    if isinstance(layers[0].products["qkv"], Float4Linear):
+        return None
     return next((w for w in _experts(layers) if isinstance(w, Float4Linear)), None)
 
 
@@ -114,7 +116,12 @@ def _tensors(layer: LayerMatch) -> LayerTensors:
         found[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
         found[f"{name}_bias"] = w.bias
         if isinstance(w, Float4Linear):
-            found |= {f"{name}_scales": w.exponents, f"{name}_factor": w.factor}
+            by_row = w.row_scales is not None or isinstance(layer.products["qkv"], Float4Linear)
+            found |= {
+                f"{name}_scales": w.exponents,
+                f"{name}_factor": 1.0 if by_row else w.factor,
+                f"{name}_rows": w.row_factors() if by_row else None,
+            }
     return found
 
 
@@ -129,7 +136,8 @@ def _alike(products: Sequence[Linear]) -> bool:
     def form(w: Linear) -> tuple[object, ...]:
         if isinstance(w, GroupedLinear):
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
-        return type(w), w.weight.dtype
+        size = w.group_size if isinstance(w, Float4Linear) else None
+        return type(w), w.weight.dtype, size
 
     kinds = Linear, ScaledLinear, GroupedLinear, Float4Linear
     return all(
