@@ -148,7 +148,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture
 def by_torch(monkeypatch):
     """Engines of this process run their steps by torch, on a CPU too: for tests that look at tensors."""
-    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    monkeypatch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
 
 
 @pytest.fixture

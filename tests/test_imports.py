@@ -27,8 +27,18 @@ FILES = {
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 ORDER = (
-    *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_params"),
-    *("outputs", "stats", "types", "config", "hub", "costs", "start_messages", "platform"),
+    *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_checks"),
+    *(
+        "sampling_params",
+        "outputs",
+        "stats",
+        "types",
+        "config",
+        "hub",
+        "costs",
+        "start_messages",
+        "platform",
+    ),
     *("kernels", "model", "core", "worker", "engine", "server", "frontend"),
     *("conformance", "bench", "simulate"),
     *("fleet", "evals", "compress", "optimize", "cli", "__main__"),
@@ -58,7 +68,6 @@ HEAVY = {  # third-party package: the parts that may import it
     ),
     "triton": ("platform", "kernels.triton"),
     "transformers": ("bench.adapters.transformers",),
-    "huggingface_hub": ("hub",),
     "datasets": ("evals.text",),
     "pyarrow": ("bench.sweep.results",),
     "optuna": ("optimize.search",),
@@ -74,9 +83,17 @@ HEAVY = {  # third-party package: the parts that may import it
 }
 TORCH_FREE = (
     *(*BASE, "core", "kernels.build", "evals.text", "engine.context", "compress.steps", "cli"),
-    *("kernels.layouts", "kernels.recording", "kernels.cpu.lowering", "kernels.token_shape"),
+    *(
+        "kernels.layouts",
+        "kernels.recording",
+        "kernels.cpu.lowering",
+        "kernels.cpu.program_emitter",
+        "kernels.token_shape",
+    ),
     *(
         "kernels.cpu.native",
+        "kernels.cpu.native_program",
+        "kernels.cpu.packed",
         "kernels.weights",
         "kernels.metadata",
         "kernels.cpu.programs",
@@ -102,6 +119,8 @@ TORCH_FREE = (
     *(
         "worker.executor",
         "worker.local_executor",
+        "worker.start.loading",
+        "worker.start.sizing",
         "worker.forward.forward_paths",
         "worker.host_loading",
         "worker.loaded_runner",
@@ -113,6 +132,7 @@ TORCH_FREE = (
     *(
         "worker.rows",
         "worker.input_batch",
+        "worker.text_inputs",
         "worker.sampling.sampler",
         "worker.in_flight",
         "worker.device",

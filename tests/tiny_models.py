@@ -469,6 +469,78 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(num_kv_shared_layers=2, laurel_rank=8, initializer_range=0.2),
         **dict(activation_sparsity_pattern=[0.6, 0.6, 0.0, 0.0, 0.0, 0.0]),
     },
+    "cwm": {**_LLAMA, "model_type": "cwm", "num_hidden_layers": 3, "sliding_window": 7},
+    "iquestcoder": {**_LLAMA, "model_type": "iquestcoder", "head_dim": 16},
+    "exaone": {**_LLAMA, "model_type": "exaone"},
+    "jais2": {**_LLAMA, "model_type": "jais2"},
+    "hyperclovax": {
+        **_LLAMA,
+        **dict(model_type="hyperclovax", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(embedding_multiplier=3.0, logits_scaling=0.25),
+    },
+    "granite_swa": {
+        **_LLAMA,
+        **dict(model_type="granite_swa", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(num_hidden_layers=3, sliding_window=7, layer_rope_theta=[1e4, 0, 500.0]),
+    },
+    "granitemoe_swa": {
+        **_LLAMA,
+        **dict(model_type="granitemoe_swa", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(num_local_experts=6, shared_intermediate_size=48, sliding_window=7),
+    },
+    "sarvam_moe": {
+        **_LLAMA,
+        **dict(model_type="sarvam_moe", head_dim=16, n_routed_experts=8, num_experts_per_tok=3),
+        **dict(moe_intermediate_size=32, n_shared_experts=1, initializer_range=0.2),
+    },
+    "sarvam_mla": {**_LATENT, "model_type": "sarvam_mla", "q_lora_rank": None},
+    "axk1": {**_LATENT, **dict(model_type="axk1", n_group=4, topk_group=2)},
+    "afmoe": {
+        **_LLAMA,
+        **_EXPERTS,
+        **dict(model_type="afmoe", num_hidden_layers=3, head_dim=16, sliding_window=7),
+        **dict(moe_intermediate_size=32, global_attn_every_n_layers=3, mup_enabled=True),
+        **dict(initializer_range=0.2, route_scale=1.5),
+    },
+    "hy_v3": {
+        **_LLAMA,
+        **_EXPERTS,
+        **dict(model_type="hy_v3", head_dim=16, initializer_range=0.2),
+    },
+    "mellum": {
+        **_LLAMA,
+        **_EXPERTS,
+        **dict(model_type="mellum", head_dim=16, rope_theta=None, sliding_window=7),
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "flint": {
+        **_LLAMA,
+        **_EXPERTS,
+        **dict(model_type="flint", num_hidden_layers=4, head_dim=16, sliding_window=7),
+        **dict(shared_expert_intermediate_size=48, initializer_range=0.2),
+    },
+    "mimo_v2_flash": {
+        **{k: v for k, v in _LLAMA.items() if k != "rope_theta"},
+        **dict(model_type="mimo_v2_flash", num_hidden_layers=3, head_dim=24, v_head_dim=16),
+        **dict(sliding_window=7, n_routed_experts=6, num_experts_per_tok=2, initializer_range=0.2),
+        **dict(moe_intermediate_size=32, num_key_value_heads=1, attention_value_scale=0.6),
+    },
+    "openai_gpt": {**_GPT, "model_type": "openai-gpt"},
+    "minimax": {
+        **_LLAMA,
+        **dict(model_type="minimax", num_hidden_layers=3, head_dim=16, num_local_experts=4),
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{f"{x}_alpha_factor": 3.5 for x in ("full_attn", "linear_attn", "mlp")},
+        **dict(block_size=16, initializer_range=0.2),
+    },
+}
+FAMILIES["gemma4_unified_text"] = {
+    **{
+        k: v
+        for k, v in FAMILIES["gemma4_text"].items()
+        if "per_layer" not in k and "shared" not in k
+    },
+    **dict(model_type="gemma4_unified_text", use_double_wide_mlp=None),
 }
 GEMMA4_MOE = {
     **dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True),
@@ -481,7 +553,7 @@ GEMMA4_MOE = {
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
     *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
-    *("mamba", "falcon_mamba", "mamba2"),
+    *("mamba", "falcon_mamba", "mamba2", "minimax"),
 )
 """Families with recurrent layers, which can't be trained or compressed yet."""
 
@@ -511,7 +583,8 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            assert parameter.abs().sum() > 0, name
+            if not parameter.any():  # AFMoE's routers
+                parameter.normal_(0.0, 0.3)
             if family.startswith(("gemma4", "gemma3n")) and name.endswith("q_norm.weight"):
                 parameter.mul_(0.3)  # else its scores, which are not scaled, would be one-hot
         shake_buffers(model)
@@ -710,6 +783,25 @@ ENCODERS |= {
     "mpnet": {**_BERT, "model_type": "mpnet", "pad_token_id": 1},
     "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},
     "electra-small": {**_BERT, "model_type": "electra", "embedding_size": 16},
+    "deberta-v3": {
+        **_BERT,
+        "model_type": "deberta-v2",
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
+    "deberta-v2": {
+        **_BERT,
+        "model_type": "deberta-v2",
+        "relative_attention": True,
+        "max_relative_positions": 40,
+        "pos_att_type": ["c2p", "p2c"],
+        "type_vocab_size": 2,
+    },
     "gemma3-encoder": {**FAMILIES["gemma3_text"], "use_bidirectional_attention": True},
     "t5-encoder": {**_T5, "model_type": "t5"},
     "umt5-encoder": {**_T5, "model_type": "umt5", "feed_forward_proj": "gated-gelu"},

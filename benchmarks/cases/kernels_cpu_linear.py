@@ -26,8 +26,10 @@ import torch
 
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import Arena, NativeLinear, Program
+from slipstream.kernels.cpu.native import Arena
+from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import add_linear
 from slipstream.kernels.weights import ScaledLinear
 

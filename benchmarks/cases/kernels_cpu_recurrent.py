@@ -22,7 +22,9 @@ import torch
 
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu import native, recurrent
-from slipstream.kernels.cpu.native import CEILINGS, Program, StepInputs, ThreadPool
+from slipstream.kernels.cpu.native import CEILINGS, StepInputs, ThreadPool
+from slipstream.kernels.cpu.native_interface import LayerPointers
+from slipstream.kernels.cpu.native_program import Program, point_at
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -198,9 +200,9 @@ def measure(
         )
         for _ in range(layers)
     ]
-    pointers = (native.LayerPointers * layers)()
+    pointers = (LayerPointers * layers)()
     for pointer, state in zip(pointers, states, strict=True):
-        native.point_at(pointer, state)
+        point_at(pointer, state)
     widths, add = op_of(spec)
     p, num_tokens = Program(pool), num_seqs * each
     rows = [torch.randn(num_tokens, width) for width in widths]

@@ -35,7 +35,7 @@ from common import HERE, median, with_source
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.core_client import CoreLink, CoreSource
-from slipstream.engine.core_process import Add, Outputs, ToParent
+from slipstream.engine.core_messages import Add, Outputs, ToParent
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor, load_tokenizer
 from slipstream.hub import machine_folder, resolve_model

@@ -43,7 +43,7 @@ from typing import Any
 import common
 
 from slipstream import LLM, SamplingParams
-from slipstream.compress.teacher import read_questions
+from slipstream.compress.training.teacher import read_questions
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
 

@@ -6,54 +6,25 @@ Values are checked when an object is made; RequestError names a wrong field.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slipstream.arguments import suggesting_init
 from slipstream.errors import RequestError
+from slipstream.sampling_checks import MAX_CHOICES as MAX_CHOICES
+from slipstream.sampling_checks import MAX_LOGPROBS as MAX_LOGPROBS
+from slipstream.sampling_checks import (
+    MAX_PENALTY,
+    SEQUENCE_BREAKERS,
+    biases_of,
+    check_params,
+    check_samplers,
+    is_finite,
+    is_flag,
+    items_of,
+)
+from slipstream.sampling_checks import SAMPLERS as SAMPLERS
 from slipstream.spec.speech_rules import SpeechRules as SpeechRules
-
-MAX_LOGPROBS = 20
-"""Most alternatives that a request may ask for at each token (OpenAI's limit for chat)."""
-
-MAX_CHOICES = 128
-"""The largest `n` (OpenAI's limit)."""
-
-SAMPLERS = (
-    *(
-        "penalties",
-        "dry",
-        "no_repeat_ngram",
-        "temperature",
-        "top_n_sigma",
-        "min_p",
-        "top_k",
-        "typ_p",
-        "top_p",
-        "xtc",
-    ),
-)
-"""Samplers by llama.cpp's names, in our order. `no_repeat_ngram` is ours."""
-
-TRUNCATING = ("top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc")
-"""Samplers that drop tokens; mirostat replaces them."""
-
-SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
-"""Default of llama.cpp's DRY."""
-
-
-FLAGS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "detokenize",
-    "spaces_between_special_tokens",
-)
-
-MAX_PENALTY = 10
-"""Largest length penalty: even a million to this power is a finite number."""
 
 
 @suggesting_init
@@ -112,7 +83,7 @@ class StructuredOutputsParams:
             )
             raise RequestError(message, field="structured_outputs")
         for name in ("json_object", "disable_any_whitespace"):
-            if not _flag(getattr(self, name)):
+            if not is_flag(getattr(self, name)):
                 raise refuse(f"{name} must be True or False, got {getattr(self, name)!r}", name)
         if given[0] not in ("json", "json_object"):
             for name in ("disable_any_whitespace", "whitespace_pattern"):
@@ -241,30 +212,34 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(
-            self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids or ())
+            self, "stop_token_ids", items_of("stop_token_ids", self.stop_token_ids or ())
         )
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         if self.thinking_token_budget == -1:
             object.__setattr__(self, "thinking_token_budget", None)
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias or {}))
+        object.__setattr__(self, "logit_bias", biases_of(self.logit_bias or {}))
         for name in ("bad_words", "bad_words_token_ids"):
-            object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
-        words = tuple(_items("bad_words_token_ids", word) for word in self.bad_words_token_ids)
+            object.__setattr__(self, name, items_of(name, getattr(self, name) or ()))
+        words = tuple(items_of("bad_words_token_ids", word) for word in self.bad_words_token_ids)
         object.__setattr__(self, "bad_words_token_ids", words)
         if self.allowed_token_ids is not None:
             object.__setattr__(
-                self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids)
+                self, "allowed_token_ids", items_of("allowed_token_ids", self.allowed_token_ids)
             )
         for name in ("dry_sequence_breakers", "dry_breaker_token_ids", "logits_processors"):
-            object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
+            object.__setattr__(self, name, items_of(name, getattr(self, name) or ()))
         if self.samplers is not None:
             names = (
                 "typ_p" if name == "typical_p" else name
-                for name in _items("samplers", self.samplers)
+                for name in items_of("samplers", self.samplers)
             )
             object.__setattr__(self, "samplers", tuple(names))
-        self._check()
-        self._check_samplers()
+        check_params(self)
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            message = f"structured_outputs must be a StructuredOutputsParams, got {form!r}"
+            raise RequestError(message, field="structured_outputs")
+        check_samplers(self)
         object.__setattr__(self, "best_of", None if self.best_of == self.n else self.best_of)
 
     @property
@@ -320,206 +295,6 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
-    def _require(self, ok: bool, name: str, need: str) -> None:
-        if not ok:
-            raise RequestError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
-
-    def _check(self) -> None:
-        require = self._require
-        finite, whole = _finite, _whole
-        require(
-            whole(self.n) and 1 <= self.n <= MAX_CHOICES,
-            "n",
-            f"a whole number from 1 to {MAX_CHOICES}",
-        )
-        require(
-            finite(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            "between 0 and 100",
-        )
-        fits = whole(self.top_k) and 0 <= self.top_k < 2**31
-        require(fits, "top_k", "a whole number from 1 to 2147483647, or 0 or -1 for no limit")
-        require(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        require(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        require(
-            finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "above 0",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(finite(value) and -2 <= value <= 2, name, "between -2 and 2")
-        require(
-            all(t >= 0 and finite(b) for t, b in self.logit_bias.items()),
-            "logit_bias",
-            "a map of token ids to finite numbers",
-        )
-        seed, most, kept = self.seed, self.max_tokens, self.truncate_prompt_tokens
-        require(
-            seed is None or (whole(seed) and -(2**63) <= seed < 2**63),
-            "seed",
-            "a 64-bit whole number",
-        )
-        require(most is None or (whole(most) and most >= 1), "max_tokens", "a whole number ≥ 1")
-        require(whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a whole number ≥ 0")
-        budget = self.thinking_token_budget
-        require(
-            budget is None or (whole(budget) and budget >= 0),
-            "thinking_token_budget",
-            "a whole number ≥ 0, or -1 for no limit",
-        )
-        require(
-            most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})"
-        )
-        require(
-            all(isinstance(s, str) and s for s in self.stop), "stop", "made of non-empty strings"
-        )
-        require(
-            all(whole(t) and t >= 0 for t in self.stop_token_ids),
-            "stop_token_ids",
-            "made of token ids",
-        )
-        require(
-            all(isinstance(w, str) and w.strip() for w in self.bad_words),
-            "bad_words",
-            "made of words",
-        )
-        fits = all(w and all(whole(t) and t >= 0 for t in w) for w in self.bad_words_token_ids)
-        require(fits, "bad_words_token_ids", "lists of token ids")
-        allowed = self.allowed_token_ids
-        fits = allowed is None or (len(allowed) > 0 and all(whole(t) and t >= 0 for t in allowed))
-        require(fits, "allowed_token_ids", "None, or at least one token id")
-        fits = kept is None or (whole(kept) and (kept == -1 or kept >= 1))
-        require(fits, "truncate_prompt_tokens", "−1 or a whole number ≥ 1")
-        fits = self.best_of is None or (
-            whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES
-        )
-        require(fits, "best_of", f"a whole number from n ({self.n}) to {MAX_CHOICES}")
-        if self.stop and not self.detokenize:
-            message = "stop strings are looked for in the text; leave detokenize on, or use stop_token_ids"
-            raise RequestError(message, field="stop")
-        form = self.structured_outputs
-        require(
-            form is None or isinstance(form, StructuredOutputsParams),
-            "structured_outputs",
-            "a StructuredOutputsParams",
-        )
-        for name in FLAGS:
-            require(_flag(getattr(self, name)), name, "True or False")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(
-                value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS),
-                name,
-                f"from 0 to {MAX_LOGPROBS}",
-            )
-
-    def _check_samplers(self) -> None:
-        require = self._require
-        for name, low, high, need in (
-            ("typical_p", 0, 1, "above 0 and at most 1"),
-            ("dry_base", 0, 100, "above 0 and at most 100"),
-            ("mirostat_tau", 0, 100, "above 0 and at most 100"),
-            ("mirostat_eta", 0, 1, "above 0 and at most 1"),
-        ):
-            value = getattr(self, name)
-            require(_finite(value) and low < value <= high, name, need)
-        for name in ("xtc_probability", "xtc_threshold"):
-            require(
-                _finite(value := getattr(self, name)) and 0 <= value <= 1, name, "between 0 and 1"
-            )
-        require(_finite(self.top_n_sigma), "top_n_sigma", "a number; 0 or less is off")
-        require(
-            _finite(self.dry_multiplier) and 0 <= self.dry_multiplier <= 100,
-            "dry_multiplier",
-            "between 0 and 100",
-        )
-        for name, least in (
-            ("dry_allowed_length", 1),
-            ("dry_penalty_last_n", -1),
-            ("no_repeat_ngram_size", 0),
-        ):
-            require(
-                _whole(value := getattr(self, name)) and least <= value < 2**31,
-                name,
-                f"a whole number ≥ {least}",
-            )
-        ids = self.dry_breaker_token_ids
-        require(
-            all(isinstance(b, str) and b for b in self.dry_sequence_breakers),
-            "dry_sequence_breakers",
-            "made of texts",
-        )
-        require(
-            all(_whole(t) and t >= 0 for t in ids), "dry_breaker_token_ids", "made of token ids"
-        )
-        require(
-            _whole(self.mirostat_mode) and self.mirostat_mode in (0, 2),
-            "mirostat_mode",
-            "0 (off) or 2",
-        )
-        known, given = (
-            self.samplers is None or set(self.samplers) <= set(SAMPLERS),
-            self.samplers or (),
-        )
-        require(known, "samplers", f"made of {', '.join(SAMPLERS)}")
-        require(len(set(given)) == len(given), "samplers", "without one named twice")
-        fits = all((isinstance(f, str) and ":" in f) or callable(f) for f in self.logits_processors)
-        require(fits, "logits_processors", 'made of functions or their names, "module:function"')
-        if self.mirostat_mode and (cuts := [name for name in TRUNCATING if self.takes(name)]):
-            name = {"typ_p": "typical_p", "xtc": "xtc_probability"}.get(cuts[0], cuts[0])
-            message = (
-                f"mirostat_mode=2 chooses by itself how many tokens may be drawn; leave {name} out"
-            )
-            raise RequestError(message, field="mirostat_mode")
-        for name, on in (
-            ("mirostat_mode", self.mirostat_mode),
-            ("xtc_probability", self.takes("xtc")),
-        ):
-            if on and self.temperature == 0:
-                raise RequestError(
-                    f"{name} is for draws, and temperature=0 takes the likeliest token", field=name
-                )
-
-
-def _finite(value: object) -> bool:
-    try:
-        return (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        )
-    except OverflowError:  # a whole number that no float can hold
-        return False
-
-
-def _flag(value: object) -> bool:
-    """Whether the value is a flag. A text is not: "false" would be true."""
-    return isinstance(value, int) and value in (0, 1)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
-    """`logit_bias` by token id. JSON has the ids as texts, so "0" and "00" are the same id."""
-    try:
-        made = {int(token): float(bias) for token, bias in given.items()}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        message = f"logit_bias must be a map of token ids to finite numbers, got {given!r}"
-        raise RequestError(message, field="logit_bias") from None
-    if len(made) < len(given):
-        raise RequestError(
-            f"logit_bias names a token twice: {sorted(map(str, given))}", field="logit_bias"
-        )
-    return made
-
-
-def _items(name: str, given: Any) -> tuple[Any, ...]:
-    """The items of a list. A string is refused, because its items would be letters."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} must be a list, got {given!r}", field=name)
-    return tuple(given)
-
 
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -564,13 +339,13 @@ class BeamSearchParams:
         if self.beam_width % self.num_beam_groups:
             message = f"num_beam_groups must divide beam_width ({self.beam_width}), got {self.num_beam_groups}"
             raise RequestError(message, field="num_beam_groups")
-        if not _finite(self.diversity_penalty) or not 0 <= self.diversity_penalty <= 100:
+        if not is_finite(self.diversity_penalty) or not 0 <= self.diversity_penalty <= 100:
             message = f"diversity_penalty must be between 0 and 100, got {self.diversity_penalty!r}"
             raise RequestError(message, field="diversity_penalty")
         if (self.num_beam_groups > 1) != (self.diversity_penalty > 0):
             message = "num_beam_groups above 1 and a diversity_penalty above 0 go together"
             raise RequestError(message, field="diversity_penalty")
-        if not _flag(self.ignore_eos):
+        if not is_flag(self.ignore_eos):
             raise RequestError(
                 f"ignore_eos must be True or False, got {self.ignore_eos!r}", field="ignore_eos"
             )

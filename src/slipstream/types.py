@@ -301,6 +301,10 @@ class BeamStep(NamedTuple):
     token: int
 
 
+TextTask: TypeAlias = Literal["embed", "token_embed", "sparse_embed"]
+"""An encoder's output for a text: one vector, or a classifier's scores; a row for each token; or weights of tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextsRequest:
     """The texts of one call that asks for a vector or score of each: one request for any number of
@@ -318,6 +322,7 @@ class TextsRequest:
     arrival: float = 0.0
     priority: int = 0
     cache_salt: str = ""
+    task: TextTask = "embed"
 
 
 # --- A step --------------------------------------------------------------------------
@@ -513,6 +518,7 @@ class TextsPlan:
     token_ids: bytes  # [T]
     lengths: bytes  # [S]
     num_first: bytes = b""  # [S], or empty: no text is a pair
+    task: TextTask = "embed"
 
     @property
     def num_tokens(self) -> int:
@@ -583,9 +589,10 @@ class PooledVector:
 
 @dataclass(frozen=True, slots=True)
 class TextVectors:
-    """Vectors of a TextsPlan: float32 [S, E] in the machine's byte order."""
+    """Vectors of a TextsPlan: float32 [S, E] in the machine's byte order; with `per_token` [T, E]."""
 
     vectors: bytes
+    per_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,7 +667,7 @@ class TokenOutput(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class VectorOutput:
     """New output of a request for vectors or scores: for `num_texts` of its texts from `first_text`
-    on. float32 in the machine's byte order; empty at the end of a request that failed."""
+    on, or for their tokens. float32 in the machine's byte order; empty at the end of a request that failed."""
 
     request_id: str
     vectors: bytes = b""

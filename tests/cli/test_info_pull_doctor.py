@@ -230,7 +230,7 @@ GPU = GpuInfo(name="NVIDIA H200", memory_bytes=2**37, free_bytes=2**37, driver="
 CPU_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build=None, sees_gpu=False)
 CUDA_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=True)
 BLIND_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=False)
-ALL = {"triton": "3", "huggingface-hub": "2"}
+ALL = {"triton": "3"}
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ ALL = {"triton": "3", "huggingface-hub": "2"}
         ((), None, ALL, True, ["torch, for compression"], False),
         ((GPU,), CPU_TORCH, ALL, True, ["CUDA build"], False),
         ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
-        ((GPU,), CUDA_TORCH, {}, True, ["triton", "hub"], False),
-        ((), CPU_TORCH, {}, False, ["hub", "default model"], False),
+        ((GPU,), CUDA_TORCH, {}, True, ["triton"], False),
+        ((), CPU_TORCH, {}, False, ["default model"], False),
         (
             (),
             CPU_TORCH,

@@ -230,7 +230,17 @@ def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
 def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
-    others = {"__init__", "agent_options", "answer", "console", "main", "options", "parser"}
+    others = {
+        "__init__",
+        "agent_options",
+        "answer",
+        "console",
+        "main",
+        "models",
+        "options",
+        "parser",
+        "running",
+    }
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
     packages = {module.partition(".")[0] for module, _ in cli.VERBS.values() if "bench" in module}
     assert packages == {"bench"}

@@ -13,10 +13,17 @@ import torch
 from torch.nn import functional as F
 
 from slipstream import LLM
-from slipstream.compress import objective
 from slipstream.compress.dense import load_dense
-from slipstream.compress.distill import DistillFiles, DistillTraining, distill, distill_files
-from slipstream.compress.objective import (
+from slipstream.compress.prune import prune
+from slipstream.compress.steps import DistillSettings, PruneSettings
+from slipstream.compress.training import objective
+from slipstream.compress.training.distill import (
+    DistillFiles,
+    DistillTraining,
+    distill,
+    distill_files,
+)
+from slipstream.compress.training.objective import (
     TappedOps,
     TopK,
     attention_weights,
@@ -24,9 +31,7 @@ from slipstream.compress.objective import (
     layer_pairs,
     token_losses,
 )
-from slipstream.compress.prune import prune
-from slipstream.compress.steps import DistillSettings, PruneSettings
-from slipstream.compress.teacher import (
+from slipstream.compress.training.teacher import (
     WHY,
     Example,
     LogitCache,
@@ -354,7 +359,7 @@ def test_two_processes_do_the_same_steps(files, teacher, student, monkeypatch):
         "OMP_NUM_THREADS", "1"
     )  # of the two processes, which are forks of one that has imported all
     multiprocessing.set_forkserver_preload(
-        ["slipstream.compress.distill", "torch.distributed.fsdp"]
+        ["slipstream.compress.training.distill", "torch.distributed.fsdp"]
     )
     spawn = sys.modules["torch.multiprocessing.spawn"]
     start = spawn.start_processes

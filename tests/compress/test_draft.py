@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
-from slipstream.compress.draft import RECEIPT_NAME, HeadTraining, frequent_tokens, kind_of
-from slipstream.compress.heads import (
+from slipstream.compress.recipe import parse, preset
+from slipstream.compress.steps import DraftHead
+from slipstream.compress.training.draft import RECEIPT_NAME, HeadTraining, frequent_tokens, kind_of
+from slipstream.compress.training.heads import (
     DECAY,
     EagleNet,
     MedusaNet,
@@ -23,9 +25,7 @@ from slipstream.compress.heads import (
     medusa_for,
     medusa_start,
 )
-from slipstream.compress.recipe import parse, preset
-from slipstream.compress.steps import DraftHead
-from slipstream.compress.teacher import Example
+from slipstream.compress.training.teacher import Example
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.draft_heads import build_head

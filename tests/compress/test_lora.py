@@ -9,16 +9,16 @@ import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.cli.main import main
-from slipstream.compress import lora
-from slipstream.compress.lora import (
+from slipstream.compress.recipe import parse, preset
+from slipstream.compress.steps import LoRA
+from slipstream.compress.training import lora
+from slipstream.compress.training.lora import (
     LoraTraining,
     adapted_modules,
     frozen_base,
     read_samples,
     train_adapter,
 )
-from slipstream.compress.recipe import parse, preset
-from slipstream.compress.steps import LoRA
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.model.sequences import SequenceBatch

@@ -79,13 +79,16 @@ NOT_YET = (
     "gemma4",
     "glm_moe_dsa",
     "youtu",
+    "sarvam_mla",
+    "axk1",
+    "mimo_v2_flash",
 )
 HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx"}
 CHANNELS_REFUSED = {"dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}
-CHANNELS_REFUSED |= {"granitemoeshared", "hunyuan_v1_moe"}
+CHANNELS_REFUSED |= {"granitemoeshared", "granitemoe_swa", "hunyuan_v1_moe"}
 CHANNELS_REFUSED |= {"cohere2_moe", "cohere2-moe-summed", "llama4_text", "llama4-maverick"}
-LAYERS_REFUSED = {"gpt_neo", "ernie-moe-some", "xglm", "exaone_moe", "exaone-moe-open"}
-LAYERS_REFUSED |= {"cohere2_moe", "cohere2-moe-summed"}
+LAYERS_REFUSED = {"gpt_neo", "ernie-moe-some", "xglm"}
+LAYERS_REFUSED |= {"granite_swa", "granitemoe_swa"}
 WIDTH_REFUSED = HEADS_REFUSED
 
 

@@ -208,3 +208,10 @@ def test_a_gguf_input_is_the_denominator(tmp_path, capsys):
     assert "larger than its input" in said.out.splitlines()[0]
     assert "4-bit already" in said.out
     assert "a second time" in said.err
+
+
+@pytest.mark.parametrize(
+    ("perplexity_b", "worse"), [(10.0, False), (10.15, False), (10.25, True), (9.0, False)]
+)
+def test_a_perplexity_is_worse_beyond_two_standard_errors(perplexity_b, worse):
+    assert is_worse(found(perplexity_b=perplexity_b, perplexity_ratio_stderr=0.01)) == worse

@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.block_pool import NULL_BLOCK
-from slipstream.core.budget import FEW_REQUESTS, chunk_with_decodes
-from slipstream.core.kv_cache_manager import MIN_SHARED
 from slipstream.core.make import make_scheduler
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
+from slipstream.core.shared_blocks import MIN_SHARED, shared_prefixes
+from slipstream.core.step import FEW_REQUESTS, chunk_with_decodes
 from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
     STATES,
@@ -966,7 +966,7 @@ def test_decodes_that_share_a_long_prompt_are_named():
         (MIN_SHARED, (SharedPrefix(0, 2, MIN_SHARED),)),
         (MIN_SHARED - 1, ()),
     ):
-        assert engine.scheduler.kv.shared_prefixes([(each, computed) for each in alike]) == shared
+        assert shared_prefixes(engine.scheduler.kv, [(each, computed) for each in alike]) == shared
 
 
 def test_what_is_computed_again_after_preemption_is_cached_again():

@@ -18,17 +18,17 @@ from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine import async_llm, core_client
 from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
-from slipstream.engine.core_process import (
+from slipstream.engine.core_messages import (
     Abort,
     Add,
     AddTexts,
-    Failed,
     GetStats,
     Outputs,
     Ready,
     Rejected,
     Stats,
 )
+from slipstream.engine.core_process import Failed
 from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder

@@ -9,7 +9,7 @@ import zmq
 
 from slipstream.engine import core_client
 from slipstream.engine.core_client import CoreLink, socket_folder
-from slipstream.engine.core_process import Abort, Outputs
+from slipstream.engine.core_messages import Abort, Outputs
 from slipstream.errors import EngineDeadError
 from tests.waiting import PATIENCE_S
 

@@ -542,8 +542,8 @@ def test_vllms_names(encoder, llm):
     assert [one.num_tokens for one in pairs] == [counts[i] + counts[3 + i] for i in range(3)]
     with pytest.raises(RequestError, match="2 texts on one side and 3"):
         llm.score(TEXTS[:2], TEXTS[:3])
-    with pytest.raises(RequestError, match="no 'token_embed'"):
-        llm.encode("x", pooling_task="token_embed")
+    with pytest.raises(RequestError, match="no 'token_classify'"):
+        llm.encode("x", pooling_task="token_classify")
     with pytest.raises(RequestError, match="nothing to score"):
         llm.score("x", [])
     assert llm.encode([]) == []

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from slipstream.engine import fair_threads
-from slipstream.engine.fair_threads import FairThreads, client
+from slipstream.engine.threads import fair_threads
+from slipstream.engine.threads.fair_threads import FairThreads, client
 from slipstream.errors import EngineOverloadedError
 
 WAIT_S = 30.0

@@ -25,8 +25,8 @@ SETTINGS = dict(
     max_num_seqs=4,
     max_num_batched_tokens=32,
 )
-KINDS = ["mamba2", "lfm2", "falcon_h1"]
-"""Without any attention; with convolutions alone; with attention and a recurrence in each layer."""
+KINDS = ["mamba2", "lfm2", "falcon_h1", "minimax"]
+"""Without any attention; with convolutions alone; with attention and a recurrence in each layer; without convolutions."""
 
 
 def greedy(theirs, prompt, count):

@@ -63,7 +63,7 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
     if torchless and not native.has_cpu_kernels():
         pytest.skip("the C++ kernels are not built")
     if not torchless:
-        monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+        monkeypatch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
     with LLM(str(made), **SIZES) as llm:
         expected = answers(llm)
     for expected_hits in (0, 32 + 96 + 128):

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream import LLM
+from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import cache_parts
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import IndexSpec, LatentAttentionSpec
 from tests import tiny_models
+from tests.engine.test_draft_heads import proposals
 from tests.engine.test_window_groups import COMMON, PROMPTS, SETTINGS, answers, greedy
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+SAVED = "model.safetensors"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -55,6 +59,44 @@ def test_drafts_change_no_answer(model, kernels):
         assert answers(llm) == expected
 
 
+def add_drafting_layer(path):
+    """Adds a layer that drafts: the first one with experts and an index, with noise, and what is around it."""
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / SAVED)
+    n, g, size = (
+        config["num_hidden_layers"],
+        torch.Generator().manual_seed(0),
+        config["hidden_size"],
+    )
+    new = {
+        name.replace("layers.2.", f"layers.{n}."): x + 0.1 * torch.randn(x.shape, generator=g)
+        for name, x in tensors.items()
+        if ".layers.2." in name
+    }
+    shapes = {
+        "enorm": (size,),
+        "hnorm": (size,),
+        "shared_head.norm": (size,),
+        "eh_proj": (size, 2 * size),
+    }
+    for name, shape in shapes.items():
+        drawn = 0.2 * torch.randn(shape, generator=g) + (len(shape) == 1)
+        new[f"model.layers.{n}.{name}.weight"] = drawn
+    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    save_file(tensors | new, path / SAVED)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_drafts_of_the_checkpoints_own_layer_change_no_answer(model, tmp_path, kernels):
+    path, expected = model
+    shutil.copytree(path, tmp_path / "drafting")
+    add_drafting_layer(tmp_path / "drafting")
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    sizes = {**SETTINGS, "kernels": kernels}
+    with LLM(str(tmp_path / "drafting"), speculative_config=drafts, **sizes) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().spec_draft_tokens > 0
+
+
 def test_blocks_that_were_moved_to_a_disk_bring_their_index_keys(model, tmp_path):
     """A cache that is too small for two prompts, whose blocks come back from the disk."""
     path, expected = model
@@ -73,6 +115,7 @@ def test_a_token_that_sees_no_more_than_top_k_keys_attends_to_all(tmp_path):
     """Answers with an index of as many keys as the context has are those of the same weights without one."""
     path, dense = tmp_path / "sparse", tmp_path / "dense"
     tiny_models.write(path, "deepseek_v32", index_topk=128)
+    add_drafting_layer(path)
     dense.mkdir()
     config = json.loads((path / "config.json").read_text())
     config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
@@ -82,11 +125,16 @@ def test_a_token_that_sees_no_more_than_top_k_keys_attends_to_all(tmp_path):
     tensors = load_file(path / "model.safetensors")
     tensors = {name: x for name, x in tensors.items() if "indexer" not in name}
     save_file(tensors, dense / "model.safetensors")
-    found = []
+    found, drafts = [], {"method": "mtp", "num_speculative_tokens": 2}
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     for folder in (path, dense):
         with LLM(str(folder), **SETTINGS) as llm:
             found.append(answers(llm))
-    assert found[0] == found[1]
+        with LLM(str(folder), speculative_config=drafts, **SETTINGS) as llm:
+            found.append(proposals(llm, sampling, prompts))
+    assert found[:2] == found[2:]
+    assert len(found[1]) > 10
 
 
 def test_index_keys_are_a_part_of_the_cache_bytes(model):

@@ -12,9 +12,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.fair_threads import client
 from slipstream.engine.text import tokenizer_parts
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import CheckpointError, EngineOverloadedError, ModelError, RequestError
 from slipstream.spec.description import read_spec
 from tests.waiting import PATIENCE_S, wait_for

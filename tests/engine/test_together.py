@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from slipstream.engine.listeners import MaskingGrammars, Searching
 from slipstream.worker.start import probe_steps
 from tests import tiny_models
 
@@ -139,3 +140,13 @@ def test_a_draft_model_beside_steps_under_way(path):
     with LLM(str(path), **SIZES, num_threads=2, speculative_config=drafts) as llm:
         for _ in range(20):
             assert llm.generate(prompt, greedy, progress=False)[0].outputs[0].token_ids == expected
+
+
+def test_a_feature_joins_the_loop_with_its_first_request_and_in_the_features_order(path):
+    with LLM(path, **SIZES) as llm:
+        llm.generate(prompts(3), BATCH[0], progress=False)
+        assert llm.core._listeners == ()
+        llm.beam_search(prompts(1), BeamSearchParams(beam_width=2, max_tokens=3))
+        llm.generate(prompts(1), BATCH[1], progress=False)
+        llm.generate(prompts(1), BATCH[1], progress=False)
+        assert [type(x) for x in llm.core._listeners] == [MaskingGrammars, Searching]

@@ -19,7 +19,7 @@ from slipstream.engine.text.tool_formats.base import (
     Reasoning,
     Tool,
 )
-from slipstream.engine.text.tools import Formats, OfferedTools, reading
+from slipstream.engine.text.tools import Formats, OfferedTools, Reading, reading
 from slipstream.errors import ConfigError
 
 TOOLS = [
@@ -576,3 +576,15 @@ def test_reasoning_that_the_prompt_begins_is_seen_where_a_line_ends_the_marker(e
     template = "{{ '<|channel>thought\\n<channel|>' }}"
     made = reading(Formats(), OfferedTools(), template, lambda: end, to_name="")
     assert (made.opened, made.closed) == (opened, closed)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whitespace_without_end_is_not_read_again_with_each_piece(name):
+    """A model that writes newlines for ever may not cost the square of their number."""
+    reading = Reading(form=FORMATS[name](), think=REASONING["think"], offered=tuple(TOOLS))
+    for before in ("", "so", "<think>", "<think>so"):
+        parser = reading.parser()
+        parser.feed(before)
+        for _ in range(50):
+            parser.feed("\n")
+            assert parser._buffer.count("\n") <= 1

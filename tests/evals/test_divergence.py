@@ -84,6 +84,14 @@ def test_perplexity_is_transformers(models, scorers, stride):
     assert found.num_windows == len(cutting)
 
 
+def standard_error(means, counts):
+    """Of the mean over all tokens, from windows of `counts` tokens that differ by chance: with n − 1, as n means give it."""
+    n, total = len(means), sum(counts)
+    mean = sum(m * c for m, c in zip(means, counts, strict=True)) / total
+    parts = [(c / total * (m - mean)) ** 2 for m, c in zip(means, counts, strict=True)]
+    return math.sqrt(sum(parts) * n / (n - 1))
+
+
 def test_divergence_is_that_of_whole_logits(models, scorers):
     a, b = scorers
     cutting = windows(a)
@@ -117,6 +125,9 @@ def test_divergence_is_that_of_whole_logits(models, scorers):
     assert found.perplexity_a == pytest.approx(perplexity(a, cutting).perplexity)
     assert found.perplexity_b == pytest.approx(perplexity(b, cutting).perplexity)
     assert found.perplexity_ratio == pytest.approx(found.perplexity_b / found.perplexity_a)
+    assert found.kl.stderr == pytest.approx(
+        standard_error(found.window_kl, [len(p) for p, _ in pairs])
+    )
     worst = found.worst[0]
     assert worst.window == max(range(len(cutting)), key=lambda i: found.window_kl[i])
     assert worst.kl_mean == pytest.approx(max(found.window_kl))

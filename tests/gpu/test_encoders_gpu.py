@@ -54,7 +54,7 @@ def test_embeddings(tmp_path, settings, least):
     )
 
 
-@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "eurobert"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "eurobert", "deberta-v3"])
 def test_graphs_of_texts(tmp_path, family):
     """The same vectors as without, in batches and one at a time, and again: nothing is left of what was replayed before."""
     tiny_models.build_encoder(tmp_path, family, **WIDE)

@@ -90,8 +90,9 @@ SPLIT = [
 @pytest.mark.parametrize("option", ["plain", "window", "softcap", "sinks"])
 def test_split_keys_against_the_reference(monkeypatch, query_lens, contexts, shape, kind, option):
     """Chunks too short to fill the chip. Their keys are split, and short ones of the same step stay whole."""
-    from slipstream.kernels.triton.attention import hopper
+    from slipstream.kernels.triton.attention import hopper, paged
 
+    monkeypatch.setattr(paged, "HOPPER_FP8_KEYS", 2**31)  # 8-bit products have a test of their own
     combined = []
     monkeypatch.setattr(
         hopper, "combine", lambda *a, c=hopper.combine: combined.append(a[4]) or c(*a)
@@ -116,6 +117,35 @@ def test_split_keys_against_the_reference(monkeypatch, query_lens, contexts, sha
     for begin, num in zip(meta.query_start_loc.tolist(), query_lens, strict=False):
         assert error(ours[begin : begin + num], theirs[begin : begin + num]) < 1e-2
     assert torch.equal(paged_attention(q, kv, meta, params), ours)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "contexts", "shape"),
+    [
+        ([128] * 20, [0] * 20, {}),
+        ([1, 1, 500, 2047, 17], [10, 900, 0, 1000, 4000], {}),
+        ([700, 65], [5, 4000], {"heads": 28, "kv_heads": 4, "size": 32}),
+        ([700, 130], [5, 400], {"heads": 9, "kv_heads": 3, "dim": 64, "size": 64}),
+        ([33], [8000], {}),
+        ([70], [40000], {"heads": 4, "kv_heads": 1}),
+    ],
+    ids=["short", "mixed", "groups of 7", "smollm2", "split", "40k"],
+)
+@pytest.mark.parametrize("option", ["plain", "window", "softcap", "sinks"])
+def test_8_bit_products(monkeypatch, query_lens, contexts, shape, option):
+    """Queries and weights have 3 bits after the point, so outputs differ by 2 %, as values of an e4m3 cache do."""
+    from slipstream.kernels.triton.attention import paged
+
+    monkeypatch.setattr(paged, "HOPPER_FP8_KEYS", 0)
+    q, kv, meta = step(query_lens, contexts, **shape)
+    kv = in_8_bits(kv, "fp8")
+    given = {"plain": {}, "window": {"window": 200}, "softcap": {"softcap": 20.0}}.get(option)
+    if given is None:
+        given = {"sinks": torch.randn(q.shape[1], device="cuda", dtype=q.dtype) * 3}
+    params = AttentionParams(scale=q.shape[2] ** -0.5, **given)
+    ours = paged_attention(q, kv, meta, params)
+    assert 5e-3 < error(ours, ReferenceOps().attention(q, kv, meta, params)) < 3e-2
+    assert all(torch.equal(paged_attention(q, kv, meta, params), ours) for _ in range(5))
 
 
 def test_a_long_prompt_many_times():

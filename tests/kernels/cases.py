@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.kernels.cpu.native import Packed
+from slipstream.kernels.cpu.packed import Packed
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 

@@ -29,6 +29,7 @@ from slipstream.spec.recurrent import (
     RecurrentSpec,
     ShortConvSpec,
 )
+from tests.kernels.recurrent_steps import Maker
 
 GARBAGE = 1e4
 """Fills the slots that no sequence reads, and the null slot."""
@@ -102,83 +103,33 @@ Call = Callable[[OpSet, Any, LayerState, AttentionMetadata], Tensor]
 """Runs a layer's ops on its inputs [T, …]."""
 
 
-def conv_params(
-    spec: RecurrentSpec, dtype: torch.dtype, *, bias: bool = False, silu: bool = True
-) -> ConvParams:
-    channels, width = spec.conv_channels, spec.conv_width
-    own = torch.randn(channels).to(dtype) if bias else None
-    return ConvParams(weight=torch.randn(channels, width).to(dtype), bias=own, silu=silu)
+def layer_call(params: Any, conv: ConvParams | None = None) -> Call:
+    """Returns the call of a layer's op. `conv`: the convolution before the scan of a Mamba layer."""
+
+    def call(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
+        how: dict[str, Any] = dict(state=state, meta=meta, params=params)
+        match params:
+            case GatedDeltaParams():
+                how |= zip(("decay", "z"), x[2:], strict=False)
+                return ops.gated_delta(x[0], gates=x[1], **how)
+            case Mamba2Params():
+                return ops.mamba2(x[0], **how)
+            case MambaParams():
+                _, dt, b, c, xz = x
+                inner = ops.causal_conv(xz, state=state, meta=meta, params=conv)
+                return ops.selective_scan(inner, dt=dt, b=b, c=c, xz=xz, **how)
+        return ops.short_conv(x[0], **how)
+
+    return call
 
 
 def random_layer(
     spec: RecurrentSpec, dtype: torch.dtype = torch.float32
 ) -> tuple[Call, Callable[[int], tuple[Tensor, ...]]]:
     """Makes random parameters. Returns the op's call, and a function that makes inputs of T tokens."""
-
-    def rows(num_tokens: int, *widths: int) -> tuple[Tensor, ...]:
-        return tuple(torch.randn(num_tokens, width).to(dtype) for width in widths)
-
-    match spec:
-        case GatedDeltaSpec():
-            params = GatedDeltaParams(
-                spec=spec,
-                conv=conv_params(spec, dtype),
-                decay=torch.randn(spec.num_heads),
-                time=torch.randn(spec.decay_size),
-                norm=torch.randn(spec.value_dim).to(dtype),
-            )
-            apart = spec.latent is not None
-            widths = (
-                (spec.conv_channels, spec.num_heads, spec.decay_size, spec.v_size)
-                if apart
-                else (spec.conv_channels + spec.v_size, spec.num_heads + spec.decay_size)
-            )
-
-            def delta(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
-                more = dict(decay=x[2], z=x[3]) if apart else {}
-                return ops.gated_delta(
-                    x[0], gates=x[1], state=state, meta=meta, params=params, **more
-                )
-
-            return delta, lambda n: rows(n, *widths)
-        case Mamba2Spec():
-            normed = spec.norm is not None
-            own = Mamba2Params(
-                spec=spec,
-                conv=conv_params(spec, dtype, bias=spec.conv_bias),
-                decay=torch.randn(spec.num_heads),
-                time=torch.randn(spec.num_heads),
-                skip=torch.randn(spec.num_heads),
-                norm=torch.randn(spec.v_size).to(dtype) if normed else None,
-            )
-            width = spec.v_size + spec.conv_channels + spec.num_heads
-            return (
-                lambda ops, x, state, meta: ops.mamba2(x[0], state=state, meta=meta, params=own),
-                lambda n: rows(n, width),
-            )
-        case MambaSpec():
-            conv = conv_params(spec, dtype, bias=spec.conv_bias)
-            scan = MambaParams(
-                spec=spec,
-                decay=torch.randn(spec.width, spec.key_dim),
-                time=torch.randn(spec.width),
-                skip=torch.randn(spec.width),
-            )
-
-            def mamba(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
-                inner = ops.causal_conv(x[0], state=state, meta=meta, params=conv)
-                more: dict[str, Any] = dict(state=state, meta=meta, params=scan)
-                return ops.selective_scan(inner, dt=x[1], b=x[2], c=x[3], xz=x[0], **more)
-
-            return mamba, lambda n: rows(n, 2 * spec.width, spec.width, spec.key_dim, spec.key_dim)
-        case ShortConvSpec():
-            short = conv_params(spec, dtype, bias=spec.bias, silu=False)
-            return (
-                lambda ops, x, state, meta: ops.short_conv(
-                    x[0], state=state, meta=meta, params=short
-                ),
-                lambda n: rows(n, 3 * spec.width),
-            )
+    make = Maker(int(torch.randint(2**31, ())), "cpu", dtype, conv_scale=1.0)
+    conv = make.conv(spec, spec.conv_bias) if isinstance(spec, MambaSpec) else None
+    return layer_call(make.params(spec), conv), lambda n: make.rows(spec, n)
 
 
 # --- Hugging Face's modules -------------------------------------------------------------------------------------------
@@ -242,7 +193,7 @@ def qwen3_next() -> Theirs:
         x = torch.cat([y[0].flatten(1) for y in (q, k, v, z)], dim=1)
         return x, torch.cat((b[0], a[0]), dim=1)
 
-    return Theirs(m, spec, inputs, _delta(params), m.out_proj)
+    return Theirs(m, spec, inputs, layer_call(params), m.out_proj)
 
 
 def olmo_hybrid() -> Theirs:
@@ -277,7 +228,7 @@ def olmo_hybrid() -> Theirs:
         rows = [project(h) for project in (m.q_proj, m.k_proj, m.v_proj, m.g_proj)]
         return torch.cat(rows, dim=1), torch.cat((m.b_proj(h), m.a_proj(h)), dim=1)
 
-    return Theirs(m, spec, inputs, _delta(params), m.o_proj)
+    return Theirs(m, spec, inputs, layer_call(params), m.o_proj)
 
 
 def kimi_linear() -> Theirs:
@@ -318,15 +269,7 @@ def kimi_linear() -> Theirs:
         x = torch.cat([project(h) for project in (m.q_proj, m.k_proj, m.v_proj)], dim=1)
         return x, m.b_proj(h), gate.f_b_proj(gate.f_a_proj(h)), m.g_b_proj(m.g_a_proj(h))
 
-    return Theirs(m, spec, inputs, _delta(params, apart=True), m.o_proj)
-
-
-def _delta(params: GatedDeltaParams, *, apart: bool = False) -> Call:
-    def call(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
-        more = dict(decay=x[2], z=x[3]) if apart else {}
-        return ops.gated_delta(x[0], gates=x[1], state=state, meta=meta, params=params, **more)
-
-    return call
+    return Theirs(m, spec, inputs, layer_call(params), m.o_proj)
 
 
 def _mamba2(m: Any, spec: Mamba2Spec, inputs: Callable[[Tensor], Tensor]) -> Theirs:
@@ -338,13 +281,7 @@ def _mamba2(m: Any, spec: Mamba2Spec, inputs: Callable[[Tensor], Tensor]) -> The
         skip=m.D,
         norm=None if spec.norm is None else m.norm.weight,
     )
-    return Theirs(
-        m,
-        spec,
-        lambda h: (inputs(h),),
-        lambda ops, x, state, meta: ops.mamba2(x[0], state=state, meta=meta, params=params),
-        m.out_proj,
-    )
+    return Theirs(m, spec, lambda h: (inputs(h),), layer_call(params), m.out_proj)
 
 
 def nemotron_h() -> Theirs:
@@ -482,13 +419,7 @@ def lfm2() -> Theirs:
     m: Any = _randomized(Lfm2ShortConv(config, 0))
     spec = ShortConvSpec(width=40, conv_width=3, bias=True)
     params = _conv(m.conv, silu=False)
-    return Theirs(
-        m,
-        spec,
-        lambda h: (m.in_proj(h),),
-        lambda ops, x, state, meta: ops.short_conv(x[0], state=state, meta=meta, params=params),
-        m.out_proj,
-    )
+    return Theirs(m, spec, lambda h: (m.in_proj(h),), layer_call(params), m.out_proj)
 
 
 THEIRS: dict[str, Callable[[], Theirs]] = {

@@ -96,9 +96,9 @@ def owned(given: Sequence[Part]) -> Tensor:
 
 
 class Maker:
-    def __init__(self, seed: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, device: str, dtype: torch.dtype, conv_scale: float = 0.5) -> None:
         self.rng = torch.Generator().manual_seed(seed)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.conv_scale = device, dtype, conv_scale
 
     def normal(self, *shape: int, wide: bool = False, scale: float = 1.0) -> Tensor:
         made = torch.randn(*shape, generator=self.rng) * scale
@@ -117,58 +117,74 @@ class Maker:
     def conv(self, spec: RecurrentSpec, bias: bool, silu: bool = True) -> ConvParams:
         c, w = spec.conv_channels, spec.conv_width
         return ConvParams(
-            weight=self.normal(c, w, scale=0.5),
-            bias=self.normal(c, scale=0.5) if bias else None,
+            weight=self.normal(c, w, scale=self.conv_scale),
+            bias=self.normal(c, scale=self.conv_scale) if bias else None,
             silu=silu,
         )
 
-    def call(self, spec: RecurrentSpec, tokens: int) -> tuple[str, tuple[Tensor, ...], Any, dict]:
-        """(op, its rows, its parameters, further arguments)."""
+    def params(self, spec: RecurrentSpec) -> Any:
+        """Parameters of the layer's op."""
         match spec:
             case GatedDeltaSpec():
-                params = GatedDeltaParams(
+                return GatedDeltaParams(
                     spec=spec,
                     conv=self.conv(spec, False),
                     decay=self.normal(spec.num_heads, wide=True),
                     time=self.normal(spec.decay_size, wide=True),
                     norm=self.normal(spec.value_dim),
                 )
-                if spec.latent is None:
-                    x = self.normal(tokens, spec.conv_channels + spec.v_size)
-                    gates = self.normal(tokens, spec.num_heads + spec.decay_size)
-                    return "gated_delta", (x, gates), params, {}
-                x, gates = (self.normal(tokens, n) for n in (spec.conv_channels, spec.num_heads))
-                more = {
-                    "decay": self.normal(tokens, spec.decay_size),
-                    "z": self.normal(tokens, spec.v_size),
-                }
-                return "gated_delta", (x, gates), params, more
             case Mamba2Spec():
-                heads = spec.num_heads
                 norm = None if spec.norm is None else self.normal(spec.v_size)
-                two = Mamba2Params(
+                return Mamba2Params(
                     spec=spec,
                     conv=self.conv(spec, spec.conv_bias),
-                    decay=self.normal(heads, wide=True),
-                    time=self.normal(heads, wide=True),
-                    skip=self.normal(heads, wide=True),
+                    **{
+                        n: self.normal(spec.num_heads, wide=True) for n in ("decay", "time", "skip")
+                    },
                     norm=norm,
                 )
-                rows = spec.v_size + spec.conv_channels + heads
-                return "mamba2", (self.normal(tokens, rows),), two, {}
             case MambaSpec():
-                c, k = spec.width, spec.key_dim
-                one = MambaParams(
+                return MambaParams(
                     spec=spec,
-                    decay=self.normal(c, k, wide=True),
-                    time=self.normal(c, wide=True),
-                    skip=self.normal(c, wide=True),
+                    decay=self.normal(spec.width, spec.key_dim, wide=True),
+                    time=self.normal(spec.width, wide=True),
+                    skip=self.normal(spec.width, wide=True),
                 )
-                rows = tuple(self.normal(tokens, n) for n in (c, c, k, k, 2 * c))
-                return "selective_scan", rows, one, {}
             case ShortConvSpec():
-                x = self.normal(tokens, 3 * spec.width)
-                return "short_conv", (x,), self.conv(spec, spec.bias, silu=False), {}
+                return self.conv(spec, spec.bias, silu=False)
+
+    def rows(self, spec: RecurrentSpec, tokens: int) -> tuple[Tensor, ...]:
+        """Inputs of the layer's op, each [T, …]. Those of a Mamba layer are x, dt, b, c and xz."""
+        match spec:
+            case GatedDeltaSpec(latent=None):
+                widths = (spec.conv_channels + spec.v_size, spec.num_heads + spec.decay_size)
+            case GatedDeltaSpec():
+                widths = (spec.conv_channels, spec.num_heads, spec.decay_size, spec.v_size)
+            case Mamba2Spec():
+                widths = (spec.v_size + spec.conv_channels + spec.num_heads,)
+            case MambaSpec(width=c, key_dim=k):
+                widths = (c, c, k, k, 2 * c)
+            case ShortConvSpec():
+                widths = (3 * spec.width,)
+        return tuple(self.normal(tokens, n) for n in widths)
+
+    def call(self, spec: RecurrentSpec, tokens: int) -> tuple[str, tuple[Tensor, ...], Any, dict]:
+        """(op, its rows, its parameters, further arguments)."""
+        params, rows = self.params(spec), self.rows(spec, tokens)
+        match spec:
+            case GatedDeltaSpec():
+                return (
+                    "gated_delta",
+                    rows[:2],
+                    params,
+                    dict(zip(("decay", "z"), rows[2:], strict=False)),
+                )
+            case Mamba2Spec():
+                return "mamba2", rows, params, {}
+            case MambaSpec():
+                return "selective_scan", rows, params, {}
+            case ShortConvSpec():
+                return "short_conv", rows, params, {}
 
 
 def both(

@@ -22,7 +22,7 @@ from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, Linear
 from slipstream.model.load.loader import load_model
 from slipstream.model.stored.gguf_quants import dequantize
-from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec, OwnActivation
+from slipstream.spec.model import ClampedSilu, ClampedSwiglu, DenseSpec, MoESpec, OwnActivation
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.cases import rows_of
@@ -177,7 +177,11 @@ def double(gate: Tensor, up: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("scheme", [None, "mxfp4"])
 @pytest.mark.parametrize(
     "activation",
-    [ClampedSwiglu(alpha=1.7, limit=0.8), OwnActivation(name="double", function=double)],
+    [
+        ClampedSwiglu(alpha=1.7, limit=0.8),
+        ClampedSilu(limit=0.3),
+        OwnActivation(name="double", function=double),
+    ],
 )
 @pytest.mark.parametrize("size", [64, 32 * 3 + 16])
 def test_activations_of_both_halves(ops, scheme, activation, size):

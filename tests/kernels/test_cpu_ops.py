@@ -30,7 +30,9 @@ from slipstream.kernels.cpu.host_ops import (
     HostOps,
     four_bits,
 )
+from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.packed import NativeLinear, Packed, stand_in
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, add_linear
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
@@ -211,7 +213,7 @@ def test_a_sparse_weight_may_be_there_dense_as_well(ops, tmp_path, monkeypatch):
 def test_from_when_on_the_dense_form_is_faster_is_measured(monkeypatch, cost, first):
     """Here a product takes `cost` times its tokens with the sparse form, and ten more than its tokens with the dense one."""
     ops, arena = HostOps(1), native.Arena()
-    dense = native.Packed.empty(native.I8, 32, 64, arena)
+    dense = Packed.empty(native.I8, 32, 64, arena)
     dense.put_codes(np.eye(32, 64, dtype=np.int8), np.ones(32, np.float32))
     sparse, pool = dense.sparse(arena), SimpleNamespace(last_s=0.0)
 
@@ -243,7 +245,7 @@ def test_gate_and_up_may_be_sparse(ops, half):
     (part,) = NativeOps(2, ops.pool.isa, sparse_from=0.5).pack_weight(stored).parts
     for rows in (1, 5, 13, 60):
         x, y = torch.randn(rows, 96), torch.empty(rows, half)
-        p = native.Program(ops.pool)
+        p = Program(ops.pool)
         q = p.buffer(native.FORM_Q, 96)
         p.add("convert", p.bound(x), q, native.FORM_Q, 96, 1)
         shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
@@ -709,10 +711,10 @@ def test_results_do_not_depend_on_how_many_threads_work():
     """Bit by bit. The number changes between steps."""
     pool = native.ThreadPool(4)
     assert pool.num_used == 4
-    packed = native.Packed.empty(native.BF16, 512, 256, native.Arena(pool))
+    packed = Packed.empty(native.BF16, 512, 256, native.Arena(pool))
     random = np.random.default_rng(0)
     packed.put_dense(random.standard_normal((512, 256), np.float32))
-    w = native.NativeLinear(weight=native.stand_in((512, 256), "bfloat16"), parts=(packed,))
+    w = NativeLinear(weight=stand_in((512, 256), "bfloat16"), parts=(packed,))
     product, best = LinearProgram(pool, w), LinearArgmax(pool, w)
     x = random.standard_normal((9, 256), np.float32)
     expected, tokens = product(x), best(x)
@@ -755,9 +757,9 @@ def test_threads_change_nothing(ops):
 
 
 def test_a_bound_tensor_has_rows_that_lie_together():
-    assert isinstance(OPS[ISAS[0]].quantize_weight(torch.randn(4, 4), None), native.NativeLinear)
+    assert isinstance(OPS[ISAS[0]].quantize_weight(torch.randn(4, 4), None), NativeLinear)
     with pytest.raises(AssertionError):
-        native.Program(OPS[ISAS[0]].pool).bound(torch.randn(4, 4).T)
+        Program(OPS[ISAS[0]].pool).bound(torch.randn(4, 4).T)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -770,7 +772,7 @@ def test_a_step_that_was_begun(threads):
         torch.empty(30, 1, dtype=torch.int64),
         ops.linear(x, w),
     )
-    first, then = native.Program(ops.pool), native.Program(ops.pool)
+    first, then = Program(ops.pool), Program(ops.pool)
     inputs, rows = first.bound(x), first.bound(y)
     add_linear(first, inputs, rows, w)
     then.add("argmax", then.bound(y), then.bound(found), 640)
@@ -811,7 +813,7 @@ def test_a_collector_of_cycles_lets_go_in_any_order(order):
     x, y = torch.randn(num_tokens, 1024), torch.empty(num_tokens, 2048)
     weight = torch.randn(2048, 1024)
     ops = NativeOps(2)
-    program = native.Program(ops.pool)
+    program = Program(ops.pool)
     add_linear(program, program.bound(x), program.bound(y), w := ops.quantize_weight(weight, None))
     parts = {"pool": ops.pool, "program": program}
     y.zero_()

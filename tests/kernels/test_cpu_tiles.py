@@ -10,7 +10,9 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.packed import Packed, form_of
 from slipstream.kernels.layouts import AttentionParams
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.reference import ReferenceOps
@@ -24,7 +26,7 @@ PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * (
 )
 TOKENS = [4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 70]
 """Whole tiles, smaller ones, and such that overlap because they do not come out even."""
-WHOLE_KINDS = [kind for kind in native.KIND_NAMES if native.form_of(kind) == native.FORM_Q]
+WHOLE_KINDS = [kind for kind in native.KIND_NAMES if form_of(kind) == native.FORM_Q]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: pair[0])
@@ -35,7 +37,7 @@ def pair(request) -> tuple[NativeOps, NativeOps]:
 def begun(ops: NativeOps, weight: torch.Tensor, scheme: str | None, x: torch.Tensor):
     """The packed weight, and a program that begins with writing the tokens in its form, with their buffer."""
     (part,) = ops.quantize_weight(weight, None, SCHEMES[scheme] if scheme else None).parts
-    p = native.Program(ops.pool)
+    p = Program(ops.pool)
     q = p.buffer(part.form, x.shape[1])
     p.add("convert", p.bound(x), q, part.form, x.shape[1], 1)
     return part, p, q
@@ -52,18 +54,18 @@ def test_products_of_bfloat16_equal_those_without(pair, out, inner):
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
-def weight_of(kind: int, out: int, inner: int) -> native.Packed:
+def weight_of(kind: int, out: int, inner: int) -> Packed:
     """Any weight of this kind."""
     rng = np.random.default_rng(kind)
     arena = native.Arena()
     if kind in (native.I8, native.S8):
-        packed = native.Packed.empty(native.I8, out, inner, arena)
+        packed = Packed.empty(native.I8, out, inner, arena)
         codes = rng.integers(-127, 128, (out, inner), dtype=np.int8)
         if kind == native.S8:
             codes *= rng.random((out, inner)) < 0.3
         packed.put_codes(codes, rng.random(out, dtype=np.float32))
         return packed if kind == native.I8 else packed.sparse(arena)
-    packed = native.Packed.empty(kind, out, inner, arena)
+    packed = Packed.empty(kind, out, inner, arena)
     if kind in (native.W4, native.W4M, native.W4M32):
         shape = (out, inner // (32 if kind == native.W4M32 else 128))
         minima = None if kind == native.W4 else rng.standard_normal(shape, dtype=np.float32)
@@ -80,7 +82,7 @@ def weight_of(kind: int, out: int, inner: int) -> native.Packed:
 
 def product_of(
     ops: NativeOps,
-    w: native.Packed,
+    w: Packed,
     x: torch.Tensor,
     *,
     gated: bool = False,
@@ -88,7 +90,7 @@ def product_of(
     decodes: int | None = None,
 ) -> torch.Tensor:
     """A product added to ones, or gated. `decodes` of the tokens are decodes, the others a prompt's; None: neither."""
-    p = native.Program(ops.pool)
+    p = Program(ops.pool)
     q = p.buffer(w.form, w.inner)
     p.add("convert", p.bound(x), q, w.form, w.inner, 1)
     shape = (w.kind, w.rows, w.inner, w.data, bias)
@@ -208,7 +210,7 @@ def test_gate_and_up(pair, scheme, form):
             shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
             p.add("gated_linear", q, z, form, *silu, *shape, part.data, bias, None, 0)
             # Read back by a product with the identity.
-            eye = native.Packed.empty(KINDS[form], half, half, native.Arena())
+            eye = Packed.empty(KINDS[form], half, half, native.Arena())
             eye.put_dense(np.eye(half, dtype=np.float32))
             p.add("linear", z, p.bound(y), 0, eye.kind, half, half, eye.data, None, 0, None, 0)
             p.run(native.StepInputs(num_tokens=tokens))

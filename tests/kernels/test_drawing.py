@@ -129,3 +129,19 @@ def test_biases_and_penalties_are_those_of_the_reference(indexed):
     ours = logits.clone()
     penalties.change_logits(ours, params, block=16)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_bounds_leave_few_tokens_to_be_searched(monkeypatch):
+    """Of 4,000 logits in a row, whether they are flat or peaked."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.standard_normal((4, 4000)).astype(np.float32)) * 1.3
+    logits[2:] *= 4
+    wants = [Wants(0.8, 0, 0.95), Wants(0.8, 300), Wants(0.8, 0, 0.5), Wants(0.8, 40, 1.0, 0.02)]
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])
+    drawing.draw(logits, tensors(wants))
+    [state] = [own for own in made if own.shape == (4, drawing.STATE)]
+    listed = state[:, drawing.NUM_LISTED.value].tolist()
+    assert min(listed[:3]) > 0
+    assert max(listed) <= 60
+    assert listed[3] == 0  # min_p keeps fewer than top_k would

@@ -29,7 +29,8 @@ k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
 q = torch.zeros(2 * int(sys.argv[3]), 32, dim, dtype=torch.bfloat16)
-hopper.prefill(q, kv, meta, AttentionParams(scale=0.1), torch.empty_like(q), first_seq=0)
+fp8 = len(sys.argv) > 4
+hopper.prefill(q, kv, meta, AttentionParams(scale=0.1), torch.empty_like(q), first_seq=0, fp8=fp8)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binaries[-1].asm["sass"]]))
 """
 
@@ -57,6 +58,27 @@ def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
     assert len(re.findall("H{16}1S{0,24}E{66}0", found)) == 2
     # Copies: a consumer's queries in halves of 64 numbers; keys and values in halves of a block, or with 8 bits by loads.
     assert sass.count("UTMALDG") == (2 * 2 + 2 * 8 * 2 if kind == "bfloat16" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_8_bit_products_run_while_exponents_are_taken(dim):
+    """As with 16 bits, in half as many instructions; weights are rounded in pairs and stay in their threads."""
+    _, sass = run_for_hopper(PROGRAM, "float8_e4m3fn", str(dim), "300", "fp8")
+    assert "HGMMA" not in sass
+    letters = {
+        "QGMMA": "Q",
+        "DEPBAR.LE gsb0, 0x1": "1",
+        "DEPBAR.LE gsb0, 0x0": "0",
+        "MUFU.EX2": "E",
+        "PRMT": "p",
+        "E4M3.F32.PACK": "c",
+    }
+    found = "".join(
+        letter for line in sass.splitlines() for word, letter in letters.items() if word in line
+    )
+    products = dim // 32 + 4
+    assert len(re.findall(f"Q{{{products}}}1E{{66}}0c{{32}}", found)) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
 import slipstream.kernels.triton.hopper_linear as h
-from slipstream.kernels.triton.split_k import Scratch
+from slipstream.kernels.triton.split_k import ArrivalCounters
 from slipstream.kernels.weights import Linear, Quantized, ScaledLinear
 
 h._skinny_gemm_kernel = Compiled(h._skinny_gemm_kernel)
@@ -25,7 +25,7 @@ if kind == "fp8":
 else:
     x = torch.zeros(tokens, inner, dtype=torch.bfloat16)
     w = Linear(weight=torch.zeros(outer, inner, dtype=torch.bfloat16), bias=None)
-h.skinny_gemm(x, w, Scratch(torch.device("cpu")))
+h.skinny_gemm(x, w, ArrivalCounters(torch.device("cpu")))
 binary = h._skinny_gemm_kernel.binaries[-1]
 print(json.dumps([h._skinny_gemm_kernel.grid, binary.metadata.shared, binary.asm["sass"]]))
 """

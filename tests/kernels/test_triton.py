@@ -42,7 +42,7 @@ from slipstream.kernels.triton.pointwise import rows_per_program
 from slipstream.kernels.triton.split_k import ArrivalCounters
 from slipstream.kernels.weights import Pair, Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
-from slipstream.spec.model import ClampedSwiglu
+from slipstream.spec.model import ClampedSilu, ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
 from tests.costs.specs import make_spec
 from tests.kernels import cases
@@ -620,8 +620,9 @@ def test_activations(kind):
 
 
 @pytest.mark.parametrize("inputs", [None, "int8"])
-def test_a_clamped_swiglu(inputs):
-    x, kind = torch.randn(5, 2 * 37) * 3, ClampedSwiglu(alpha=1.702, limit=2.0)
+@pytest.mark.parametrize("kind", [ClampedSwiglu(alpha=1.702, limit=2.0), ClampedSilu(limit=0.8)])
+def test_clamped_activations(inputs, kind):
+    x = torch.randn(5, 2 * 37) * 3
     ours, theirs = (o.activation(x, kind, gated=True, inputs=inputs) for o in (OURS, REFERENCE))
     close(ours, theirs) if inputs is None else same_rows(ours, theirs)
 

@@ -40,9 +40,9 @@ def test_an_encoder(tmp_path, num_first):
         assert error(ours, theirs) <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["modernbert", "mpnet", "gte"])
+@pytest.mark.parametrize("family", ["modernbert", "mpnet", "gte", "deberta-v3", "deberta-v2"])
 def test_windows_distances_and_turns(tmp_path, family):
-    """Of an encoder: to both sides."""
+    """Of an encoder: to both sides. DeBERTa's distances are in the scores of queries and of keys."""
     tiny_models.build_encoder(tmp_path, family, num_hidden_layers=2)
     texts = [*TEXTS, [(11 * i) % 250 + 5 for i in range(70)]]
     for ours, theirs in zip(

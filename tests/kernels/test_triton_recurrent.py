@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.recurrent import conv, rules
-from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
+from slipstream.spec.recurrent import (
+    GatedDeltaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+)
 from tests.kernels.recurrent_steps import Maker, Part, both, error, sequences
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
@@ -27,6 +33,9 @@ SPECS = {
     "Nemotron-H": Mamba2Spec(**TWO, norm_groups=2),
     "norm first": Mamba2Spec(**TWO, norm="norm_first", conv_bias=False, time_limit=(0.1, 2.0)),
     "without a norm": Mamba2Spec(**(TWO | dict(num_groups=2, key_dim=24)), norm=None),
+    "MiniMax": LightningSpec(
+        num_heads=4, value_dim=16, key_dim=16, eps=1e-6, rates=(0.9, 0.4, 0.1, 0)
+    ),
     "Jamba": MambaSpec(width=24, key_dim=8, rank=4, conv_width=4, eps=1e-6),
     "LFM2": ShortConvSpec(width=24, conv_width=3, bias=True),
 }
@@ -52,7 +61,9 @@ def test_op_in_16_bits_is_near_the_oracle(name):
     """In float16: the interpreter has no products of bfloat16."""
     parts = [Part(1), Part(5, (0, 1, 2, 3, 4)), Part(100, (40,))]
     for ours, theirs in both(OURS, REFERENCE, SPECS[name], parts, Maker(0, "cpu", torch.float16)):
-        assert error(ours, theirs) < 2e-3
+        assert (
+            not theirs.numel() or error(ours, theirs) < 2e-3
+        )  # without a convolution it has no state
 
 
 @pytest.mark.parametrize("name", SPECS)

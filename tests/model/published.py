@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 Config = dict[str, Any]
 SIZES: Config = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), 96),
-    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "dim"), 64),
+    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "dim", "pooler_hidden_size"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size", "hidden_dim"), 96),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -90,6 +90,15 @@ MORE: dict[str, Config] = {
         "architectures": ["EuroBertForMaskedLM"],
         "rope_theta": 250000,
         "tie_word_embeddings": False,
+    },
+    "deberta-v3-base": {
+        **dict(model_type="deberta-v2", architectures=["DebertaV2ForMaskedLM"]),
+        **dict(hidden_act="gelu", hidden_size=768, intermediate_size=3072, vocab_size=128100),
+        **dict(num_attention_heads=12, num_hidden_layers=12, max_position_embeddings=512),
+        **dict(relative_attention=True, position_buckets=256, norm_rel_ebd="layer_norm"),
+        **dict(share_att_key=True, pos_att_type="p2c|c2p", position_biased_input=False),
+        **dict(max_relative_positions=-1, layer_norm_eps=1e-7, type_vocab_size=0),
+        **dict(pooler_dropout=0, pooler_hidden_act="gelu", pooler_hidden_size=768, pad_token_id=0),
     },
     "ministral-8b-by-5": {
         **CONFIGS["ministral-8b"],

@@ -284,7 +284,7 @@ def edit(path, **changes):
             {"sbert_ce_default_activation_function": "torch.nn.Softmax"},
             "activation_fn",
         ),
-        ("config.json", {"architectures": ["BertForTokenClassification"]}, "architectures"),
+        ("config.json", {"architectures": ["BertForQuestionAnswering"]}, "architectures"),
     ],
     ids=str,
 )

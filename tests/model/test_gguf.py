@@ -36,8 +36,20 @@ def random_blocks(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(0, 250, num_blocks, dtype=np.uint8)
         return blocks
+    if kind == "NVFP4":
+        return blocks
+    if kind == "IQ1_M":  # the scale's highest four bits
+        blocks[:, 55] &= 0xBF
+        return blocks
     both = {name: [0, 2] for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}
-    scales = {**both, "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}.get(kind, [0])
+    scales = {
+        **both,
+        "Q6_K": [208],
+        "Q2_K": [80, 82],
+        "Q3_K": [108],
+        "TQ1_0": [52],
+        "TQ2_0": [64],
+    }.get(kind, [0])
     for at in scales:
         blocks[:, at : at + 2] = (
             (rng.standard_normal((num_blocks, 1)) / 8).astype(np.float16).view(np.uint8)
@@ -192,7 +204,7 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     )
     fails(good[: at + 4] + struct.pack("<Q", 2**62) + good[at + 12 :], "'plain' ends at byte")
     fails(good[: at + 4] + struct.pack("<Q", 0) + good[at + 12 :], "'plain' has shape")
-    fails(good[: at + 20] + struct.pack("<I", 23) + good[at + 24 :], "'plain' has the type IQ4_XS")
+    fails(good[: at + 20] + struct.pack("<I", 41) + good[at + 24 :], "'plain' has the type Q1_0")
     fails(
         good[: at + 20] + struct.pack("<I", 999) + good[at + 24 :],
         "'plain' has the type number 999",

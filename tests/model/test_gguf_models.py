@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
@@ -1275,6 +1275,62 @@ def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
     for path in (tmp_path / "hf", tmp_path / "model.gguf"):
         with LLM(str(path), skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
             found.append(torch.tensor([o.embedding for o in llm.embed(texts)]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_embedding_gemma_as_llama_cpp_writes_it(tmp_path):
+    """Its Dense steps are tensors of the file, and its window counts both sides."""
+    number = gguf.MODEL_ARCH.GEMMA_EMBEDDING
+    tiny_models.build_encoder(tmp_path / "hf", "gemma3-encoder", **GEMMA3, sliding_window=20)
+    spec = read_spec(tmp_path / "hf").spec
+
+    def changed(name, value):
+        return {name: value + 1 if name.endswith("norm.weight") else value}
+
+    tensors, a = converted(tmp_path / "hf", number, 7, changed), spec.layers[0].attention
+    folder = tmp_path / "hf"
+    tiny_models.write_sentence_transformers(folder)
+    modules = json.loads((folder / "modules.json").read_text())
+    torch.manual_seed(0)
+    for i, (inputs, outputs) in ((2, (spec.hidden_size, 48)), (3, (48, 20))):
+        weight, step = torch.randn(outputs, inputs), folder / f"{i}_Dense"
+        step.mkdir()
+        save_file({"linear.weight": weight}, step / "model.safetensors")
+        own = dict(in_features=inputs, out_features=outputs, bias=False)
+        own["activation_function"] = "torch.nn.modules.linear.Identity"
+        (step / "config.json").write_text(json.dumps(own))
+        modules.insert(i, {"path": step.name, "type": "sentence_transformers.models.Dense"})
+        tensors[f"dense_{i}.weight"] = (weight.numpy(), "F32")
+    (folder / "modules.json").write_text(json.dumps(modules))
+    metadata = {
+        **RMS,
+        "block_count": 7,
+        "context_length": spec.max_position,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.layers[0].mlp.intermediate_size,
+        "attention.head_count": a.num_heads,
+        "attention.head_count_kv": a.num_kv_heads,
+        "attention.key_length": a.head_dim,
+        "attention.value_length": a.head_dim,
+        "attention.sliding_window": json.loads((folder / "config.json").read_text())[
+            "sliding_window"
+        ],
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 5e3,
+        "pooling_type": 1,
+        "dense_2_feat_in": spec.hidden_size,
+        "dense_2_feat_out": 48,
+        "dense_3_feat_in": 48,
+        "dense_3_feat_out": 20,
+    }
+    name = gguf.MODEL_ARCH_NAMES[number]
+    write(tmp_path / "model.gguf", tensors, name, **{f"{name}.{k}": v for k, v in metadata.items()})
+    texts = [{"prompt_token_ids": [5 + 7 * i % 190 for i in range(n)]} for n in (30, 1, 9)]
+    found = []
+    for path in (folder, tmp_path / "model.gguf"):
+        with LLM(str(path), skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
+            found.append(torch.tensor([o.embedding for o in llm.embed(texts)]))
+    assert found[1].shape == (3, 20)
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 

@@ -175,7 +175,7 @@ def test_file_that_is_alone_keeps_its_name(tmp_path):
     assert GGUFFile(path).files == [path]
 
 
-@pytest.mark.parametrize("number", [16, 23, 29, 34, 41, 99])
+@pytest.mark.parametrize("number", [9, 24, 41, 99])
 def test_type_that_is_not_read_is_named_with_those_that_are(tmp_path, number):
     path = tmp_path / "x.gguf"
     write_part(path, {"token_embd.weight": np.zeros((4, 32), np.float32)}, head=True)
@@ -183,9 +183,8 @@ def test_type_that_is_not_read_is_named_with_those_that_are(tmp_path, number):
     at = data.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
     data[at : at + 4] = number.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="such as Q4_K_M") as caught:
+    with pytest.raises(CheckpointError, match="such as Q4_K_M"):
         GGUFFile(path)
-    assert ("a later release" in str(caught.value)) == (number in (16, 23, 29, 34))
 
 
 def test_pages_of_all_parts_are_let_go(tmp_path):

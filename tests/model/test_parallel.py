@@ -222,7 +222,15 @@ def test_what_does_not_divide_ends_in_zeros(tmp_path, family):
     [
         *[("qwen3_next", 3), ("qwen3_next", 4), ("kimi_linear", 3), ("olmo_hybrid", 3)],
         *[("mamba2", 3), ("mamba2", 4), ("bamba-one", 3), ("granitemoehybrid", 4)],
-        *[("nemotron_h", 4), ("falcon_h1-normed", 3), ("jamba", 3), ("lfm2", 3), ("lfm2_moe", 4)],
+        *[
+            ("nemotron_h", 4),
+            ("falcon_h1-normed", 3),
+            ("falcon_h1-before", 4),
+            ("minimax", 3),
+            ("jamba", 3),
+            ("lfm2", 3),
+            ("lfm2_moe", 4),
+        ],
     ],
 )
 def test_recurrent_heads_and_channels_over_three_and_four_ranks(tmp_path, family, size):
@@ -329,7 +337,6 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
         ("mixtral", dict(tensor=1, experts=64), "expert_parallel_size", "num_experts"),
         ("mamba2", dict(tensor=16, experts=1), "tensor_parallel_size", "heads of recurrent"),
         ("mamba", dict(tensor=128, experts=1), "tensor_parallel_size", "channels of recurrent"),
-        ("falcon_h1-before", dict(tensor=4, experts=1), "tensor_parallel_size", "mamba_n_groups"),
     ],
 )
 def test_what_cannot_be_split_is_named(tmp_path, family, how, field, says):

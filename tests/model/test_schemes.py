@@ -16,8 +16,8 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import LatentAttention
 from slipstream.model.load.loader import load_model
-from slipstream.model.recurrent import Mamba
-from slipstream.spec.model import GatedDeltaSpec, MoESpec, SinusoidSpec
+from slipstream.model.recurrent import Mamba, Mamba2
+from slipstream.spec.model import GatedDeltaSpec, LightningSpec, MoESpec, SinusoidSpec
 from slipstream.spec.parameters import keeps_float32, parameters
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
@@ -59,7 +59,7 @@ ALL_EXPERTS = {
     "gemma4_text-moe": dict(num_hidden_layers=2, layer_types=WINDOWED[:2], top_k_experts=6),
     **{name: {"num_experts_per_tok": 6} for name in ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe")},
     "granitemoehybrid": {"num_experts_per_tok": 6},
-    "jamba": {"num_experts_per_tok": 4},
+    **{name: {"num_experts_per_tok": 4} for name in ("jamba", "minimax")},
     "kimi_linear": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "nemotron_h": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
@@ -75,7 +75,7 @@ ALL_EXPERTS = {
     "glm4_moe_lite": {"num_experts_per_tok": 8},
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
-    "flex_olmo": {"num_experts_per_tok": 6},
+    **{name: {"num_experts_per_tok": 6} for name in ("flex_olmo", "hy_v3", "mellum")},
     # The weight of a choice jumps where a logit ceases to be near.
     "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
@@ -170,10 +170,15 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
         kept.append(a.query_scale)
+        if not latent and (terms := a.disentangled) is not None:
+            kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:
             kept.append(a.heads.q_norm)  # ones
     for r in (x.recurrent for x in layers if isinstance(x.recurrent, Mamba)):
         kept += [norm.weight for norm in r.norms or () if r.spec.normed == "plain"]  # ones
+    for r in (x.recurrent for x in layers if isinstance(x.recurrent, Mamba2)):
+        if isinstance(r.spec, LightningSpec):  # made from the config
+            kept += [r.params.conv.weight, r.params.decay, r.params.time]
     if isinstance(spec.learned_positions, SinusoidSpec):
         kept.append(rounded.decoder.positions)
     kept += [
@@ -186,7 +191,9 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
     made = sum(
         math.prod(shape)
         for name, shape in parameters(spec).items()
-        if "distances" in name or name.endswith((".positive.weight", ".negative.weight"))
+        if "distances" in name
+        or ".position_" in name
+        or name.endswith((".positive.weight", ".negative.weight"))
     )  # into such tables, and into numbers
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())
     # Of 4-bit floats what a GPU holds: `reference` has scales of two bytes, and fills nothing up.

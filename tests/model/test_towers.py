@@ -9,9 +9,13 @@ import torch
 import transformers
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
-from tests.model.harness import load, run
+from tests.model.harness import CPU, load, run
+from tests.model.parallel_ranks import on_ranks
 
 TOKENS = list(range(5, 40))
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -29,6 +33,26 @@ QWEN_IDS = {
 }
 GEMMA = {k: v for k, v in tiny_models.FAMILIES["gemma4_text"].items() if k != "model_type"}
 GEMMA = {k: v for k, v in GEMMA.items() if v is not None}
+UNIFIED = tiny_models.FAMILIES["gemma4_unified_text"]
+UNIFIED = {k: v for k, v in UNIFIED.items() if v is not None and k != "model_type"}
+STEP = dict(
+    **dict(vocab_size=tiny_models.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3),
+    **dict(
+        num_attention_heads=4, num_sliding_attention_heads=6, num_key_value_heads=2, head_dim=16
+    ),
+    **dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=6),
+    **dict(
+        mlp_layer_types=["dense", "sparse", "sparse"], n_routed_experts=6, num_experts_per_tok=2
+    ),
+    **dict(moe_intermediate_size=32, share_expert_dim=48, moe_router_scaling_factor=1.5),
+    **dict(swiglu_limits=[0, 0, 0.4], swiglu_limits_shared=[0.5, 0, 0.3], initializer_range=0.2),
+    **dict(rope_theta=[1e4, 500.0, 1e4], partial_rotary_factors=[0.5, 1.0, 0.5], pad_token_id=0),
+    max_position_embeddings=256,
+)
+SIGHT_STEP = dict(
+    **dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32),
+    patch_size=14,
+)
 LLAMA4 = {k: v for k, v in tiny_models.FAMILIES["llama4_text"].items() if k != "model_type"}
 LLAMA4 = {k: v for k, v in LLAMA4.items() if v is not None or k == "pad_token_id"}
 SIGHT = dict(
@@ -57,6 +81,19 @@ CASES = {
         "Gemma4",
         GEMMA,
         {"vision_config": SIGHT, "audio_config": None, "image_token_id": 280},
+    ),
+    "step3p7": (
+        "Step3p7",
+        STEP,
+        {"vision_config": {**SIGHT_STEP, "image_size": 28}, "image_token_id": 280},
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        UNIFIED,
+        {
+            "vision_config": dict(mm_embed_dim=32, num_soft_tokens=8, output_proj_dims=32),
+            **dict(audio_config=None, image_token_id=280),
+        },
     ),
 }
 
@@ -89,6 +126,26 @@ def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gates_of_heads_are_divided_over_ranks(tmp_path, size):
+    build(tmp_path, "step3p7")
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=size):
+        assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_gates_of_heads_are_rounded_with_queries(tmp_path):
+    build(tmp_path, "step3p7")
+    dense, rounded = (
+        run(
+            load_model(tmp_path, ops=ReferenceOps(), device=CPU, dtype=torch.float32, scheme=of),
+            TOKENS,
+        )
+        for of in (None, SCHEMES["int8"])
+    )
+    assert 0 < (rounded - dense).norm() <= 0.1 * dense.norm()
 
 
 def test_gemma_3n_without_its_towers(tmp_path):

@@ -216,7 +216,7 @@ class FakeEngine:
         if count:
             raise RequestError("this model takes no pictures; leave them out", field="image")
 
-    async def embed(self, prompts, options=DEFAULT_OPTIONS, *, truncate_to=None):
+    async def embed(self, prompts, options=DEFAULT_OPTIONS, *, truncate_to=None, **how):
         self.salts.append(options.cache_salt)
         if self.dead:
             raise EngineDeadError("the engine process is down")

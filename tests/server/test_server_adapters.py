@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from slipstream.cli.main import main
-from slipstream.engine import core_process
-from slipstream.engine.core_process import CoreProcess, KnowAdapters, UnloadAdapter
+from slipstream.engine import served_adapters
+from slipstream.engine.core_messages import Answered
+from slipstream.engine.served_adapters import ServedAdapters
 from tests import adapters, tiny_models
 from tests.server.test_front_ends import KEY, Served
 from tests.waiting import PATIENCE_S
@@ -158,18 +159,20 @@ def test_a_load_is_answered_when_every_front_end_knows_or_is_dead(served, end):
             )
 
 
-def test_a_front_end_that_says_nothing_does_not_hang_a_load(monkeypatch, tmp_path):
-    core, sent = CoreProcess(f"ipc://{tmp_path}/x"), []
-    monkeypatch.setattr(core, "_send", lambda message, number: sent.append((message, number)))
-    monkeypatch.setattr(core_process, "KNOW_S", -1.0)
-    monkeypatch.setattr(core, "_change_adapters", lambda message: None)
+def test_a_front_end_that_says_nothing_does_not_hang_a_load(monkeypatch):
+    sent = []
+    served = ServedAdapters(lambda message, number: sent.append((message, number)))
     for number in (1, 2):
-        core._handle(KnowAdapters(0), number)
-    core._handle(UnloadAdapter("a", 7), 1)
-    ((answer, number),) = sent
+        served.know(number, 0)
+    served.answer_later(6, asked_by=1)
+    assert not sent, "front end 2 has time to say that it knows"
+    served.know(2, 0)
+    assert sent == [(Answered(6), 1)]
+    monkeypatch.setattr(served_adapters, "KNOW_S", -1.0)
+    served.answer_later(7, asked_by=1)
+    answer, number = sent[1]
     assert (number, answer.ticket, answer.kind) == (1, 7, "EngineError")
     assert "said nothing" in answer.error
-    core._context.destroy()
 
 
 @pytest.mark.parametrize(

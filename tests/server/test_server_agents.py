@@ -401,6 +401,152 @@ SDK_FIELDS = {
 }
 
 
+FUNCTION = {"name": "weather", "description": None, "parameters": SCHEMA}
+OPENAI_CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
+CLIENT_BODIES = {
+    # openai (Python and JavaScript): the message of a stream or of `parse` is sent back as it is
+    "openai parsed": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "parsed": None,
+                    "tool_calls": [
+                        {
+                            **OPENAI_CALL,
+                            "index": 0,
+                            "function": OPENAI_CALL["function"]
+                            | {"parsed_arguments": {"city": "Rome"}},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+            ],
+            "tools": [{"type": "function", "function": FUNCTION}],
+        },
+    ),
+    "openai parsed items": (
+        "/v1/responses",
+        {
+            "input": [
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [
+                        {"type": "output_text", "text": "{}", "annotations": [], "parsed": {}},
+                        {"type": "refusal", "refusal": "No."},
+                    ],
+                },
+                {
+                    "type": "function_call",
+                    "call_id": "c1",
+                    "name": "weather",
+                    "arguments": "{}",
+                    "parsed_arguments": {},
+                },
+                {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+            ],
+            "max_output_tokens": 2,
+        },
+    ),
+    # A conversation that began with another provider (Gemini's signatures, LiteLLM's additions),
+    # and cache_control as OpenRouter, Qwen Code and LiteLLM place it
+    "other providers": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief.", "cache_control": {"type": "ephemeral"}},
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            **OPENAI_CALL,
+                            "extra_content": {"google": {"thought_signature": "x"}},
+                            "provider_specific_fields": {"thought_signature": "x"},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+            ],
+            "tools": [
+                {"type": "function", "function": FUNCTION, "cache_control": {"type": "ephemeral"}}
+            ],
+        },
+    ),
+    "zed ollama": (
+        "/api/chat",
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+                    ],
+                    "thinking": None,
+                },
+                {"role": "tool", "tool_name": "weather", "content": "sunny"},
+            ],
+            "keep_alive": -1,
+            "options": {
+                "num_ctx": 16384,
+                "num_predict": None,
+                "stop": None,
+                "temperature": None,
+                "top_p": None,
+            },
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "think": None,
+        },
+    ),
+    # Qwen Code: a budget of all tokens
+    "qwen code": (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 2000,
+            "temperature": 1,
+            "thinking": {"type": "enabled", "budget_tokens": 2000},
+            "stop_sequences": ["e"],
+        },
+    ),
+    "cline": (
+        "/v1/responses",
+        {
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+            "include": ["web_search_call.action.sources"],
+            "truncation": "auto",
+            "tools": [{"type": "function", **FUNCTION, "strict": False}],
+            "tool_choice": "auto",
+            "max_output_tokens": 2,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("client", CLIENT_BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bodies_of_todays_clients_are_taken(http, model, client, stream):
+    model(TEMPLATE.replace("arguments.city", "arguments | tojson"), tool_call_parser="hermes")
+    path, body = CLIENT_BODIES[client]
+    more = {"max_tokens": 2} if "chat/completions" in path else {}
+    answer = http.post(
+        path, json={"model": "smollm2", "stream": stream, **more, **body}, headers=VERSION
+    )
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("path", SDK_FIELDS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_fields_that_the_current_sdks_know_are_taken(http, model, path, stream):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec import Raw
 
 from slipstream.server.answers.cache_hints import breakpoints, cache_hints
-from slipstream.server.openai.protocol import ChatRequest, Message
+from slipstream.server.answers.tools import FunctionSpec, ToolSpec
+from slipstream.server.openai.protocol import ChatRequest, Message, message_dict
+from slipstream.server.openai.responses_body import ResponsesRequest, as_messages, read_items
 from slipstream.types import CacheHints
 
 VERSION = {"anthropic-version": "2023-06-01"}
@@ -45,6 +48,64 @@ def test_breakpoints_of_a_chat_count_by_position(mark):
         Message(role="user", content=None),
     ]
     assert cache_hints(ChatRequest(messages=said), 0).breakpoints == ((0.5, 1800.0),)
+
+
+def test_breakpoints_of_a_chats_tools_and_whole_messages_count_by_position():
+    mark, text = Raw(b'{"type":"ephemeral"}'), "x" * 100
+    tool = ToolSpec(
+        type="function", function=FunctionSpec(name="f", description=text), cache_control=mark
+    )
+    size = len(msgspec.json.encode(tool.function))
+    said = [
+        Message(role="system", content=text, cache_control=mark),
+        Message(role="user", content=text),
+    ]
+    found = cache_hints(ChatRequest(messages=said, tools=[tool]), 0).breakpoints
+    assert found == ((size / (size + 200), 300.0), ((size + 100) / (size + 200), 300.0))
+
+
+def items_of(*parts, kind="message"):
+    made = {"type": "function_call_output", "call_id": "c", "output": [*parts]}
+    return [made] if kind == "output" else [{"role": "user", "content": [*parts]}]
+
+
+@pytest.mark.parametrize("kind", ["message", "output"])
+@pytest.mark.parametrize(
+    ("options", "mark", "seconds"),
+    [
+        ({}, {"mode": "explicit"}, 1800.0),
+        ({"ttl": "12h"}, {"mode": "explicit"}, 43200.0),
+        ({"ttl": "12h"}, {"mode": "explicit", "ttl": "30m"}, 1800.0),
+    ],
+)
+def test_breakpoints_of_items_count_by_position_with_the_requests_time_to_live(
+    kind, options, mark, seconds
+):
+    text = {"type": "input_text", "text": "x" * 50}
+    items = items_of(text, text | {"prompt_cache_breakpoint": mark}, kind=kind)
+    asked = {"input": [*items, *items_of(text, text)], "prompt_cache_options": options}
+    request = msgspec.json.decode(msgspec.json.encode(asked), type=ResponsesRequest)
+    messages = [m for m, _ in as_messages(read_items(request.input, "input"), "input")]
+    given = message_dict(messages[0], "messages[0]")
+    assert given["content"] == "x" * 100, "a breakpoint changes no prompt"
+    hints = cache_hints(request.chat(messages), 0)
+    # The parts count with the quotes and the type of JSON; the last message is one text.
+    part = len(b'"text"' + b'"' + b"x" * 50 + b'"')
+    assert hints.breakpoints == ((2 * part / (2 * part + 100), seconds),)
+
+
+def test_explicit_breakpoints_raise_nothing_else():
+    options = b'{"mode":"explicit","ttl":"12h"}'
+    assert cache_hints(body(prompt_cache_options=options), 0) == CacheHints()
+
+
+def test_a_request_that_only_fills_the_cache_is_refused_by_name(tiny_server):
+    asked = {"model": "smollm2", "input": "hi", "prompt_cache_options": {"prewarm": True}}
+    with tiny_server.http() as http:
+        error = http.post("/v1/responses", json=asked).json()["error"]
+        assert error["param"] == "prompt_cache_options.prewarm"
+        asked["prompt_cache_options"] = {"prewarm": False, "comparison_response_id": None}
+        assert http.post("/v1/responses", json=asked | {"max_output_tokens": 2}).status_code == 200
 
 
 def test_priority_weighs_a_session_and_is_bounded():

@@ -33,6 +33,10 @@ PYTHON = {
     "llama_index": ("llama-index-llms-openai-like", "llama-index-llms-ollama"),
     "litellm": ("litellm",),
     "ollama": ("ollama",),
+    "openai": ("openai",),
+    "anthropic": ("anthropic",),
+    "openai_agents": ("openai-agents",),
+    "pydantic_ai": ("pydantic-ai-slim",),
 }
 NODE = {
     "openai_js": ("openai",),

@@ -17,8 +17,8 @@ import pytest
 
 import slipstream
 from slipstream.config import EngineArgs
-from slipstream.engine.fair_threads import client
 from slipstream.engine.processor import in_thread_if_long
+from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import ConfigError
 from slipstream.server.answers import media
 from slipstream.server.http.auth import ApiKeys, Keyring

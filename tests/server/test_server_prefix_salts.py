@@ -126,8 +126,9 @@ def test_choices_have_the_salt_of_their_key(cached):
 
 
 def test_salts_of_different_owners_and_fields_are_never_equal():
-    keys = [None, *(Key(id=id_) for id_ in ("a", "b", "ab"))]
-    keys += [Key(id=id_, share_prefixes=group) for id_ in "ab" for group in ("a", "b", "ab")]
+    names = ("a", "b", "ab", "agivenb")  # the last joins the parts of another's salt
+    keys = [None, *(Key(id=id_) for id_ in names)]
+    keys += [Key(id=id_, share_prefixes=group) for id_ in "ab" for group in names]
     keys.append(Key(id="c", share_prefixes=EVERYBODY))
     salts = {}
     for key in keys:

@@ -187,7 +187,7 @@ def template_of(name):
         checks = "{# <tool_sep :opensource #}"
     elif name == "phi4_mini":
         checks = "{# <|tool|> #}"
-    quote = {"gemma4": '<|"|>', "functiongemma": "<escape>"}.get(name)
+    quote = {"gemma4": QUOTE, "functiongemma": "<escape>"}.get(name)
     macro = GEMMA.replace("<q>", quote) if quote else ""
     return (
         f"{macro}{{% for t in tools or [] %}}{{{{ t.function.name }}}} {{% endfor %}}\n"
@@ -258,7 +258,11 @@ WORDS = (
     .map(str.strip)
     .filter(bool)
 )
-TEXTS = st.text(st.sampled_from("ab é日😀\"'\\/{}[]()<>&,:;=|\n\t 01"), max_size=20)
+QUOTE = '<|"|>'
+"""Gemma 4's mark around texts. It has no escape, so a text can't hold it."""
+TEXTS = st.text(st.sampled_from("ab é日😀\"'\\/{}[]()<>&,:;=|\n\t 01"), max_size=20).filter(
+    lambda text: QUOTE not in text
+)
 ARGUMENTS = {
     "get_weather": st.fixed_dictionaries(
         {"city": TEXTS},

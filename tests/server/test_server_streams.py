@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.core_process import Outputs
+from slipstream.engine.core_messages import Outputs
 from slipstream.server.app import create_app
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer

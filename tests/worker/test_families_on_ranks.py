@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError
 from tests import tiny_models
 from tests.model.test_parallel import DECODERS, MIXTURES, build
 
@@ -41,8 +42,13 @@ FAST = [
     ("jamba", "tp+sp"),
 ]
 """Granite's layers add up over ranks where they scale a branch; the others do within the next norm."""
+WITHOUT_STAGES = ["gemma4_text", "gemma3n_text"]
+"""Their layers read the first layer's inputs, or the keys and values of an earlier one."""
 ALL = [
-    (family, form) for family in DECODERS for form in FORMS if form != "ep" or family in MIXTURES
+    (family, form)
+    for family in DECODERS
+    for form in FORMS
+    if (form != "ep" or family in MIXTURES) and (form != "pp" or family not in WITHOUT_STAGES)
 ]
 ALL += [(family, "tp") for family in tiny_models.T5S]
 
@@ -64,6 +70,14 @@ def check(tmp_path, family, form):
 @pytest.mark.parametrize(("family", "form"), FAST)
 def test_some_families(tmp_path, family, form):
     check(tmp_path, family, form)
+
+
+@pytest.mark.parametrize("family", WITHOUT_STAGES)
+def test_layers_that_read_earlier_ones_refuse_stages(tmp_path, family):
+    build(tmp_path, family)
+    with pytest.raises(ConfigError, match="use tensor_parallel_size") as refused:
+        tokens(tmp_path, 64, pipeline_parallel_size=2)
+    assert refused.value.field == "pipeline_parallel_size"
 
 
 @pytest.mark.slow

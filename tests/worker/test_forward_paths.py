@@ -9,7 +9,7 @@ from slipstream.costs.estimate import estimate
 from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward.forward_paths import fast_paths
-from slipstream.worker.local_executor import load_runner
+from slipstream.worker.start.loading import load_runner
 from tests import tiny_models
 
 SIZES = dict(

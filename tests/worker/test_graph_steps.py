@@ -19,7 +19,7 @@ from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config.forms import DealtRequests, OneDevice, Pipeline
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
-from slipstream.kernels.cpu.native import PackedExperts
+from slipstream.kernels.cpu.packed import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
@@ -45,10 +45,9 @@ from slipstream.worker.input_batch import (
     SampledRows,
     _gather_inputs_after_upload,
     _gather_inputs_on_host,
-    _upload_together,
 )
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.packed_tables import PackedTables
+from slipstream.worker.packed_tables import PackedTables, upload_together
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from slipstream.worker.rows import RowTable
 from slipstream.worker.torch_loading import TorchLoaded
@@ -980,7 +979,7 @@ def test_a_failed_capture_is_ended(monkeypatch):
 def test_uploads_begin_where_kernels_expect_them():
     """At multiples of 16 bytes, whatever the lengths: Triton compiles a kernel anew for other pointers."""
     arrays = [np.arange(n, dtype=np.int64) + n for n in (7, 7, 4, 3, 3, 1, 1, 5)]
-    parts = _upload_together(arrays, torch.device("cpu"))
+    parts = upload_together(arrays, torch.device("cpu"))
     assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]
     assert {(part.data_ptr() - parts[0].data_ptr()) % 16 for part in parts} == {0}
     assert {part.dtype for part in parts} == {torch.int32}

@@ -17,7 +17,7 @@ from slipstream.costs.estimate import estimate, resident_weights_bytes
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.simulate.engines import plan_engine
 from slipstream.spec.description import read_spec
-from slipstream.worker import local_executor
+from slipstream.worker.start import loading
 from tests import tiny_models
 
 GIB = 2**30
@@ -57,7 +57,7 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
         own = dataclasses.replace(config.model, offload=HostExperts(99, 2**16))
         return dataclasses.replace(config, model=own)
 
-    monkeypatch.setattr(local_executor, "resolve", with_host)
+    monkeypatch.setattr(loading, "resolve", with_host)
     with LLM(str(tmp_path), **how) as llm:
         runner = llm.core.executor.runner
         assert answers(llm) == wanted

@@ -87,7 +87,7 @@ def compared(model, monkeypatch, runner=HostLoaded, samplings=SAMPLINGS, **setti
         ours = answers(llm, samplings)
         stats = llm.stats()
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+        patch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
         with LLM(str(model), **settings) as llm:
             assert type(llm.core.executor.runner.loaded) is TorchLoaded
             theirs = answers(llm, samplings)
@@ -110,17 +110,18 @@ def positions(output):
     return [(p.chosen, *p.top) for p in found]
 
 
-WITHOUT_PROGRAM = "gemma3n_text"
+WITHOUT_PROGRAM = ("gemma3n_text", "mimo_v2_flash")
 
 
-@pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f != WITHOUT_PROGRAM])
+@pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f not in WITHOUT_PROGRAM])
 def test_every_family(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)
     compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, SCORED])
 
 
-def test_a_family_without_a_program_runs_with_torch(tmp_path):
-    tiny_models.write(tmp_path, WITHOUT_PROGRAM)
+@pytest.mark.parametrize("family", WITHOUT_PROGRAM)
+def test_a_family_without_a_program_runs_with_torch(tmp_path, family):
+    tiny_models.write(tmp_path, family)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
         assert not isinstance(llm.core.executor.runner.loaded, HostLoaded)
         assert all(
@@ -150,7 +151,7 @@ def test_hybrid_program_answers_as_the_loop_over_its_layers(tmp_path, monkeypatc
     with LLM(str(tmp_path), **settings) as llm:
         assert type(llm.core.executor.runner.loaded) is HostLoaded
         ours = twice(llm)
-    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    monkeypatch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
     eager = lambda decoder: Reason("the loop runs it")
     monkeypatch.setattr("slipstream.worker.forward.forwards.compile_program", eager)
     with LLM(str(tmp_path), **settings) as llm:
@@ -220,7 +221,7 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
     for runner in ("ours", "torchs"):
         with monkeypatch.context() as patch:
             if runner == "torchs":
-                patch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+                patch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
                 patch.setattr(HostLoaded, "allocate", None)
             with LLM(str(model), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
                 assert type(llm.core.executor.runner.loaded) is (
@@ -434,7 +435,7 @@ def vectors(path, kind, read, **settings):
         return np.array(read(llm))
 
 
-@pytest.mark.parametrize("family", tiny_models.ENCODERS)
+@pytest.mark.parametrize("family", [f for f in tiny_models.ENCODERS if f[:7] != "deberta"])
 @pytest.mark.parametrize("pooling", ["mean_tokens", "cls_token"])
 def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
     tiny_models.build_encoder(tmp_path, family)
@@ -450,13 +451,13 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
     }  # several steps
     ours = vectors(tmp_path, HostLoaded, embedded, **settings)
     rounded = vectors(tmp_path, HostLoaded, embedded, dtype="bfloat16")
-    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    monkeypatch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
     theirs = vectors(tmp_path, TorchLoaded, embedded, **settings)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     np.testing.assert_allclose(rounded, theirs, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("family", tiny_models.SCORING)
+@pytest.mark.parametrize("family", [f for f in tiny_models.SCORING if f[:7] != "deberta"])
 def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     """Their dense layer, norm and activation, and of BERT the types of a pair's two texts."""
     tiny_models.build_encoder(tmp_path, family, num_labels=1)
@@ -470,7 +471,7 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
             ]
 
     ours = scores(HostLoaded)
-    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    monkeypatch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
     np.testing.assert_allclose(ours, scores(TorchLoaded), rtol=0, atol=1e-5)
     assert len(set(ours)) == 3
 
@@ -533,7 +534,7 @@ def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
     for by_torch in (False, True):
         with monkeypatch.context() as patch:
             if by_torch:
-                patch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+                patch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
             with LLM(str(tmp_path), block_size=4, **SIZES) as llm:
                 text = "hello hello hello hello hello"
                 outputs = [

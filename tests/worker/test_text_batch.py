@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.types import TextsPlan
-from slipstream.worker.input_batch import text_batch
+from slipstream.worker.text_inputs import text_batch
 
 BLOCK = 4
 

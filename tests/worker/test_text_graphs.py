@@ -22,7 +22,7 @@ from slipstream.worker.forward.texts import (
     text_inputs,
     text_ladder,
 )
-from slipstream.worker.input_batch import text_batch
+from slipstream.worker.text_inputs import text_batch
 from tests import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)

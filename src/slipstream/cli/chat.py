@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_json, say
+from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
     MODEL_HELP,
     SAMPLING_TITLE,
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt"
         )
     sampling_params(args, **DEFAULTS)  # refuse a wrong value before the start
+    fetch_model(args.model, getattr(args, "download_dir", None))
     with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         conversation = Conversation(llm, sampling, args.system, quiet=args.json)

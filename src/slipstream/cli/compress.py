@@ -188,8 +188,8 @@ def _train_head(
     args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription
 ) -> int:
     """Train a draft head. It is no smaller checkpoint: it has its own receipt, and no report."""
-    from slipstream.compress.draft import train_head
     from slipstream.compress.run import resolve_device
+    from slipstream.compress.training.draft import train_head
 
     device, _ = resolve_device(args.device, "auto")
     minutes = head.limit(on_gpu=device.type != "cpu")
@@ -236,8 +236,8 @@ def _train_adapter(
     args: argparse.Namespace, recipe: Recipe, adapter: LoRA, source: ModelDescription
 ) -> int:
     """Train an adapter. It has its own receipt, and no report."""
-    from slipstream.compress.lora import adapted_modules, train_adapter
     from slipstream.compress.run import resolve_device
+    from slipstream.compress.training.lora import adapted_modules, train_adapter
 
     device, _ = resolve_device(args.device, "auto")
     modules = adapted_modules(source, adapter)

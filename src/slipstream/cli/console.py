@@ -62,11 +62,11 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Progress of a task, as text: its phase, the steps done, and the estimated time left after the
-    first step."""
+    """Progress of a task, as text: its phase, the steps done (by `unit`), and the estimated time left
+    after the first step."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, unit: Callable[[int], str] = str) -> None:
+        self.what, self._unit = what, unit
         self.phase = ""
         self.done = self.total = 0
         self._begin = self._heard = self._counted_from = time.monotonic()
@@ -100,7 +100,7 @@ class Progress:
     def line(self) -> str:
         parts = [self.what + (f": {self.phase}" if self.phase else "")]
         if self.total:
-            parts.append(f"{self.done} of {self.total}")
+            parts.append(f"{self._unit(self.done)} of {self._unit(self.total)}")
         left = self.seconds_left()
         parts.append(
             f"{time.monotonic() - self._begin:.0f} s"

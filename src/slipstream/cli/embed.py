@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from slipstream.cli.console import print_json
+from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
     MODEL_HELP,
     TEXT_ONLY,
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import given_texts, open_llm
 
     texts = given_texts(args.texts, "text", "texts")
+    fetch_model(args.model, getattr(args, "download_dir", None))
     with open_llm(engine_args(args)) as (llm, start_s):
         found = llm.embed(texts, dimensions=args.dimensions, truncate=args.truncate)
         vectors = [output.embedding for output in found]

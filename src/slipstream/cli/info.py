@@ -30,6 +30,7 @@ from slipstream.spec.model import (
     GatedDeltaSpec,
     IndexSpec,
     LatentAttentionSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     MoESpec,
@@ -309,6 +310,8 @@ def describe_recurrent(r: RecurrentSpec) -> str:
         case GatedDeltaSpec():
             of = "channel" if r.decay == "channel" else "head"
             return f"gated delta rule, {r.num_heads} heads of {r.key_dim} × {r.value_dim}, decay by {of}"
+        case LightningSpec():
+            return f"lightning attention, {r.num_heads} heads of {r.key_dim} × {r.value_dim}"
         case Mamba2Spec():
             return f"Mamba-2, {r.num_heads} heads of {r.key_dim} × {r.value_dim}"
         case MambaSpec():

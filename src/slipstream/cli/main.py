@@ -29,6 +29,7 @@ VERBS = {  # verb → (its file, its line of the help)
     "run": ("run", "answer a prompt"),
     "chat": ("chat", "talk with a model"),
     "embed": ("embed", "texts as vectors"),
+    "transcribe": ("transcribe", "what is said in sounds, or subtitles of it"),
     "rerank": ("rerank", "documents in the order of how well they answer a query"),
     "serve": ("serve", "serve a model over OpenAI's HTTP API"),
     "launch": ("launch", "start a coding agent on a server of yours"),
@@ -38,6 +39,10 @@ VERBS = {  # verb → (its file, its line of the help)
     "audit": ("audit", "check a server's audit log"),
     "fleet": ("fleet", "serve a model from many replicas as one"),
     "pull": ("pull", "fetch a model"),
+    "list": ("list_models", "the models on this machine, and the short names"),
+    "show": ("show", "what a model is: size, context, template, licence"),
+    "rm": ("remove", "remove models"),
+    "ps": ("ps", "the servers that run"),
     "info": ("info", "what a model is and needs"),
     "doctor": ("doctor", "what this machine has and lacks"),
     "check-model": ("check_model", "compare a checkpoint with transformers"),
@@ -86,6 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
     args = argparse.Namespace()
     try:
+        if words and words[0] in VERBS:  # before the verb, and what it needs, is imported
+            from slipstream.cli.models import refuse_wrong_name
+
+            refuse_wrong_name(words)
         args = build_parser(words[:1] if words and words[0] in VERBS else VERBS).parse_args(words)
         args.owns_process = argv is None
         from slipstream.costs.hardware import bound_spinning

@@ -22,6 +22,26 @@ SHORT |= {"-tp": "--tp", "-pp": "--pp", "-dp": "--dp", "-ep": "--ep"}
 """Options of llama.cpp and SGLang that have a letter or two."""
 
 
+OTHER_VERBS = {
+    "create": "slipstream compress MODEL --recipe R --out DIR writes a model of your own; a system message is --system",
+    "cp": "a folder or a .gguf file is a model by its path: cp -r it; serve --served-model-name gives it another name",
+    "push": "nothing is published from here; hf upload ORG/NAME DIR does it",
+    "stop": "slipstream ps shows the server's process: end it with Ctrl-C, or with kill PROCESS",
+    "signin": "hf auth login keeps the hub's token, which gated models need",
+    "signout": "hf auth logout",
+    "login": "hf auth login keeps the hub's token, which gated models need",
+    "generate": "slipstream run MODEL PROMPT",
+    "ls": "slipstream list",
+    "remove": "slipstream rm MODEL",
+    "delete": "slipstream rm MODEL",
+    "quantize": "slipstream compress MODEL --recipe R --out DIR",
+    "download": "slipstream pull MODEL",
+    "complete": "slipstream run --raw [MODEL] TEXT",
+    "embeddings": "slipstream embed MODEL TEXT",
+}
+"""Verbs of Ollama, vLLM and llama.cpp that are not ours: what to do instead."""
+
+
 class Rare(str):
     """Help of an option that few users set: `--help-all` shows it, `--help` doesn't."""
 
@@ -115,6 +135,10 @@ class ArgumentParser(argparse.ArgumentParser):
                 action.help = text
 
     def error(self, message: str) -> NoReturn:
+        verb = message.removeprefix("argument VERB: invalid choice: '").partition("'")[0]
+        if verb in OTHER_VERBS and message.startswith("argument VERB:"):
+            told = f"there is no verb {verb!r}; instead: {OTHER_VERBS[verb]}"
+            raise UsageError(told, self.format_usage().strip())
         raise UsageError(message + self._hint(message), self.format_usage().strip())
 
     def _hint(self, message: str) -> str:

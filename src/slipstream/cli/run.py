@@ -1,7 +1,8 @@
 """`slipstream run [MODEL] PROMPT`: streams the answer to one prompt, and prints its speed.
 
-One word is a prompt for the default model. Two words are a model and a prompt. `-` reads the prompt
-from standard input."""
+One word is a prompt for the default model, unless it names a model: then standard input is the
+prompt, and in a terminal a chat begins. Two words are a model and a prompt. `-` reads the prompt from
+standard input."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.console import print_json, say
+from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
     MODEL_HELP,
     SAMPLING_TITLE,
@@ -22,14 +24,14 @@ from slipstream.cli.options import (
     engine_args,
     sampling_params,
 )
-from slipstream.errors import ConfigError, RequestError
-from slipstream.hub import DEFAULT_MODEL
+from slipstream.errors import ConfigError, DownloadError, RequestError
+from slipstream.hub import DEFAULT_MODEL, check_name
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 256}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [MODEL] PROMPT [options]"
+    parser.usage = "%(prog)s [MODEL] [PROMPT] [options]"
     parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help=f"MODEL: {MODEL_HELP}")
     parser.add_argument(
         "--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})"
@@ -48,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import open_llm, stream_answer
 
+    if args.model_option is None and len(args.words) == 1 and _is_model(args.words[0]):
+        if sys.stdin.isatty():
+            from slipstream.cli import chat
+
+            return chat.run(argparse.Namespace(**vars(args), model=args.words[0], prompt=[]))
+        args.words += _piped()
     model, prompt = choose(args.words, args.model_option)
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template; leave out --raw", field="system")
@@ -55,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if pictures and args.raw:
         raise ConfigError("--image needs the chat template; leave out --raw", field="image")
     sampling_params(args, **DEFAULTS)  # refuse a wrong value before the start
+    fetch_model(model, getattr(args, "download_dir", None))
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
         if args.system is not None and not templated:
@@ -128,11 +137,24 @@ def read_picture(name: str) -> bytes:
 
 
 def _is_model(word: str) -> bool:
-    """Whether a single word names a model. Most are prompts, which may be too long for a path."""
-    try:
-        return word == DEFAULT_MODEL or (Path(word) / "config.json").is_file() or is_gguf(word)
-    except (OSError, ValueError):
+    """Whether a single word names a model: a path, a short name, or ORG/NAME. Most are prompts, which
+    may be too long for a path."""
+    if not word or any(c.isspace() for c in word):
         return False
+    try:
+        check_name(word)
+    except (OSError, ValueError, DownloadError):
+        return False
+    return True
+
+
+def _piped() -> list[str]:
+    """The text on standard input, as the only word of a list that is empty without it."""
+    try:
+        text = sys.stdin.read()
+    except (OSError, ValueError):  # it is closed
+        return []
+    return [text] if text.strip() else []
 
 
 def choose(words: list[str], model: str | None, verb: str = "run") -> tuple[str, str]:

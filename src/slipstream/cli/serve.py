@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
     MODEL_HELP,
     add_engine_options,
@@ -18,6 +20,7 @@ from slipstream.cli.options import (
     parse_bytes,
 )
 from slipstream.cli.parser import Rare
+from slipstream.cli.running import forget, register
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -300,14 +303,18 @@ def run(args: argparse.Namespace) -> int:
     """Run the server. Returns 0 after an orderly stop. Errors of the start are raised. A server
     with one front end is the child of a guard."""
     check_watch(args)
+    fetch_model(args.model, getattr(args, "download_dir", None))
     if args.detect:
         args.api_servers = 1
     number = args.api_servers or choose_api_servers(getattr(args, "device", "auto"))
-    if number > 1 or not getattr(args, "owns_process", False):
-        return serve(args, number)
-    from slipstream.frontend.guard import ServerGuard
+    try:
+        if number > 1 or not getattr(args, "owns_process", False):
+            return serve(args, number)
+        from slipstream.frontend.guard import ServerGuard
 
-    return ServerGuard().run(lambda guarded: serve(args, number, guarded))
+        return ServerGuard().run(lambda guarded: serve(args, number, guarded))
+    finally:
+        forget(os.getpid())
 
 
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
@@ -336,6 +343,15 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
     def announce(engine: AsyncLLM | Supervisor) -> None:
         info = Banner.of(
             engine, settings, number, url(settings, listener), time.monotonic() - start
+        )
+        # the guard is the process that was started, and outlives a server that dies
+        register(
+            os.getpid() if guarded is None else os.getppid(),
+            url=info.url.removesuffix("/v1"),
+            models=info.models,
+            device=info.device,
+            memory_bytes=info.ledger.used_bytes,
+            now=time.time(),
         )
         print_json(info) if args.json else print(info, flush=True)
 

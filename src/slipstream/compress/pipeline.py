@@ -17,11 +17,11 @@ import torch
 
 from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.dense import DenseModel, load_dense
-from slipstream.compress.distill import DistillFiles, StepRecord, distill_files
 from slipstream.compress.prune import prune, pruned_spec
 from slipstream.compress.recipe import RECIPE_NAME, Recipe
 from slipstream.compress.steps import Distill, PruneSettings
-from slipstream.compress.teacher import (
+from slipstream.compress.training.distill import DistillFiles, StepRecord, distill_files
+from slipstream.compress.training.teacher import (
     Example,
     cache_logits,
     read_examples,

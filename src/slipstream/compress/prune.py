@@ -12,7 +12,7 @@ The importance of a unit is a sum over its weights:
 Layers are ranked by block influence, 1 − cos(input, output) (ShortGPT, Men et al. 2024, Eq. 1).
 
 If the hidden width shrinks, norms' weights are scaled so that the dimensions that stay keep their size. For this the removed
-share of Σx² is measured on the text; without text it is taken to be 0. `distill.py` recovers what pruning lost.
+share of Σx² is measured on the text; without text it is taken to be 0. `training/distill.py` recovers what pruning lost.
 """
 
 from __future__ import annotations

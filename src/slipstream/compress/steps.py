@@ -255,7 +255,7 @@ class Distill(DistillSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftHead:
-    """Trains a draft head for the model (`compress.draft`), on its own answers to up to
+    """Trains a draft head for the model (`compress.training.draft`), on its own answers to up to
     `num_answers` questions of `text`, of up to `max_tokens` tokens.
 
     - `context`: most characters of a question.
@@ -323,7 +323,7 @@ class DraftHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """Trains an adapter (`compress.lora`) on up to `num_documents` documents of each part of
+    """Trains an adapter (`compress.training.lora`) on up to `num_documents` documents of each part of
     `text`, of which `held_out` (at most a tenth) are not learned.
 
     - `targets`: the last parts of PEFT's names of products, such as q_proj; empty: all.

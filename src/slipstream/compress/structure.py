@@ -155,7 +155,9 @@ def _attention_axes(
     )
     match stem:
         case "attention.qkv":
-            return (units, torch.cat((q, kv, kv))), hidden if kind == "weight" else None
+            gate = () if not a.gated else (groups,) if a.gated == "head" else (q,)
+            rows = torch.cat((*gate, q, kv, kv))
+            return (units, rows), hidden if kind == "weight" else None
         case "attention.out":
             return hidden, (units, q) if kind == "weight" else None
         case "attention.sinks":
@@ -359,6 +361,11 @@ def cut_config(
     if "no_rope_layers" in reader.taken:
         found["no_rope_layers"] = [
             int(attention_of(layer).position is not None) for layer in wanted.layers
+        ]
+    if config.get("mlp_layer_types"):
+        found["mlp_layer_types"] = [
+            "dense" if isinstance(layer.feed_forward, DenseSpec) else "sparse"
+            for layer in wanted.layers
         ]
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
         found["mlp_only_layers"] = [

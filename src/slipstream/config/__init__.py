@@ -8,19 +8,21 @@
 from slipstream.config.cpu_layers import stage_args
 from slipstream.config.parallel import native_products
 from slipstream.config.resolver import resolve
-from slipstream.config.settings import (
-    DTYPE_BYTES,
+from slipstream.config.sections import (
     CacheConfig,
     DeviceConfig,
-    DeviceInfo,
-    DType,
-    EngineArgs,
     EngineConfig,
-    KVDType,
     LoRASettings,
     ModelConfig,
     Origin,
     SchedulingConfig,
+)
+from slipstream.config.settings import (
+    DTYPE_BYTES,
+    DeviceInfo,
+    DType,
+    EngineArgs,
+    KVDType,
     num_ranks,
     setting_help,
     split_setting,

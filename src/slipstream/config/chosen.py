@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from slipstream.config.settings import EngineArgs, Origin
+from slipstream.config.sections import Origin
+from slipstream.config.settings import EngineArgs
 from slipstream.errors import ConfigError
 
 Origins: TypeAlias = dict[str, Origin]

@@ -20,7 +20,8 @@ from slipstream.config.offload import (
     scheme_refusal,
     weight_sizes,
 )
-from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig
+from slipstream.config.sections import EngineConfig
+from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription

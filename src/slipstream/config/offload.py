@@ -23,7 +23,7 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.host_experts import host_weights, mixtures
-from slipstream.spec.model import MoESpec, OwnActivation
+from slipstream.spec.model import ClampedSilu, MoESpec, OwnActivation
 from slipstream.spec.native_formats import native_weight_bytes
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
@@ -143,7 +143,7 @@ def _host_expert_refusals(
         (args.enable_lora, "adapters were not tried with it; leave out enable_lora"),
         scheme_refusal(quantization),
         (
-            any(isinstance(x.expert.activation, OwnActivation) for x in own),
+            any(isinstance(x.expert.activation, OwnActivation | ClampedSilu) for x in own),
             "the host's kernels don't have this model's activation; leave it out",
         ),
     ]

@@ -20,20 +20,22 @@ from slipstream.config.forms import (
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import native_products, parallel_section
 from slipstream.config.scheduling import scheduling_section
-from slipstream.config.settings import (
-    DTYPE_BYTES,
-    GPU_MEMORY_SHARE,
+from slipstream.config.sections import (
     STATES_TO_FIT,
     CacheConfig,
     DeviceConfig,
-    DeviceInfo,
-    DType,
-    EngineArgs,
     EngineConfig,
     ImageSettings,
     LoRASettings,
     ModelConfig,
     Origin,
+)
+from slipstream.config.settings import (
+    DTYPE_BYTES,
+    GPU_MEMORY_SHARE,
+    DeviceInfo,
+    DType,
+    EngineArgs,
     num_ranks,
     one_of,
 )

@@ -13,13 +13,8 @@ from slipstream.config.forms import (
     SpeculationConfig,
     StreamedLayers,
 )
-from slipstream.config.settings import (
-    BATCH_WINDOW_S,
-    MIXED_CHUNK,
-    DeviceInfo,
-    EngineArgs,
-    SchedulingConfig,
-)
+from slipstream.config.sections import SchedulingConfig
+from slipstream.config.settings import BATCH_WINDOW_S, MIXED_CHUNK, DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 

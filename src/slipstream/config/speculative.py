@@ -21,7 +21,8 @@ from slipstream.config.forms import (
     StreamedLayers,
     SuffixDrafts,
 )
-from slipstream.config.settings import EngineArgs, EngineConfig, split_setting
+from slipstream.config.sections import EngineConfig
+from slipstream.config.settings import EngineArgs, split_setting
 from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES

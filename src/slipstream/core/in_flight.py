@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.core.budget import Pace
+from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable

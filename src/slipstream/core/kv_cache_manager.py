@@ -14,7 +14,8 @@ pool.
    join after the step that computed it. Copies run before the next step. Until that step is
    planned, `copies` lists them, and each copy holds its source. So no source is also a target.
 
-Ranks with requests of their own have a manager each (`Request.kv`). Two managers share nothing.
+`core/shared_blocks.py` has what requests do that share a prompt's blocks. Ranks with requests of
+their own have a manager each (`Request.kv`). Two managers share nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.block_store import BlockStore
 from slipstream.core.cache_value import ValueOrder
 from slipstream.core.prefix_cache import (
     KEY_BYTES,
@@ -40,11 +42,8 @@ from slipstream.core.request import Request, Status
 from slipstream.core.sessions import Session, Sessions
 from slipstream.core.states import StateSlots
 from slipstream.core.step import StepBuilder
-from slipstream.core.tiers import BlockStore, Tiers
-from slipstream.types import SharedPrefix, StateMark, TableUpdate
-
-MIN_SHARED = 128
-"""Minimum number of common tokens that a step marks as a shared prefix."""
+from slipstream.core.tiers import Tiers
+from slipstream.types import StateMark, TableUpdate
 
 
 class KVCacheManager:
@@ -166,7 +165,7 @@ class KVCacheManager:
             updates.append(TableUpdate(g, begin, (NULL_BLOCK,) * (keep - begin)))
         for g in copies:
             old, (new,) = tables[g][first], pool.allocate(1)
-            self._copy(old, new)
+            self.copy_block(old, new)
             pool.release([old])
             tables[g][first] = new
             updates.append(TableUpdate(g, first, (new,)))
@@ -216,7 +215,8 @@ class KVCacheManager:
         """True if only one request holds the uncached block, not counting pending copies."""
         return self.pool.is_writable(block, self._copied[block])
 
-    def _copy(self, source: int, target: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block before the next step. Until then it is held."""
         self.pool.hold([source])
         self.copies[target] = source
         self._copied[source] += 1
@@ -453,96 +453,6 @@ class KVCacheManager:
             for slot, key in states.offered:
                 self.tiers.offer(slot, state_key(key), self._last_step)
         states.offered.clear()
-
-    def share_prompt(self, parent: Request, children: Sequence[Request]) -> None:
-        """Let `children` hold the blocks of their parent's prompt.
-
-        Each child computes the last prompt token again, in a copy of the last block, to sample its
-        own first token.
-        """
-        if self.states is not None and not self.states.share(parent, children):
-            return  # they compute the prompt themselves
-        num_blocks = self.blocks_for(parent.num_prompt_tokens)
-        tables = [
-            table if g == self.cross else table[:num_blocks]
-            for g, table in enumerate(parent.blocks)
-        ]
-        for child in children:
-            self.adopt(child, tables)
-            child.num_computed_tokens = parent.num_prompt_tokens - 1
-            child.num_registered = child.num_computed_tokens // self.block_size
-            child.needs_copy = parent.needs_copy = True
-            self.drop_lease(parent)
-
-    def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
-        """Let `beam` continue from `source`, a beam of the same prompt.
-
-        Returns the changes of the beam's block tables.
-
-        The beam then holds the same blocks and has the same computed tokens. If both have begun a
-        block, the source's block is copied into the beam's. Otherwise they share the last block,
-        and each copies it before writing to it, unless all others have left it by then.
-        """
-        whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
-        written, shares = source.num_computed_tokens // self.block_size, False
-        for g, theirs in enumerate(source.blocks):
-            own = beam.blocks[g]
-            both, same = min(len(own), len(theirs)), 0
-            if (
-                0 < whole <= both
-                and own[whole - 1] == theirs[whole - 1]
-                and beam.num_passed[g] == source.num_passed[g]
-            ):
-                # If the prompt's last block is the same, so are all blocks before it, except blocks
-                # of a window that only one of the two has passed: a beam that was recomputed passes
-                # fewer blocks in that step.
-                same = whole
-            while same < both and own[same] == theirs[same]:
-                same += 1
-            stop = None
-            if len(own) == len(theirs) == written + 1:
-                # both have written to their last blocks, so each holds its own alone
-                assert self.pool.is_writable(own[written])
-                self._copy(theirs[written], own[written])
-                stop = written
-            shares = shares or stop is None
-            if same == stop:
-                continue
-            self.pool.hold(theirs[max(same, source.num_passed[g]) : stop])
-            self.pool.release(own[max(same, beam.num_passed[g]) : stop])
-            own[same:stop] = changed = theirs[same:stop]
-            beam.num_passed[g] = source.num_passed[g]
-            if changed:
-                updates.append(TableUpdate(g, same, tuple(changed)))
-        if self.states is not None:
-            self.states.take_over(beam, source)
-        beam.num_computed_tokens = source.num_computed_tokens
-        if len(beam.block_keys) != min(whole, len(source.block_keys)):
-            beam.block_keys = source.block_keys[:whole]
-        beam.num_registered = min(source.num_registered, whole)
-        beam.needs_copy = shares
-        source.needs_copy = source.needs_copy or shares
-        return updates
-
-    def shared_prefixes(self, decodes: Iterable[tuple[Request, int]]) -> tuple[SharedPrefix, ...]:
-        """Find runs of neighbouring decodes that begin with the same prompt blocks.
-
-        `decodes` are (request, number of computed tokens). A run counts from `MIN_SHARED` common
-        tokens.
-        """
-        found, first, last = list[SharedPrefix](), 0, None
-        for i, (request, computed) in enumerate((*decodes, (None, 0))):
-            block = None
-            if request is not None and self.full is not None and self.cross is None:
-                whole = min(request.num_prompt_tokens, computed) // self.block_size
-                if whole * self.block_size >= MIN_SHARED:
-                    # equal last blocks mean that all blocks before them are equal, too
-                    block = whole, request.blocks[self.full][whole - 1]
-            if block != last or block is None:
-                if last is not None and i - first > 1:
-                    found.append(SharedPrefix(first, i, last[0] * self.block_size))
-                first, last = i, block
-        return tuple(found)
 
     def forget_all(self) -> None:
         """Forget all cached blocks and states."""

@@ -194,6 +194,8 @@ class TextScheduler:
         parts: list[tuple[_Texts, int, int]] = []
         while self._waiting and room:
             texts = self._waiting[0][3]
+            if parts and texts.spec.task != parts[0][0].spec.task:
+                break  # a step has one task
             first, starts, first_blocks = texts.num_planned, texts.starts, texts.first_blocks
             end = min(
                 first + room,
@@ -233,6 +235,7 @@ class TextScheduler:
             )
             if any(t.spec.num_first for t, _, _ in parts)
             else b"",
+            parts[0][0].spec.task,
         )
 
     def _may_join(self, now: float) -> int:
@@ -265,13 +268,12 @@ class TextScheduler:
         outputs: list[StepOutput] = []
         (found,) = result.extras
         assert isinstance(found, TextVectors)
-        width = len(found.vectors) // (len(plan.lengths) // 4)
-        begin = 0
+        num_rows = plan.num_tokens if found.per_token else len(plan.lengths) // 4
+        width, begin = len(found.vectors) // num_rows, 0
         for texts, first, end in self._in_flight.pop(plan.step_id, ()):
-            request_id, vectors = (
-                texts.spec.request_id,
-                found.vectors[begin : begin + width * (end - first)],
-            )
+            rows = texts.starts[end] - texts.starts[first] if found.per_token else end - first
+            request_id = texts.spec.request_id
+            vectors = found.vectors[begin : begin + width * rows]
             begin += len(vectors)
             if self._requests.get(request_id) is not texts:
                 continue  # aborted meanwhile

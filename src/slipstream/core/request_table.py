@@ -25,6 +25,7 @@ from slipstream.core.participants.base import Participant
 from slipstream.core.policy import AdmissionPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
+from slipstream.core.shared_blocks import share_prompt
 from slipstream.types import (
     EngineOutput,
     EngineRequest,
@@ -139,7 +140,7 @@ class RequestTable:
         children = [child for child in parent.forks if child.status is Status.FORKING]
         for child in children:
             child.kv = parent.kv
-        parent.kv.share_prompt(parent, children)
+        share_prompt(parent.kv, parent, children)
         self._forked += children
         parent.forks = []
 

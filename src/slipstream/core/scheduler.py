@@ -11,9 +11,9 @@ step samples at each position, and takes the tokens up to the first that is not 
 Order within a step:
 
 1. Requests that need one token (decodes). A long prompt never delays them: a step with decodes has
-   at most `max_num_mixed_tokens` tokens, which bounds the time to the next token. `core/budget.py`
-   decides how many of these prompts get: a chunk while few tokens wait, or what an objective allows
-   (`target_itl_ms`).
+   at most `max_num_mixed_tokens` tokens, which bounds the time to the next token. Of
+   these prompts get a chunk while few tokens wait, or what an objective allows (`target_itl_ms`,
+   `core/pace.py`).
 2. Partly computed prompts, in order. They get the tokens left by the decodes, which is at least
    one.
 3. New requests, by priority. Within a priority, owners take turns by weight, and an owner's
@@ -56,17 +56,18 @@ from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
-from slipstream.core.budget import Pace, chunk_with_decodes
+from slipstream.core.block_store import BlockStore
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
+from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
 from slipstream.core.policy import make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
-from slipstream.core.step import StepBuilder, new_tuple
-from slipstream.core.tiers import BlockStore
+from slipstream.core.shared_blocks import shared_prefixes
+from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.stats import SchedulerStats
@@ -667,8 +668,9 @@ class Scheduler:
                 self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked
             )
         if self.requests.num_joined:
-            shared = self.kv.shared_prefixes(
-                [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes]
+            shared = shared_prefixes(
+                self.kv,
+                [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes],
             )
         copies = self.kv.begin_copies()
         return step.plan(self.in_flight.last_id, released, copies, shared, (), marks, unmasked)

@@ -43,14 +43,23 @@ FIRST_HAZARDS = (FIRST_HAZARD,) * NUM_BUCKETS
 RATES_AGE = 64
 """Number of buckets that pauses of a kind reach until its rates are computed again."""
 
-MEMORY, OWN_MEMORY = 1024.0, 8
-"""Number of pauses of a kind after which its counts are halved, and of a session's last pauses that make its pace."""
+MEMORY = 1024.0
+"""Number of pauses of a kind after which its counts are halved."""
 
-FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
-"""Share of a session's pace that its next pause is expected to keep, before any is known, and the weight of this guess."""
+OWN_MEMORY = 8
+"""Number of a session's latest pauses that make its pace."""
 
-STEP, MIN_STEP_S = 1.19, 2.0
-"""Factor of its age after which a session with cached blocks gets a new value, and the least such age in seconds."""
+FIRST_SLOPE = 0.5
+"""Share of a session's pace that its next pause is expected to keep, before any pause is known."""
+
+SLOPE_WEIGHT = 8.0
+"""Number of pauses that this guess counts as."""
+
+STEP = 1.19
+"""Factor of a session's age after which its cached blocks get a new value."""
+
+MIN_STEP_S = 2.0
+"""Age in seconds that younger sessions count as for that."""
 
 MAX_SESSIONS = 32768
 """Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
@@ -399,7 +408,7 @@ class Sessions:
             heapify(timers)
 
     def _forget(self, session: Session) -> None:
-        """Stop to expect a session."""
+        """Expect no return of a session any more."""
         session.due = None
         self.drop_keys(session)
         self.idle.pop(session, None)

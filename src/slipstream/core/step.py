@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from slipstream.config import SchedulingConfig
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
 
 new_tuple = tuple.__new__
 """Builds a NamedTuple from all its fields in half the time of its constructor."""
+
+FEW_CHUNKS, FEW_REQUESTS = 4, 64
+"""Bounds on a small backlog: at most this many chunks of prompt tokens, of this many requests."""
+
+
+def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
+    """Maximum number of prompt tokens in a step with `num_decodes` decodes; None for no limit.
+
+    With a small backlog it is one chunk, or twice the number of decodes, since a step with many
+    decodes takes long anyway. With a large backlog there is no limit: the sooner the prompts are
+    computed, the better for all. `waiting` are requests with prompt tokens left, and perhaps some
+    that have ended since.
+    """
+    num_tokens = 0
+    for i, request in enumerate(islice(waiting, FEW_REQUESTS + 1)):
+        num_tokens += request.num_tokens - request.num_computed_tokens
+        if i == FEW_REQUESTS or num_tokens > FEW_CHUNKS * chunk:
+            return None
+    return max(chunk, 2 * num_decodes)
 
 
 class StepBudget:

@@ -29,23 +29,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.block_store import BlockStore
 from slipstream.core.prefix_cache import group_key, is_state, state_key, usable_prefix
 from slipstream.core.request import Request
+from slipstream.core.tier_rates import Rates
 from slipstream.spec.model import CacheGroup
 from slipstream.stats import TierStats
 from slipstream.types import BlockCopy, Place
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a rate again."""
-
-RATE_AGE_S = 60.0
-"""Age in seconds at which a rate that rules out loading is forgotten."""
-
-DECAY = 0.75
-"""Factor by which each new measurement reduces the weight of the older ones."""
 
 PATIENCE = 3.0
 """Longest wait for a load, as a multiple of the expected time to compute its tokens."""
@@ -65,124 +60,6 @@ SPARE_STATES = 2
 
 ELSEWHERE = -1
 """Stands for a block that is in a tier, instead of a block number of the device."""
-
-
-class DiskInfo(Protocol):
-    num_bytes: int
-    limit_bytes: int
-
-    @property
-    def is_writer(self) -> bool:
-        """True if this engine may write to the disk tier."""
-
-
-class BlockStore(Protocol):
-    """The worker's side of the tiers: it carries out copies."""
-
-    block_bytes: int  # 0: blocks hold nothing
-    num_slots: int  # slots in host memory; 0 if there is no host tier
-    state_bytes: int  # of the recurrent states in a slot of the device
-    num_state_slots: int  # the same for states
-
-    @property
-    def disk(self) -> DiskInfo | None:
-        """The disk tier; None if there is none."""
-
-    def on_disk(self, key: bytes) -> bool:
-        """True if the disk probably has the block. The block may be gone when it is read."""
-
-    def submit(self, copies: Sequence[BlockCopy]) -> None:
-        """Start copies. A copy from or to the device runs after all steps launched so far."""
-
-    def finished(self) -> list[tuple[int, bool]]:
-        """Copies that ended since the last call, as (number, success)."""
-
-    def clear(self) -> None:
-        """Delete the contents of the disk tier."""
-
-
-class Rate:
-    """Seconds per unit, averaged over recent measurements."""
-
-    def __init__(self) -> None:
-        self._seconds = self._units = 0.0
-        self.measured_at = 0.0
-
-    def learn(self, units: int, seconds: float, now: float) -> None:
-        self._seconds = self._seconds * DECAY + seconds
-        self._units = self._units * DECAY + units
-        self.measured_at = now
-
-    def forget(self) -> None:
-        self._seconds = self._units = 0.0
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds per unit; None if not measured."""
-        return self._seconds / self._units if self._units else None
-
-    @property
-    def per_second(self) -> float:
-        """Units per second; 0 if not measured."""
-        return self._units / self._seconds if self._seconds > 0 else 0.0
-
-
-class Rates:
-    """Time to load a block from each tier, and time to compute a prompt token."""
-
-    def __init__(self) -> None:
-        self.host, self.disk, self.prefill = Rate(), Rate(), Rate()
-        self._in_flight: dict[int, tuple[float, int]] = {}
-        self._last_end = float("-inf")
-
-    def launched(self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Note a step's launch. It measures prompts if at least half of its tokens are theirs."""
-        if 2 * num_prompt_tokens >= num_tokens:
-            self._in_flight[step_id] = now, num_prompt_tokens
-
-    def ended(self, step_id: int, now: float) -> None:
-        """Record the time of a step that was launched.
-
-        The time runs from the step's launch, or from the end of the previous step if that is later,
-        to the end of the step.
-        """
-        if (launched := self._in_flight.pop(step_id, None)) is not None and now > (
-            begin := max(launched[0], self._last_end)
-        ):
-            self.prefill.learn(launched[1], now - begin, now)
-        self._last_end = now
-
-    def forget_steps(self) -> None:
-        self._in_flight.clear()
-
-    def loading_s(self, num_host: int, num_disk: int) -> float | None:
-        """Seconds to load the blocks; None if a rate it needs is not measured."""
-        host, disk = self.host.seconds if num_host else 0.0, self.disk.seconds if num_disk else 0.0
-        return None if host is None or disk is None else num_host * host + num_disk * disk
-
-    def computing_s(self, num_tokens: int) -> float | None:
-        return None if self.prefill.seconds is None else num_tokens * self.prefill.seconds
-
-    def pays(self, num_host: int, num_disk: int, num_tokens: int, now: float) -> bool | None:
-        """Decide whether to load the blocks rather than compute `num_tokens` tokens.
-
-        None means that a few blocks should be loaded as a measurement.
-        """
-        loading, computing = self.loading_s(num_host, num_disk), self.computing_s(num_tokens)
-        if computing is None:
-            return True
-        if loading is None:
-            return None
-        if loading <= computing:
-            return True
-        old = [
-            r
-            for r, n in ((self.host, num_host), (self.disk, num_disk))
-            if n and now - r.measured_at > RATE_AGE_S
-        ]
-        for rate in old:
-            rate.forget()
-        return None if old else False
 
 
 class TierLoad:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.config.forms import DraftSettings, HeadDrafts, MTPDrafts, TensorParallel
-from slipstream.config.settings import STATES_TO_FIT
+from slipstream.config.sections import STATES_TO_FIT
 from slipstream.errors import OutOfMemoryError
 from slipstream.spec.adapter_slots import ALONE, SlotLayout
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence

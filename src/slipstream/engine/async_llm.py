@@ -37,7 +37,7 @@ from slipstream.engine.core_client import (
     CoreSource,
     resolved_config,
 )
-from slipstream.engine.core_process import (
+from slipstream.engine.core_messages import (
     Abort,
     AdaptersChanged,
     Add,
@@ -91,6 +91,7 @@ from slipstream.types import (
     Prompt,
     RequestOptions,
     SamplingParams,
+    TextTask,
     TokenOutput,
     VectorOutput,
 )
@@ -285,13 +286,18 @@ class AsyncLLM:
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
         truncate_to: int | None = None,
+        task: TextTask = "embed",
+        num_queries: int | None = None,
     ) -> Vectors:
-        """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`). `truncate_to` cuts texts
-        at so many tokens; −1 means the context. The texts are one request: a RequestError comes before it is queued, an error
-        of one text is an error of all, and cancelling the caller cancels the request."""
+        """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`), or what another `task`
+        gives. For late interaction `num_queries` of the texts are queries. `truncate_to` cuts texts at so many tokens; −1 means
+        the context. The texts are one request: a RequestError comes before it is queued, an error of one text is an
+        error of all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
-            return self._input.texts.prepare(prompts, options, truncate_to=truncate_to)
+            return self._input.texts.prepare(
+                prompts, options, truncate_to=truncate_to, task=task, num_queries=num_queries
+            )
 
         prepared = await in_thread_if_long(
             prepare, sum(map(_num_characters, prompts)), self.tokenizer
@@ -435,7 +441,7 @@ class AsyncLLM:
         self._send(WatchCache(on=bool(self._cache_watchers)))
 
     def _send(self, message: ToChild) -> None:
-        """Nothing, while the core is down."""
+        """Send the core a message. It is dropped while the core is down."""
         if self._core.link is not None:
             self._core.link.send(message)
 
@@ -467,7 +473,7 @@ class AsyncLLM:
     # --- The core -----------------------------------------------------------------------------------------------------
 
     def core_ready(self, ready: Ready) -> None:
-        """Take over what the core found."""
+        """Take the settings and sizes of a core that has started or woken up."""
         self.config = resolved_config(self.args, self.description, ready)
         self.ledger, self.phases, self.tiles, self.canary = (
             ready.ledger,

@@ -27,7 +27,7 @@ import msgspec
 
 from slipstream.config import EngineArgs, EngineConfig, resolve
 from slipstream.deaths import describe_exit
-from slipstream.engine.core_process import Ready, Start, Stop, ToChild, ToParent
+from slipstream.engine.core_messages import Ready, Start, Stop, ToChild, ToParent
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import ConfigError, EngineDeadError, ModelError, SlipstreamError
 from slipstream.spec.description import ModelDescription
@@ -133,7 +133,7 @@ class CoreLink(ABC):
         self._wake()
 
     async def end(self, *, at_once: bool = False) -> None:
-        """`at_once`: without waiting for what the core does."""
+        """Close the link. Where the core is our child it ends, with `at_once` without finishing what it does."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         if self._look is not None:

@@ -4,13 +4,9 @@ HTTP, tokenising and detokenising never delay a step. If the engine crashes, the
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
 standard input closes, so it never outlives its parent.
 
-Parent to child: Start, Add, AddTexts, AddBeams, Abort, GetStats, Sleep, WakeUp, LoadAdapter, UnloadAdapter, KnowAdapters,
-WatchCache, Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged,
-CacheEvents, Failed.
-
-Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, AddBeams, Abort, GetStats,
-Sleep, WakeUp, LoadAdapter, UnloadAdapter, KnowAdapters and WatchCache. They get Ready, AdaptersChanged, and the outputs of
-their own requests in one message a step. Ids of requests are unique over all of them.
+`core_messages.py` has the messages. Front ends have a pair of their own, by a number: the parent attaches them. They send what
+the parent sends, but for Start, Attach, Detach and Stop. They get Ready, AdaptersChanged, and the outputs of their own requests
+in one message a step. Ids of requests are unique over all of them.
 """
 
 from __future__ import annotations
@@ -23,29 +19,44 @@ import signal
 import sys
 import threading
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.config import EngineArgs
 from slipstream.costs.hardware import bound_spinning
-from slipstream.errors import AdapterError, EngineAsleepError, RequestError, SlipstreamError
-from slipstream.start_messages import Failed, Phase, Started
-from slipstream.stats import EngineStats
-from slipstream.types import (
-    BeamsOutput,
-    BeamsRequest,
-    EngineOutput,
-    EngineRequest,
-    LoRARequest,
-    TextsRequest,
-    TokenOutput,
-    VectorOutput,
+from slipstream.engine.core_messages import (
+    Abort,
+    Add,
+    AddBeams,
+    AddTexts,
+    Answered,
+    Attach,
+    CacheEvents,
+    Detach,
+    GetStats,
+    KnowAdapters,
+    LoadAdapter,
+    Outputs,
+    Ready,
+    Rejected,
+    Sleep,
+    Start,
+    Stats,
+    Stop,
+    ToChild,
+    ToParent,
+    UnloadAdapter,
+    WakeUp,
+    WatchCache,
 )
+from slipstream.engine.served_adapters import ServedAdapters
+from slipstream.errors import EngineAsleepError, RequestError, SlipstreamError
+from slipstream.start_messages import Failed, Phase
+from slipstream.stats import EngineStats
+from slipstream.types import EngineOutput
 
 if TYPE_CHECKING:
     import zmq
@@ -59,212 +70,11 @@ sizes of an 8B model on an H200. The others follow whenever there is nothing to 
 HEARTBEAT_S = 1.0
 """Seconds between two reports of the child, with and without work. A child that is silent hangs."""
 
-KNOW_S = 10.0
-"""Seconds that a front end has to say that it knows of a change of adapters."""
-
 TEND_MS = 2
 """Milliseconds between two looks at what has been stored, while there are no requests."""
 
 PARENT = 0
 """Number of the process that started the child, as a client."""
-
-
-class Start(msgspec.Struct, tag=True):
-    args: EngineArgs
-
-
-class Add(msgspec.Struct, tag=True):
-    requests: list[EngineRequest]
-
-
-class AddTexts(msgspec.Struct, tag=True):
-    request: TextsRequest
-
-
-class AddBeams(msgspec.Struct, tag=True):
-    request: BeamsRequest
-
-
-class Abort(msgspec.Struct, tag=True):
-    request_ids: list[str]
-
-
-class GetStats(msgspec.Struct, tag=True):
-    pass
-
-
-class Sleep(msgspec.Struct, tag=True):
-    """Take no more requests, finish those there are, then give memory back (`Asleep`). Answered is the answer, as to WakeUp. It
-    has the question's `ticket`: a later question may be answered first."""
-
-    level: int
-    ticket: int
-
-
-class WakeUp(msgspec.Struct, tag=True):
-    ticket: int
-
-
-class LoadAdapter(msgspec.Struct, tag=True):
-    """Serve the adapter in the folder `path` by this name. The reply is Answered, once all front ends that serve have got
-    AdaptersChanged and said so: whichever the client asks next knows the adapter."""
-
-    name: str
-    path: str
-    ticket: int
-
-
-class UnloadAdapter(msgspec.Struct, tag=True):
-    """Requests that run end as they would; the adapter's memory goes when the last has ended and others need it."""
-
-    name: str
-    ticket: int
-
-
-class KnowAdapters(msgspec.Struct, tag=True):
-    """Requests go by the AdaptersChanged of this version now. The first, of version 0, says that who sends it serves."""
-
-    version: int
-
-
-class WatchCache(msgspec.Struct, tag=True):
-    """Tell which blocks the prefix cache holds, with CacheEvents: all of them now, changes after each step. Or no more."""
-
-    on: bool
-
-
-class Attach(msgspec.Struct, tag=True):
-    """Connect to the client that listens at `path`. It may send requests from now on. `number`
-    names it in later messages."""
-
-    number: int
-    path: str
-
-
-class Detach(msgspec.Struct, tag=True):
-    """Cancel all requests of a client that is gone. An unknown number is ignored."""
-
-    number: int
-
-
-class Stop(msgspec.Struct, tag=True):
-    pass
-
-
-_Question: TypeAlias = GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache
-ToChild: TypeAlias = (
-    Start | Add | AddTexts | AddBeams | Abort | _Question | KnowAdapters | Attach | Detach | Stop
-)
-
-
-class Ready(Started, tag=True):
-    """The core can take requests. Sent after the start, and each time after it woke up."""
-
-    adapters: list[LoRARequest] = msgspec.field(default_factory=list)
-    processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
-
-
-class AdaptersChanged(msgspec.Struct, tag=True):
-    """The adapters that are served by name, all of them. The answer is KnowAdapters."""
-
-    adapters: list[LoRARequest]
-    version: int
-
-
-class Outputs(msgspec.Struct, tag=True, gc=False):
-    """The outputs of a step. Most requests have one token and nothing else: these come first, as two arrays."""
-
-    request_ids: list[str] = []
-    token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
-    tokens: list[TokenOutput] = []
-    vectors: list[VectorOutput] = []
-    beams: list[BeamsOutput] = []
-
-    @classmethod
-    def of(cls, outputs: list[EngineOutput]) -> Outputs:
-        request_ids: list[str] = []
-        token_ids: list[int] = []
-        tokens: list[TokenOutput] = []
-        vectors: list[VectorOutput] = []
-        beams = [output for output in outputs if isinstance(output, BeamsOutput)]
-        told: set[str] = (
-            set()
-        )  # whose news are among `tokens`: what comes later must stand behind them
-        for output in outputs:
-            if not isinstance(output, TokenOutput):
-                if isinstance(output, VectorOutput):
-                    vectors.append(output)
-                continue
-            request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, _ = output
-            if (
-                drafted
-                or reason
-                or cached
-                or logprobs
-                or of_prompt
-                or len(ids) != 1
-                or request_id in told
-            ):
-                told.add(request_id)
-                tokens.append(output)
-            else:
-                request_ids.append(request_id)
-                token_ids.append(ids[0])
-        return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors, beams)
-
-
-class Rejected(msgspec.Struct, tag=True):
-    """The scheduler refused a request; all requests of its Add are refused with it."""
-
-    request_ids: list[str]
-    error: str
-    message: str
-    field: str | None
-
-
-class Stats(msgspec.Struct, tag=True):
-    stats: EngineStats
-    asked: bool  # the answer to a GetStats; else a heartbeat
-
-
-class Answered(msgspec.Struct, tag=True):
-    """The reply to a command: done, or the error."""
-
-    ticket: int
-    error: str = ""
-    kind: str = "RequestError"
-    field: str | None = None
-
-
-class CacheEvents(msgspec.Struct, tag=True):
-    """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. Of a model with several KV groups, only
-    the first group's keys are sent. With `has_states` requests go on from checkpoints of recurrent states alone, whose keys
-    (`announced_state`) are among the others. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
-
-    number: int
-    block_size: int
-    root_key: bytes  # of requests without adapter and salt
-    adapters: dict[str, bytes]  # the root keys of those that were used, by name
-    stored: bytes
-    removed: bytes = b""
-    whole: bool = False
-    has_states: bool = False
-
-
-ToParent: TypeAlias = (
-    Phase | Ready | Outputs | Rejected | Stats | Answered | AdaptersChanged | CacheEvents | Failed
-)
-
-
-@dataclass(slots=True)
-class _AdapterChange:
-    """A change of adapters that some front ends have not said to know. Then the one that asked for it is answered."""
-
-    asked_by: int
-    ticket: int
-    version: int
-    unaware: set[int]
-    until: float
 
 
 class CoreProcess:
@@ -284,13 +94,9 @@ class CoreProcess:
         self._asleep: Asleep | None = None  # while it is not
         self._to_sleep: list[tuple[int, Sleep]] = []  # the front ends that sent it
         self._to_wake: list[tuple[int, WakeUp]] = []
-        self._adapters: dict[str, LoRARequest] = {}  # that are served by name
+        self._adapters = ServedAdapters(self._send)
         self._cache_watchers: set[int] = set()
         self._cache_event_number = 0  # the number of the last
-        self._last_adapter = 0  # the highest id given
-        self._adapters_version = 0
-        self._serving: set[int] = set()  # who has said KnowAdapters
-        self._changes: list[_AdapterChange] = []
         self._tending = (
             False  # blocks go on to the tiers below the device's cache while there are no requests
         )
@@ -322,8 +128,7 @@ class CoreProcess:
                 start.args, progress=lambda phase: self._send(Phase(phase))
             )
             if (lora := self._core.config.lora) is not None:
-                self._adapters = {request.name: request for request in lora.requests}
-                self._last_adapter = len(self._adapters)
+                self._adapters.begin(lora.requests)
             self._send(Phase("graphs"))
             self._prepare()
             while self._serve() and self._sleep(start.args):
@@ -351,7 +156,7 @@ class CoreProcess:
         self._ready = Ready(
             core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary
         )
-        self._ready.adapters = list(self._adapters.values())
+        self._ready.adapters = self._adapters.all
         self._ready.processes = (os.getpid(), *executor.processes)
         self._send_all(self._ready)
         if self._cache_watchers:
@@ -421,9 +226,9 @@ class CoreProcess:
         return True
 
     def _report(self) -> None:
-        """A heartbeat, when it is time."""
-        if self._changes:
-            self._answer_changes()
+        """Send a heartbeat when it is due, and answer changes of adapters."""
+        if self._adapters.changes:
+            self._adapters.answer()
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:
             self._send_all(self._stats())
             self._last_report = now
@@ -485,14 +290,13 @@ class CoreProcess:
             if number != PARENT:
                 self._owners.update((request.request_id, number) for request in added)
             try:
-                if core is None or self._to_sleep:
-                    raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
+                awake = self._awake()
                 if isinstance(message, Add):
-                    core.add(message.requests)
+                    awake.add(message.requests)
                 elif isinstance(message, AddBeams):
-                    core.add_beams(message.request)
+                    awake.add_beams(message.request)
                 else:
-                    core.add_texts(message.request)
+                    awake.add_texts(message.request)
             except Exception as error:
                 ids = [r.request_id for r in added]
                 if core is not None:
@@ -514,21 +318,17 @@ class CoreProcess:
             self._take_wake_up(message, number)
         elif isinstance(message, LoadAdapter | UnloadAdapter):
             try:
-                self._change_adapters(message)
-                version, until = self._adapters_version, time.monotonic() + KNOW_S
-                unaware = self._serving - {number}  # who asked reads the change before the answer
-                self._changes.append(
-                    _AdapterChange(number, message.ticket, version, unaware, until)
-                )
-                self._answer_changes()
+                changed = self._adapters.change(self._awake(), message)
+                self._ready.adapters = changed.adapters
+                self._send_all(changed)
+                self._adapters.answer_later(message.ticket, number)
             except SlipstreamError as error:
                 self._send(
                     Answered(message.ticket, error.message, type(error).__name__, error.field),
                     number,
                 )
         elif isinstance(message, KnowAdapters):
-            self._serving.add(number)
-            self._note_aware(number, message.version)
+            self._adapters.know(number, message.version)
         elif isinstance(message, WatchCache):
             (self._cache_watchers.add if message.on else self._cache_watchers.discard)(number)
             if core is not None:
@@ -542,8 +342,7 @@ class CoreProcess:
         elif isinstance(message, Detach) and message.number in self._sockets:
             socket = self._sockets.pop(message.number)
             self._cache_watchers.discard(message.number)
-            self._serving.discard(message.number)
-            self._note_aware(message.number, self._adapters_version)  # it answers nobody any more
+            self._adapters.forget(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
             ids = [
@@ -553,49 +352,11 @@ class CoreProcess:
                 core.abort(ids)
             self._forget(ids)
 
-    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
-        core, known = self._core, self._adapters.get(message.name)
-        if core is None or self._to_sleep:
+    def _awake(self) -> EngineCore:
+        """The core, if it takes requests. EngineAsleepError otherwise."""
+        if self._core is None or self._to_sleep:
             raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
-        if isinstance(message, UnloadAdapter):
-            if known is None:
-                raise AdapterError(f"no adapter is served as {message.name!r}", field="lora_name")
-            core.unload_adapter(known.id)
-            del self._adapters[message.name]
-        else:
-            if known is not None:
-                raise AdapterError(
-                    f"an adapter is served as {message.name!r} already; unload it first",
-                    field="lora_name",
-                )
-            request = LoRARequest(message.name, self._last_adapter + 1, message.path)
-            core.load_adapter(request)
-            self._last_adapter += 1
-            self._adapters[message.name] = request
-        self._ready.adapters = list(self._adapters.values())
-        self._adapters_version += 1
-        self._send_all(AdaptersChanged(self._ready.adapters, self._adapters_version))
-
-    def _note_aware(self, number: int, version: int) -> None:
-        """A front end knows of the changes up to the version, or has gone."""
-        for change in self._changes:
-            if change.version <= version:
-                change.unaware.discard(number)
-        self._answer_changes()
-
-    def _answer_changes(self) -> None:
-        """Answer those of which all know, and those of which somebody has not heard in time."""
-        now, left = time.monotonic(), list[_AdapterChange]()
-        for change in self._changes:
-            if not change.unaware:
-                self._send(Answered(change.ticket), change.asked_by)
-            elif now < change.until:
-                left.append(change)
-            else:
-                late = f"{len(change.unaware)} of the front ends said nothing for {KNOW_S:g} s"
-                late = f"the change is made, but {late}, and may not know of it; see /health"
-                self._send(Answered(change.ticket, late, "EngineError"), change.asked_by)
-        self._changes = left
+        return self._core
 
     def _take_sleep(self, message: Sleep, number: int) -> None:
         from slipstream.engine.engine_core import Asleep

@@ -2,8 +2,8 @@
 
     add / abort ──> Scheduler ── StepPlan ──> Executor ──> tokens ──> Scheduler ──> EngineOutput
 
-`EngineCore` has the loop, which names no feature. `DecoderCore` is that of a text-generating model. A `TextCore` has a
-`TextScheduler`, TextsPlans and vectors in the places of these.
+`EngineCore` has the loop, which names no feature: a feature's listener joins the loop with its first request. `DecoderCore`
+is the core of a text-generating model. A `TextCore` has a `TextScheduler`, TextsPlans and vectors in the places of these.
 
 Where launches are asynchronous two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input
 tokens never leave the device. (A pipeline's stages are at a step each, of different requests, and one more is in flight.) The
@@ -71,12 +71,14 @@ class EngineCore:
     def __init__(
         self, executor: Executor, scheduler: Steps, listeners: Sequence[Listener] = ()
     ) -> None:
-        self.executor, self.scheduler, self._listeners = executor, scheduler, listeners
+        self.executor, self.scheduler, self._all_listeners = executor, scheduler, listeners
+        self._listeners: tuple[Listener, ...] = ()  # those that joined, in the order of all
         self.description, self.config, self.ledger = (
             executor.description,
             executor.config,
             executor.ledger,
         )
+        self._has_stages = executor.config.parallel.num_stages > 1
         self._in_flight: deque[Launched] = deque()
         self._launched_at: deque[float] = deque()  # of those in flight
         self._planned: Plan | None = None  # and not launched yet
@@ -137,6 +139,12 @@ class EngineCore:
     def unload_adapter(self, adapter_id: int) -> None:
         """Give its memory back, if no request needs it; else it stays until others need the room."""
 
+    def _join(self, kind: type[Listener]) -> None:
+        """Let the listener of this class take part from now on. Called with each of its requests, before they are queued."""
+        if not any(type(listener) is kind for listener in self._listeners):
+            joined = {type(listener) for listener in self._listeners} | {kind}
+            self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)
+
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     @property
@@ -185,7 +193,7 @@ class EngineCore:
         self._launched_at.append(time.monotonic())
         step = self.executor.launch(plan)
         self._in_flight.append(step)
-        if self.config.parallel.num_stages > 1 and step.awaits_mask:
+        if self._has_stages and step.awaits_mask:
             return self._mask(step)  # nothing of its requests is pending
         return []
 
@@ -281,7 +289,8 @@ class EngineCore:
         """End what the executor started. No other call comes after it."""
         self.flush()
         self.executor.shutdown()
-        self._listeners = ()  # they refer to this core, and would keep the model's memory
+        # They refer to this core, and would keep the model's memory.
+        self._all_listeners = self._listeners = ()
 
     @property
     def release_unused(self) -> Callable[[], None] | None:
@@ -373,7 +382,8 @@ class DecoderCore(EngineCore):
             ):  # it comes with its parent, and without the pixels
                 parent = next(r for r in requests if r.request_id == request.fork_of)
                 request = dataclasses.replace(request, images=parent.images)
-            is_masked = request.sampling.is_masked
+            if is_masked := request.sampling.is_masked:
+                self._join(MaskingGrammars)
             self.scheduler.add(request, held=is_masked)  # one that is refused leaves no grammar
             if is_masked and self.grammars.begin(request):
                 self.scheduler.requests.release(request.request_id)
@@ -382,6 +392,7 @@ class DecoderCore(EngineCore):
         self._prompt_tokens += sum(len(r.encoder_token_ids or r.prompt_token_ids) for r in whole)
 
     def add_texts(self, request: TextsRequest) -> None:
+        self._join(JoiningTexts)
         self.add(self._texts.split(request))
 
     def shutdown(self) -> None:
@@ -389,6 +400,7 @@ class DecoderCore(EngineCore):
         self.scheduler.close()
 
     def add_beams(self, request: BeamsRequest) -> None:
+        self._join(Searching)
         self.add([self._searches.begin(request)])
 
     def use_tokenizer(self, load: Callable[[], Tokenizer | None]) -> None:

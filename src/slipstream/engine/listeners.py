@@ -1,7 +1,7 @@
 """Features of an engine core that listen to its stream of outputs: grammars, beam searches, texts.
 
-The core's loop has a list of listeners and knows none of them by name. What a feature needs inside
-the scheduler is a participant (`core/participants/`).
+The core's loop has a list of listeners and knows none of them by name. One joins with the first request of its feature,
+so that a core of plain requests calls none. What a feature needs inside the scheduler is a participant (`core/participants/`).
 """
 
 from __future__ import annotations

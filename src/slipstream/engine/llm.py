@@ -38,7 +38,6 @@ from slipstream.engine.pooled import (
     TextsAnswer,
     as_embeddings,
     check_dimensions,
-    check_task,
     classified,
     encoded,
     label_names,
@@ -66,6 +65,12 @@ from slipstream.engine.text.tools import (
     offer,
     reading,
 )
+from slipstream.engine.token_vectors import (
+    SparseEmbeddingOutput,
+    check_sparse,
+    sparse_embeddings,
+    text_task,
+)
 from slipstream.engine.vision.pictures import without_pictures
 from slipstream.errors import RequestError
 from slipstream.outputs import (
@@ -86,6 +91,7 @@ from slipstream.types import (
     Prompt,
     RequestOptions,
     SamplingParams,
+    TextTask,
     tokens_of,
     vectors_of,
 )
@@ -456,8 +462,9 @@ class LLM:
         """The documents that answer the query best, the best first. A cross-encoder scores each (query, document); a model of
         embeddings compares their vectors by the cosine, from −1 to 1."""
         texts = rerank_texts(self.core.description, query, documents)
-        answer = self._read(texts, truncate, lambda first, vectors: None, progress=progress)
-        return rank(self.core.description, documents, answer.vectors(), top_n)
+        answer = self._read_pairs(texts, 1, truncate, progress)
+        model, tokenizer = self.core.description, self.tokenizer
+        return rank(model, documents, answer.vectors(), top_n, tokenizer)
 
     @suggesting
     def score(
@@ -476,8 +483,9 @@ class LLM:
         )
         texts = score_texts(self.core.description, first, second)
         shown = progress if use_tqdm is None else use_tqdm
-        answer = self._read(texts, truncate, lambda place, vectors: None, progress=shown)
-        found, counts = scores(self.core.description, len(first), answer.vectors())
+        answer = self._read_pairs(texts, len(first), truncate, shown)
+        model, tokenizer = self.core.description, self.tokenizer
+        found, counts = scores(model, len(first), answer.vectors(), tokenizer)
         return [
             ScoreOutput(score=float(score), num_tokens=count)
             for score, count in zip(found, counts, strict=True)
@@ -494,13 +502,26 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[EncodingOutput]:
         """The model's output for each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
-        they become probabilities. `pooling_task` ("embed", "classify" or "score") is checked against the model."""
-        prompts = _listed(prompts)
-        check_task(self.core.description, pooling_task)
+        they become probabilities. With `pooling_task="token_embed"` an encoder gives a vector for each token."""
+        prompts, model = _listed(prompts), self.core.description
+        task = text_task(model, pooling_task, "pooling_task")
         shown = progress if use_tqdm is None else use_tqdm
         return encoded(
-            self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors()
+            model, self._read(prompts, truncate, progress=shown, task=task).vectors(), task
         )
+
+    def embed_sparse(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        progress: bool = True,
+    ) -> list[SparseEmbeddingOutput]:
+        """Weights of tokens for each text, of a model with a lexical head (bge-m3)."""
+        prompts, model = _listed(prompts), self.core.description
+        check_sparse(model)
+        answer = self._read(prompts, truncate, progress=progress, task="sparse_embed")
+        return sparse_embeddings(model, answer.vectors(), self.tokenizer)
 
     def classify(
         self,
@@ -515,7 +536,7 @@ class LLM:
         prompts = _listed(prompts)
         label_names(self.core.description)
         shown = progress if use_tqdm is None else use_tqdm
-        answer = self._read(prompts, truncate, lambda first, vectors: None, progress=shown)
+        answer = self._read(prompts, truncate, progress=shown)
         return classified(self.core.description, answer.vectors())
 
     def stream(
@@ -667,17 +688,31 @@ class LLM:
         return each
 
     @no_collections()
+    def _read_pairs(
+        self,
+        texts: Sequence[Prompt | tuple[str, str]],
+        num_first: int,
+        truncate: bool,
+        progress: bool,
+    ) -> TextsAnswer:
+        """The model's output for texts to be scored, of which the first are queries where they are no pairs."""
+        task = self.core.description.text_task
+        return self._read(texts, truncate, progress=progress, task=task, num_queries=num_first)
+
     def _read(
         self,
         texts: Sequence[Prompt | tuple[str, str]],
         truncate: bool,
-        take: Callable[[int, Vectors], None],
+        take: Callable[[int, Vectors], None] = lambda first, vectors: None,
         *,
         progress: bool,
+        task: TextTask = "embed",
+        num_queries: int | None = None,
     ) -> TextsAnswer:
         """The model's vectors of the texts. `take(first, vectors)` is called with each part as soon as it is there; the part
         begins with text number `first`."""
-        prepared = self._input.texts.prepare(texts, truncate_to=-1 if truncate else None)
+        cut, how = -1 if truncate else None, dict(task=task, num_queries=num_queries)
+        prepared = self._input.texts.prepare(texts, truncate_to=cut, **how)  # type: ignore[arg-type]
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
             return answer

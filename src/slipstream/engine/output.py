@@ -42,7 +42,7 @@ class Sink(Protocol):
 
     def put(self, delta: RequestOutput) -> None: ...
     def fail(self, error: Exception) -> None:
-        """Nothing comes after it."""
+        """Take the error that ended the request. No other call follows."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ A call's texts are one request and one array, to the end. Documents are ranked f
 
 1. A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each
    pair of query and document. The score passes the logistic function unless the model's config says otherwise.
-2. A model of embeddings ranks by the cosine of query and document.
+2. A model of embeddings ranks by the cosine of query and document; one of tokens' vectors by MaxSim (`token_vectors`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.texts import PreparedTexts
+from slipstream.engine.token_vectors import TokenIds, max_sims, token_rows
 from slipstream.errors import EngineError, RequestError
 from slipstream.outputs import EmbeddingOutput, RerankResult, Vectors
 from slipstream.spec.description import ModelDescription
-from slipstream.types import FinishReason, Prompt, VectorOutput
+from slipstream.types import FinishReason, Prompt, TextTask, VectorOutput
 
 
 def scores_pairs(model: ModelDescription) -> bool:
@@ -28,9 +29,15 @@ def scores_pairs(model: ModelDescription) -> bool:
 
 
 def refuse_classifier(model: ModelDescription) -> None:
+    """Raise RequestError if the model has no vector for a text."""
     if scores_pairs(model):
         raise RequestError(
             "this model is a classifier and gives scores, not embeddings; use rerank", field="model"
+        )
+    if model.pooling.kind == "tokens":
+        raise RequestError(
+            "this model gives a vector for each token and none for a text; use /pooling (LLM.encode), or rerank",
+            field="model",
         )
 
 
@@ -113,9 +120,9 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
 def label_names(model: ModelDescription) -> list[str]:
     """The names of a classifier's scores. RequestError (field `model`) for another model."""
     classifier = model.spec.classifier
-    if classifier is None:
+    if classifier is None or classifier.pooling == "tokens":
         raise RequestError(
-            "this model is no classifier; use embeddings, or serve a model with a head for classes",
+            "this model is no classifier of texts; use embeddings, or serve a model with a head for classes",
             field="model",
         )
     own = model.pooling.labels
@@ -170,32 +177,31 @@ class ClassificationOutput:
         return self
 
 
-def check_task(model: ModelDescription, task: str | None) -> None:
-    """Raise RequestError if the model does not do the task that vLLM calls so."""
-    own = ("classify", "score") if scores_pairs(model) else ("embed",)
-    if task is not None and task not in own:
-        raise RequestError(
-            f"this model does {' and '.join(own)}, and no {task!r}", field="pooling_task"
-        )
-
-
-def encoded(vectors: Vectors) -> list[EncodingOutput]:
+def encoded(
+    model: ModelDescription, vectors: Vectors, task: TextTask = "embed"
+) -> list[EncodingOutput]:
     """An object for each text."""
-    parts = zip(
-        vectors.prompts,
-        vectors.prompt_token_ids,
-        rows(vectors) if vectors.prompts else (),
-        strict=True,
-    )
+    found = rows_of_task(model, vectors, task)
+    parts = zip(vectors.prompts, vectors.prompt_token_ids, found, strict=True)
     return [
         EncodingOutput(prompt=prompt, prompt_token_ids=ids, data=data)
         for prompt, ids, data in parts
     ]
 
 
+def rows_of_task(
+    model: ModelDescription, vectors: Vectors, task: TextTask
+) -> Sequence[npt.NDArray[np.float32]]:
+    """The array of each text: a vector, or rows of its tokens."""
+    if not vectors.prompts:
+        return ()
+    return rows(vectors) if task == "embed" else token_rows(model, vectors, task)  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingOutput:
-    """The model's output for a text: its vector, or a classifier's scores before they become probabilities. float32."""
+    """The model's output for a text: its vector, a row for each of its tokens, or a classifier's scores before they become
+    probabilities. float32."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -234,6 +240,8 @@ def score_texts(
         raise RequestError(message, field="data_1")
     if not scores_pairs(model):
         return [*first, *second]
+    if classifier is not None and classifier.pooling == "tokens":
+        raise RequestError("this model classifies tokens, and scores no texts", field="model")
     if classifier is not None and classifier.num_labels != 1:
         raise RequestError(
             f"this classifier has {classifier.num_labels} labels; a pair needs one score",
@@ -243,10 +251,15 @@ def score_texts(
 
 
 def scores(
-    model: ModelDescription, num_first: int, vectors: Vectors
+    model: ModelDescription,
+    num_first: int,
+    vectors: Vectors,
+    tokenizer: TokenIds | None = None,
 ) -> tuple[npt.NDArray[np.float64], list[int]]:
     """Scores from the answer to `score_texts`. Returns each pair's score, and the number of tokens
     that were computed for it."""
+    if model.pooling.kind == "tokens":
+        return max_sims(model, num_first, vectors, tokenizer)
     found, counts = rows(vectors).astype(np.float64), [len(ids) for ids in vectors.prompt_token_ids]
     if scores_pairs(model):
         logits = found[:, 0]
@@ -263,13 +276,17 @@ def scores(
 
 
 def rank(
-    model: ModelDescription, documents: Sequence[str], vectors: Vectors, top_n: int | None = None
+    model: ModelDescription,
+    documents: Sequence[str],
+    vectors: Vectors,
+    top_n: int | None = None,
+    tokenizer: TokenIds | None = None,
 ) -> list[RerankResult]:
     """Ranking from the answer to `rerank_texts`: documents, best first, those with equal scores in
     their order. `top_n` limits it to the best."""
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
-    found, counts = scores(model, 1, vectors)
+    found, counts = scores(model, 1, vectors, tokenizer)
     return [
         RerankResult(
             index=i, document=documents[i], relevance_score=float(found[i]), num_tokens=counts[i]

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
 from slipstream.engine.beams import check as check_beams
-from slipstream.engine.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.grammars.grammar import check
 from slipstream.engine.grammars.reasoning import counter
 from slipstream.engine.prompts import PromptReader
@@ -26,6 +25,7 @@ from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats, OfferedTools, no_reasoning, reading
 from slipstream.engine.texts import TextsProcessor
+from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.vision.pictures import PictureProcessor, placed
 from slipstream.errors import (
     AdapterError,

@@ -9,7 +9,8 @@ from typing import Any
 
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
-from slipstream.sampling_params import SEQUENCE_BREAKERS, SamplingParams
+from slipstream.sampling_checks import SEQUENCE_BREAKERS
+from slipstream.sampling_params import SamplingParams
 
 MAX_BREAKERS = 64
 """Texts whose tokens are kept. To find them takes a look at the whole vocabulary."""

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from slipstream.engine.prompts import PromptReader
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.token_vectors import late_tokens
 from slipstream.errors import RequestError
 from slipstream.spec.model import ModelSpec
-from slipstream.spec.pooling import PoolingSpec
-from slipstream.types import DEFAULT_OPTIONS, Prompt, RequestOptions, TextsRequest
+from slipstream.spec.pooling import LateSpec, PoolingSpec
+from slipstream.types import DEFAULT_OPTIONS, Prompt, RequestOptions, TextsRequest, TextTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,13 @@ class TextsProcessor:
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
         truncate_to: int | None = None,
+        task: TextTask = "embed",
+        num_queries: int | None = None,
     ) -> PreparedTexts:
         """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
         before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
-        its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault."""
+        its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault.
+        With `num_queries` the texts are for late interaction, and so many of them are queries."""
         spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
         limit = self._prompts.max_model_len
         if truncate_to is not None and (
@@ -75,6 +79,9 @@ class TextsProcessor:
                     if spec.num_token_types > 1
                     else []
                 )
+            elif kind is str and num_queries is not None and how.late is not None:
+                found = self._late(given, how.late, num_queries)
+                prompts += given
             elif kind is str:
                 given = [how.prompt + text for text in given] if how.prompt else given
                 found = self._texts(given, room, first=len(token_ids))
@@ -101,6 +108,7 @@ class TextsProcessor:
             arrival=time.monotonic(),
             priority=options.priority,
             cache_salt=options.cache_salt,
+            task=task,
         )
         return PreparedTexts(request, prompts, token_ids)
 
@@ -118,6 +126,21 @@ class TextsProcessor:
             return judged, [len(tokens) for tokens in judged]
         found = self._tokenizer.encode_pairs(pairs, max_length=room)
         return [ids for ids, _ in found], [first for _, first in found]
+
+    def _late(self, texts: list[str], late: LateSpec, num_queries: int) -> list[list[int]]:
+        for index, text in enumerate(texts):
+            with _named(index):
+                self._prompts.check_text(text, any_length=True)
+        if self._tokenizer is None:
+            raise RequestError(
+                "queries and documents need a tokenizer (skip_tokenizer_init is set)",
+                field="prompt",
+            )
+        queries, documents = texts[:num_queries], texts[num_queries:]
+        return [
+            *late_tokens(late, self._tokenizer, queries, is_query=True),
+            *late_tokens(late, self._tokenizer, documents, is_query=False),
+        ]
 
     def _texts(self, texts: list[str], room: int | None, *, first: int) -> list[list[int]]:
         for index, text in enumerate(texts, first):

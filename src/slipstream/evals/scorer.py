@@ -22,8 +22,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.forward.forwards import Forwards
-from slipstream.worker.local_executor import load_runner
 from slipstream.worker.start.canary import Canary, make_canary
+from slipstream.worker.start.loading import load_runner
 from slipstream.worker.torch_loading import TorchLoaded
 
 STEP_TOKENS = 2048

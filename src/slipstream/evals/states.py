@@ -13,7 +13,7 @@ from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.states import state_metadata
 from slipstream.model.layers import JoinedTap
 from slipstream.worker.forward.base import StateCache
-from slipstream.worker.local_executor import load_runner
+from slipstream.worker.start.loading import load_runner
 from slipstream.worker.torch_loading import TorchLoaded
 
 

@@ -34,7 +34,7 @@ from slipstream.engine.core_client import (
     socket_folder,
     wait_or_kill,
 )
-from slipstream.engine.core_process import Attach, Detach, Ready, ToParent
+from slipstream.engine.core_messages import Attach, Detach, Ready, ToParent
 from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
 from slipstream.frontend.control import (

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.native import stand_in
+from slipstream.kernels.cpu.packed import stand_in
 from slipstream.kernels.weights import Linear
 
 AnyLinear = TypeVar("AnyLinear", bound=Linear)

@@ -35,7 +35,8 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.arrays import to_tensor
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.moe import NativeExperts, add_experts, add_made_choice
-from slipstream.kernels.cpu.native import Arena, Bytes, Job, Program
+from slipstream.kernels.cpu.native import Arena, Bytes, Job
+from slipstream.kernels.cpu.native_program import Program, run_job
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.unpack import BITS, unpack
 from slipstream.kernels.hot_experts import HotExperts
@@ -346,7 +347,7 @@ class HostMixture:
         job = self._jobs.get(num_tokens)
         if job is None:
             job = self._jobs[num_tokens] = self.program.job(num_tokens)
-        self._platform.call_host(native.run_job(), ctypes.addressof(job))
+        self._platform.call_host(run_job(), ctypes.addressof(job))
 
 
 def _numbers(experts: Experts) -> int:

@@ -114,6 +114,19 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DisentangledParams:
+    """Parameters of a layer's disentangled attention (`DisentangledSpec`) with N buckets.
+
+    A query and a key at distance d = query position − key position have the bucket `buckets`[R + d], d clamped to ±R.
+    """
+
+    scale: float
+    buckets: Tensor  # int32 [2R + 1]
+    keys: Tensor | None  # of the buckets, for the queries: [H, D, N]
+    queries: Tensor | None  # of the buckets, for the keys: [H, D, N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MLAParams:
     """A layer's latent attention with H heads.
 

@@ -17,6 +17,7 @@ vocabulary, E hidden size, F feed-forward size.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
+from slipstream.kernels.layouts import DisentangledParams as DisentangledParams
 from slipstream.kernels.layouts import Experts as Experts
 from slipstream.kernels.layouts import IndexParams as IndexParams
 from slipstream.kernels.layouts import LayerTensors as LayerTensors
@@ -454,6 +456,13 @@ class OpSet(WeightOps, RankOps):
         """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
         return x[:, start:stop].contiguous()
 
+    def resized_heads(self, x: Tensor, *, start: int, count: int, old: int, new: int) -> Tensor:
+        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts with zeros behind it, or
+        without its end."""
+        parts = x[:, start:].unflatten(1, (count, old))
+        parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
+        return torch.cat((x[:, :start], parts), 1) if start else parts
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
@@ -530,6 +539,33 @@ class OpSet(WeightOps, RankOps):
         finite values.
         """
         return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, params)
+
+    def disentangled_attention(
+        self, qkv: Tensor, meta: AttentionMetadata, params: DisentangledParams
+    ) -> Tensor:
+        """Disentangled attention within each whole text: qkv [T, 3 · H · D] → [T, H · D].
+
+        The score of query i and key j, whose distance has the bucket b, is (q_i · k_j + q_i · keys[b] + k_j · queries[b]) ·
+        scale. Softmax is in float32.
+        """
+        p, out = params, torch.zeros_like(qkv[:, : qkv.shape[1] // 3])
+        of_buckets = p.queries if p.keys is None else p.keys
+        assert of_buckets is not None
+        reach, starts = len(p.buckets) // 2, meta.query_start_loc.tolist()
+        for begin, end in itertools.pairwise(starts):
+            rows = qkv[begin:end].float().unflatten(1, (3, of_buckets.shape[0], -1))
+            q, k, v = rows.permute(1, 2, 0, 3)  # [H, n, D]
+            at = torch.arange(end - begin, device=qkv.device)
+            away = (at[:, None] - at).clamp(-reach, reach) + reach
+            bucket = p.buckets[away].long().expand(len(q), -1, -1)
+            scores = q @ k.mT
+            if p.keys is not None:
+                scores += (q @ p.keys.float()).gather(2, bucket)
+            if p.queries is not None:
+                scores += (k @ p.queries.float()).gather(2, bucket.mT).mT
+            found = (scores * p.scale).softmax(-1) @ v
+            out[begin:end] = found.transpose(0, 1).flatten(1).to(out.dtype)
+        return out
 
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """States [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]) → each text's

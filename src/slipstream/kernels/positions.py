@@ -4,17 +4,19 @@ same values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.kernels.layouts import DisentangledParams
 from slipstream.spec.model import (
     AlibiSpec,
     AttentionSpec,
     BucketSpec,
+    DisentangledSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -28,6 +30,10 @@ from slipstream.spec.model import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from slipstream.kernels.layouts import NormParams
+    from slipstream.kernels.ops import OpSet
+    from slipstream.kernels.weights import Linear
 
 Floats = npt.NDArray[np.float32]
 
@@ -181,6 +187,21 @@ def distance_bias(spec: BucketSpec, weight: Floats) -> Floats:
     return np.ascontiguousarray(weight[ahead + np.where(away < exact, away, far)].T)
 
 
+def distance_buckets(spec: DisentangledSpec) -> npt.NDArray[np.int32]:
+    """int32 [2R + 1]: the row of the table for each query position − key position from −R to R. Beyond it is that of R."""
+    if spec.num_buckets is None:
+        found = np.arange(-spec.max_distance, spec.max_distance + 1)
+    else:
+        reach, middle = max(spec.max_distance, spec.num_buckets), spec.num_buckets // 2
+        distance = np.arange(-reach, reach + 1)
+        away = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
+        octaves = np.log(away) / np.log(np.float32((spec.max_distance - 1) / middle))
+        far = np.ceil(octaves * np.float32(middle - 1)) + middle
+        found = np.where(np.abs(distance) <= middle, distance, np.sign(distance) * far)
+    rows: npt.NDArray[np.int32] = np.clip(found + spec.span, 0, 2 * spec.span - 1).astype(np.int32)
+    return rows
+
+
 class PositionTables:
     """Rotary tables, ALiBi slopes and distance biases, shared by all layers with the same ones.
 
@@ -191,10 +212,12 @@ class PositionTables:
     def __init__(self, max_model_len: int, device: torch.device | None) -> None:
         self.max_model_len, self.device = max_model_len, device
         self.distances: Tensor | None = None
+        self.distances_norm: NormParams | None = None
         self._rope: dict[RopeSpec, Tensor] = {}
         self._biases: dict[BucketSpec, Tensor] = {}
         self._scales: dict[QueryScale, Tensor] = {}
         self._ones: dict[int, Tensor] = {}
+        self._buckets: dict[DisentangledSpec, Tensor] = {}
 
     def of(
         self, spec: AttentionSpec, own: Tensor | None = None
@@ -203,7 +226,7 @@ class PositionTables:
         distances."""
         position = spec.position
         match position:
-            case None:
+            case None | DisentangledSpec():
                 return None, None, None
             case AlibiSpec():
                 return None, self._placed(alibi_slopes(position, spec.num_heads)), None
@@ -229,6 +252,35 @@ class PositionTables:
         if spec not in self._scales:
             self._scales[spec] = self._placed(query_scales(spec, self.max_model_len))
         return self._scales[spec]
+
+    def disentangled(
+        self,
+        ops: OpSet,
+        spec: AttentionSpec,
+        position: DisentangledSpec,
+        qkv: Linear,
+        own: Mapping[str, Linear],
+    ) -> DisentangledParams:
+        """Returns the keys and queries of a layer's buckets, which are the same in every step. `own` has the layer's products
+        for them, by name."""
+        if position not in self._buckets:
+            self._buckets[position] = self._placed(distance_buckets(position))
+        table: Any = self.distances
+        if self.distances_norm is not None:
+            table = ops.norm(table, self.distances_norm)[0]
+        shared: Any = () if position.own else ops.linear(table, qkv).chunk(3, dim=1)
+
+        def made(name: str, column: int) -> Tensor:
+            rows: Any = ops.linear(table, own[name]) if position.own else shared[column]
+            heads: Tensor = rows.unflatten(1, (spec.num_heads, -1)).permute(1, 2, 0).contiguous()
+            return heads
+
+        return DisentangledParams(
+            scale=spec.scale,
+            buckets=self._buckets[position],
+            keys=made("position_key", 1) if position.has_keys else None,
+            queries=made("position_query", 0) if position.has_queries else None,
+        )
 
     def ones(self, size: int) -> Tensor:
         """Returns the weights of a norm that has learned none."""

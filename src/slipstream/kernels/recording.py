@@ -17,18 +17,21 @@ from typing import Any
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     IndexParams,
     MLAParams,
     NormParams,
     QKVLayout,
 )
+from slipstream.kernels.positions import distance_buckets
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import (
     Activation,
     AlibiSpec,
     AttentionSpec,
     BucketSpec,
+    DisentangledSpec,
     LatentAttentionSpec,
     QueryScale,
     RopeSpec,
@@ -171,6 +174,7 @@ class NamedTables:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.distances: NamedWeight | None = None
+        self.distances_norm: Any = None
         self._rope: dict[RopeSpec, NamedWeight] = {}
 
     def of(
@@ -178,6 +182,8 @@ class NamedTables:
     ) -> tuple[NamedWeight | None, ...]:
         match spec.position:
             case None:
+                return None, None, None
+            case DisentangledSpec():
                 return None, None, None
             case AlibiSpec():
                 return None, NamedWeight("slopes", (spec.num_heads,)), None
@@ -190,6 +196,23 @@ class NamedTables:
         if spec is None or self.max_model_len + spec.offset <= spec.period:
             return None
         return NamedWeight("query_scale", (self.max_model_len,))
+
+    def disentangled(
+        self,
+        ops: object,
+        spec: AttentionSpec,
+        position: DisentangledSpec,
+        qkv: object,
+        own: object,
+    ) -> DisentangledParams:
+        shape = (spec.num_heads, spec.head_dim, 2 * position.span)
+        keys, queries = (
+            NamedWeight(name, shape) if is_there else None
+            for name, is_there in (("keys", position.has_keys), ("queries", position.has_queries))
+        )
+        buckets: Any = NamedWeight("buckets", (len(distance_buckets(position)),))
+        tables: Any = {"buckets": buckets, "keys": keys, "queries": queries}
+        return DisentangledParams(scale=spec.scale, **tables)
 
     def ones(self, size: int) -> NamedWeight:
         return NamedWeight("ones", (size,))
@@ -356,6 +379,10 @@ class RecordingOps:
     def columns(self, x: Value, start: int, stop: int) -> Value:
         return self.record("columns", (x,), (stop - start,), start=start, stop=stop)
 
+    def resized_heads(self, x: Value, *, start: int, count: int, old: int, new: int) -> Value:
+        sizes = {"start": start, "count": count, "old": old, "new": new}
+        return self.record("resized_heads", (x,), (start + count * new,), **sizes)
+
     def gated_delta(
         self,
         x: Value,
@@ -441,6 +468,10 @@ class RecordingOps:
         return self.record(
             "bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params
         )
+
+    def disentangled_attention(self, qkv: Value, meta: TracedMeta, params: Any) -> Value:
+        width = qkv.shape[0] // 3
+        return self.record("disentangled_attention", (qkv,), (width,), meta=meta, params=params)
 
     def choose_keys(
         self,

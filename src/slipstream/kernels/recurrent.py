@@ -105,7 +105,8 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
     assert meta.states is not None
     assert states is not None
     heads, size = s.num_heads, s.num_groups * s.key_dim
-    z, channels, dt = x.split([s.v_size, s.conv_channels, heads], dim=1)
+    z, channels = x[:, : s.v_size], x[:, s.v_size : s.v_size + s.conv_channels]
+    dt = x[:, s.time_at : s.time_at + heads]
     v, b, c = _convolved(channels, state, meta, params.conv).split([s.v_size, size, size], dim=1)
     b, c = (
         y.unflatten(1, (s.num_groups, -1)).repeat_interleave(heads // s.num_groups, 1)
@@ -123,7 +124,10 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
             out[t] = (now * c[t][..., None]).sum(1)
             if write[t]:
                 states[write[t]] = now
-    y, gate = (out + params.skip[:, None] * v).flatten(1), F.silu(z.float())
+    y: Tensor = (out + params.skip[:, None] * v).flatten(1)
+    if not params.gated:
+        return y.to(x.dtype)
+    gate = F.silu(z.float()) if s.gate == "silu" else z.float().sigmoid()
     if s.norm == "gate_first":
         y = y * gate
     if params.norm is not None:

@@ -32,7 +32,15 @@ from slipstream.kernels.weights import (
     SplitLinear,
     TileScaledLinear,
 )
-from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm, Xielu
+from slipstream.spec.model import (
+    Activation,
+    ClampedSilu,
+    ClampedSwiglu,
+    MoESpec,
+    OwnActivation,
+    OwnNorm,
+    Xielu,
+)
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 # --- Layers ---
@@ -43,6 +51,9 @@ def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    if isinstance(activation, ClampedSilu):
+        limit = activation.limit
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if isinstance(activation, OwnActivation):
         made: Tensor = activation.function(gate, up)
         return made
@@ -53,7 +64,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     """Applies an activation function by name. A new one is a line here and in
     `triton/pointwise.py`."""
     match activation:
-        case ClampedSwiglu():
+        case ClampedSwiglu() | ClampedSilu():
             raise AssertionError("gated only")
         case OwnActivation(function=function):
             made: Tensor = function(x)

@@ -129,6 +129,7 @@ class Mamba2Params:
     time: Tensor  # float32 [H]
     skip: Tensor  # float32 [H]: D
     norm: Tensor | None = None  # [H · V]
+    gated: bool = True  # False: the op's results are not multiplied by the gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

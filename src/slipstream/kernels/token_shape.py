@@ -32,6 +32,7 @@ LACKS = {
     "scale_queries": "query_scale: the one-token kernel has no factor of queries by position",
     "scale": "residual_scale: the one-token kernel has no factor for a branch",
     "bidirectional_attention": "the one-token kernel is for decoding, and an encoder reads whole texts",
+    "disentangled_attention": "the one-token kernel is for decoding, and an encoder reads whole texts",
     "add": "the one-token kernel has a norm before every branch and no other sums",
     "all_reduce": "the one-token kernel sums over ranks after attention and after the MLP, each",
 }

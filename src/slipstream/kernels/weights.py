@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -272,3 +272,48 @@ class BlockLinear(Linear):
     type."""
 
     pieces: tuple[BlockRows, ...]
+    device: Any = None  # the torch device where it is laid out; None: the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedLinear(Linear):
+    """A weight of one GGUF type on a GPU, as `triton.gguf.pack` lays it out.
+
+    A *unit* is 8 groups of inputs that share a scale, of G = 16 or 32. Inputs are padded with zeros
+    to whole units, rows to multiples of 8. Number j of a unit's words has the codes of the inputs
+    j, j + G, … j + 7 · G, from its low bits up.
+
+    - `weight`: the low bits [rows / 8, units, 8, G]. Codes of 4 to 6 bits have 4 in an int32, those
+      of 2 and 3 bits have 2 in an int16. Codes of 8 bits are signed bytes [rows / 8, units, 2, 8,
+      G] of int32, the first four in the first word.
+    - `high`: the bits above, one each in an int8, or two in an int16.
+    - `factors`: int32 [units, words, rows]: the scales of a unit's groups, then its minima. Two
+      words have eight bytes, four have eight float16.
+    - `d`: int32 [inputs / 256, rows]: two float16 that scales and minima are multiples of.
+    """
+
+    factors: Tensor
+    high: Tensor | None = None
+    d: Tensor | None = None
+    type: str
+    rows: int
+    inner: int
+    dtype: torch.dtype  # of the model
+    dense: Tensor | None = None  # the same values [out, in], for steps of many tokens
+
+    @property
+    def out_features(self) -> int:
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedLinear(Linear):
+    """A weight whose rows are in several GGUF types, one part after the other. `weight` is the
+    first part's."""
+
+    parts: tuple[CodedLinear, ...]
+    dense: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.rows for part in self.parts)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.kernels.layouts import (
     AttentionParams,
     Experts,
@@ -28,11 +30,12 @@ from slipstream.model.layers import (
     Partition,
     Streams,
 )
-from slipstream.model.recurrent import build_recurrent
+from slipstream.model.recurrent import build_recurrent, constant
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
     DenseSpec,
+    DisentangledSpec,
     IndexSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -133,8 +136,18 @@ def build_layer(
                 NormParams(kind="layer", weight=w, bias=b, eps=s.qk_norm.eps)
                 for w, b in zip(norms, biases, strict=True)
             )
-        scale = tables.query_scale(s.query_scale)
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks)
+        scale, where, spread = tables.query_scale(s.query_scale), None, None
+        if isinstance(s.position, DisentangledSpec):
+            own = {x: linear(f"attention.{x}", None) for x in s.position.products}
+            where = tables.disentangled(ops, s, s.position, qkv, own)
+        if s.gated == "head":
+            ones = np.repeat(np.eye(s.num_heads, dtype=np.float32), s.head_dim, 0)
+            like = norms[0] if norms[0] is not None else next(iter(parameters.values()))
+            parameters[f"{name}attention.spread.weight"] = constant(like, ones, own_type=True)
+            spread = linear("attention.spread", None)
+        return Attention(
+            s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, where, spread
+        )
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))

@@ -22,7 +22,13 @@ from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import AudioInput, Classifier, Encoder
 from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
 from slipstream.model.vocabulary import Vocabulary
-from slipstream.spec.model import LayerInputsSpec, LayerSpec, ModelSpec, SinusoidSpec
+from slipstream.spec.model import (
+    DisentangledSpec,
+    LayerInputsSpec,
+    LayerSpec,
+    ModelSpec,
+    SinusoidSpec,
+)
 from slipstream.spec.parameters import keeps_float32
 from slipstream.spec.scheme import Scheme
 
@@ -67,7 +73,7 @@ class LayerInputs:
 def _held_or_dense(
     name: str, parameters: MutableMapping[str, Tensor], products: MutableMapping[str, Linear]
 ) -> Tensor | Linear:
-    """Returns a table as it is held: quantized, or dense."""
+    """Takes the table of embeddings out of `products` if it is quantized there, and else out of `parameters`."""
     dense, held = parameters.pop(f"{name}.weight", None), products.get(f"{name}.weight")
     found = dense if held is None else held
     assert found is not None, name
@@ -167,6 +173,10 @@ class Decoder:
 
         def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
+            where = own[0].attention and own[0].attention.position
+            if isinstance(where, DisentangledSpec) and where.norm is not None:
+                norm_name = f"{name}distances_norm"
+                tables.distances_norm = build_norm(where.norm, norm_name, parameters)
             named = ((own[i], f"{name}layers.{i}.") for i in held)
             how: dict[str, Any] = dict(scheme=of_experts, products=products, partition=partition)
             return [build_layer(s, parameters, ops, tables, name=n, **how) for s, n in named]

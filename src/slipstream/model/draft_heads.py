@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cpu.native import NativeLinear, ThreadPool
+from slipstream.kernels.cpu.native import ThreadPool
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV

@@ -81,8 +81,9 @@ class Classifier:
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
         """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores
-        [S, labels]."""
-        h = pool(ops, hidden, starts, self.spec.pooling)
+        [S, labels]; of a classifier of tokens [T, labels]."""
+        kind = self.spec.pooling
+        h = hidden if kind == "tokens" else pool(ops, hidden, starts, kind)
         h = h if h.dtype == hidden.dtype else h.to(hidden.dtype)
         if self.dense is not None and self.spec.activation is not None:
             h = ops.linear(h, self.dense)
@@ -120,6 +121,24 @@ class Dense:
         if self.activation == "sigmoid":
             return 1.0 / (1.0 + xp.exp(-made))  # type: ignore[no-any-return]
         return made * (made > 0) if self.activation == "relu" else made  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class TextHeads:
+    """Heads behind an encoder besides a classifier: products of texts' vectors and of tokens', and a token's weight."""
+
+    dense: tuple[Dense, ...] = ()
+    token_dense: tuple[Dense, ...] = ()
+    lexical: Dense | None = None
+
+    def of_tokens(self, hidden: Tensor, task: str, xp: Any) -> Tensor:
+        """States float32 [T, E] → the tokens' vectors [T, …], or for `sparse_embed` their weights [T, 1]."""
+        if task == "sparse_embed":
+            assert self.lexical is not None
+            return self.lexical(hidden, xp)
+        for step in self.token_dense:
+            hidden = step(hidden, xp)
+        return hidden
 
 
 def normalized(vectors: Tensor) -> Tensor:

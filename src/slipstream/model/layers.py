@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     IndexParams,
     MLAParams,
@@ -74,6 +75,9 @@ class Attention:
     k_norm: Tensor | NormParams | None = None
     query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
+    disentangled: DisentangledParams | None = None
+    spread: Linear | None = None
+    """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -92,6 +96,7 @@ class Attention:
         s = self.spec
         if s.gated:
             gate = ops.columns(qkv, start=0, stop=s.gate_size)
+            gate = gate if self.spread is None else ops.linear(gate, self.spread)
             rows = ops.columns(qkv, start=s.gate_size, stop=s.gate_size + s.q_size + 2 * s.kv_size)
             return self._attended(ops, rows, kv, meta) * ops.sigmoid(gate)
         return self._attended(ops, qkv, kv, meta)
@@ -108,15 +113,28 @@ class Attention:
                 qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
         if self.query_scale is not None:
             qkv = ops.scale_queries(qkv, meta=meta, table=self.query_scale, size=s.q_size)
+        if self.disentangled is not None:
+            return ops.disentangled_attention(qkv, meta=meta, params=self.disentangled)
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
-        q = ops.rope_and_cache(qkv, kv, meta, self.heads)
-        return ops.attention(q, kv, meta, self.params).flatten(1)
+        q = ops.rope_and_cache(self._filled(ops, qkv), kv, meta, self.heads)
+        found = ops.attention(q, kv, meta, self.params).flatten(1)
+        if s.value_dim is None:
+            return found
+        return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
+
+    def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
+        """The rows with values as wide as keys."""
+        s = self.spec
+        if s.value_dim is None:
+            return qkv
+        sizes = {"start": s.q_size + s.kv_size, "count": s.num_kv_heads}
+        return ops.resized_heads(qkv, **sizes, old=s.value_dim, new=s.head_dim)
 
     def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Writes the keys and values of rows [T, E] to their slots. The only norm applied is the
         one by heads, if any."""
-        ops.rope_and_cache(ops.linear(x, self.qkv), kv, meta, self.heads)
+        ops.rope_and_cache(self._filled(ops, ops.linear(x, self.qkv)), kv, meta, self.heads)
 
     @property
     def inputs(self) -> InputFormat | None:

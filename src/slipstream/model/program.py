@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slipstream.kernels.cpu.native import Program, RunningStep
+from slipstream.kernels.cpu.native_program import Program, RunningStep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step

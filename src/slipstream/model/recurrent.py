@@ -25,6 +25,7 @@ from slipstream.kernels.states import (
 )
 from slipstream.spec.model import (
     GatedDeltaSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     RecurrentSpec,
@@ -85,6 +86,11 @@ class Mamba2:
         mixed = ops.mamba2(rows, state=_state(kv), meta=meta, params=self.params)
         if self.group is not None:
             mixed = ops.norm_groups_part(mixed, spec=self.spec, weight=self.norm, group=self.group)
+        if not self.params.gated:
+            gate = ops.columns(rows, start=0, stop=self.spec.v_size)
+            if self.spec.gate == "silu":
+                mixed = mixed * gate
+            mixed = mixed * ops.sigmoid(gate)
         return ops.linear(mixed, self.out)
 
     @property
@@ -146,11 +152,14 @@ class ShortConv:
 Recurrent: TypeAlias = GatedDelta | Mamba2 | Mamba | ShortConv
 
 
-def _ones(like: Any, size: int) -> Any:
-    """Returns the weights of a norm that has none: a tensor, an array, or a shape as `like` is."""
+def constant(like: Any, values: Any, *, own_type: bool = False) -> Any:
+    """Returns numbers that no checkpoint has, as a tensor, an array, or a shape as `like` is; with `own_type` of its type."""
     if isinstance(like, NamedWeight):
-        return NamedWeight("ones", (size,))
-    return like.new_ones(size) if hasattr(like, "new_ones") else np.ones(size, like.dtype)
+        return NamedWeight("constant", values.shape)
+    if not hasattr(like, "new_tensor"):
+        return values.astype(like.dtype) if own_type else values
+    made = like.new_tensor(values.tolist(), dtype=like.new_ones(1).float().dtype)
+    return made.to(like.dtype) if own_type else made
 
 
 def build_recurrent(
@@ -194,13 +203,20 @@ def build_recurrent(
             return GatedDelta(spec, into, dense("gates"), out, delta, latents)
         case Mamba2Spec():
             norm, of_ranks = take("norm"), spec.norm_part is not None
+            decay, time, skip = take("decay"), take("time"), take("skip")
+            if isinstance(spec, LightningSpec):
+                taps = np.ones((spec.conv_channels, 1), np.float32)
+                conv = ConvParams(weight=constant(norm, taps, own_type=True))
+                decay = constant(norm, np.log(np.array(spec.rates)).astype(np.float32))
+                time = skip = constant(norm, np.zeros(spec.num_heads, np.float32))
             mamba2 = Mamba2Params(
                 spec=dataclasses.replace(spec, norm=None) if of_ranks else spec,
                 conv=conv,
-                decay=take("decay"),
-                time=take("time"),
-                skip=take("skip"),
+                decay=decay,
+                time=time,
+                skip=skip,
                 norm=None if of_ranks else norm,
+                gated=not (of_ranks and spec.norm == "norm_first"),
             )
             return Mamba2(spec, into, out, mamba2, *((norm, group) if of_ranks else ()))
         case MambaSpec():
@@ -211,7 +227,9 @@ def build_recurrent(
                 norms = tuple(
                     NormParams(
                         kind="rms",
-                        weight=take(part) if spec.normed is True else _ones(conv.weight, size),
+                        weight=take(part)
+                        if spec.normed is True
+                        else constant(conv.weight, np.ones(size, np.float32), own_type=True),
                         eps=spec.eps,
                     )
                     for part, size in parts.items()

@@ -239,6 +239,7 @@ def check_writable(source: ModelDescription) -> None:
             or layer.scaled
             or layer.attention.keys_as_values
             or layer.attention.kv_from is not None
+            or layer.attention.value_dim is not None
             or layer.own_input is not None
         ):
             raise UnsupportedModelError(

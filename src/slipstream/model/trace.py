@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from slipstream.kernels.cpu.lowering import Emitter, lower, refusal
+from slipstream.kernels.cpu.lowering import DryEmitter, lower, refusal
 from slipstream.kernels.recording import (
     TOKENS,
     NamedWeight,
@@ -133,11 +133,11 @@ def program_refusal(decoder: Decoder) -> Reason | None:
     if (reason := refusal(step.head)) is not None:
         return reason
     found = lower(
-        *lowered_part(decoder.spec, step), Emitter(), () if step.taken is None else (step.taken,)
+        *lowered_part(decoder.spec, step), DryEmitter(), () if step.taken is None else (step.taken,)
     )
     if not isinstance(found, Reason) and decoder.encoder is not None:
         encoder = trace_encoder(decoder)
-        found = lower(encoder.body, encoder.embedded, None, Emitter())
+        found = lower(encoder.body, encoder.embedded, None, DryEmitter())
     return found if isinstance(found, Reason) else None
 
 

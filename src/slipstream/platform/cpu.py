@@ -20,6 +20,8 @@ class CpuPlatform(HostPlatform):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
+        if not num_bytes:  # numpy's strides of nothing are no tensor's
+            return torch.zeros(shape, dtype=dtype)
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:

@@ -43,8 +43,10 @@ from slipstream.server.openai.embeddings import (
     POOLING_PATHS,
     RERANK_PATHS,
     SCORE_PATHS,
+    SPARSE_PATHS,
     PooledRoute,
     classify,
+    embed_sparse,
     embeddings,
     pooling,
     rerank,
@@ -59,6 +61,7 @@ from slipstream.server.openai.protocol import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    SparseRequest,
 )
 from slipstream.server.openai.response_store import ResponseStore
 from slipstream.server.openai.tokens import Tokens
@@ -70,6 +73,35 @@ from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.sleep import Sleeping
 from slipstream.server.operations.status import StatusRoutes
 from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
+
+
+def prompt_routes(state: ServerState) -> list[Route]:
+    """Routes of requests whose prompts a fleet's gateway reads, too."""
+    return [
+        Route(
+            "/v1/completions",
+            GenerationRoute(state, CompletionRequest, completions.prepare),
+            methods=["POST"],
+        ),
+        Route(
+            "/v1/chat/completions",
+            GenerationRoute(state, ChatRequest, chat.prepare),
+            methods=["POST"],
+        ),
+        Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
+        *(
+            Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
+            for path in RERANK_PATHS
+        ),
+        *(
+            Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
+            for path in SCORE_PATHS
+        ),
+        *responses.routes(state),
+        *anthropic.routes(state),
+        *ollama.routes(state),
+        *kserve.routes(state),
+    ]
 
 
 def make_state(
@@ -163,27 +195,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route(
-                "/v1/completions",
-                GenerationRoute(state, CompletionRequest, completions.prepare),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/chat/completions",
-                GenerationRoute(state, ChatRequest, chat.prepare),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]
-            ),
-            *(
-                Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
-                for path in RERANK_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
-                for path in SCORE_PATHS
-            ),
+            *prompt_routes(state),
             *(
                 Route(path, PooledRoute(state, ClassifyRequest, classify), methods=["POST"])
                 for path in CLASSIFY_PATHS
@@ -191,6 +203,10 @@ def create_app(
             *(
                 Route(path, PooledRoute(state, PoolingRequest, pooling), methods=["POST"])
                 for path in POOLING_PATHS
+            ),
+            *(
+                Route(path, PooledRoute(state, SparseRequest, embed_sparse), methods=["POST"])
+                for path in SPARSE_PATHS
             ),
             Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
             Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
@@ -210,13 +226,9 @@ def create_app(
             Route("/docs", docs),
             *Sleeping(state).routes(),
             *AdapterRoutes(state).routes(),
-            *responses.routes(state),
-            *anthropic.routes(state),
-            *kserve.routes(state),
             *files.routes(state),
             *batches.routes(state),
             *feedback.routes(state),
-            *ollama.routes(state),
             *([] if settings.fleet_key is None else fleet.routes(state, lambda: app.router)),
         ],
         middleware=[

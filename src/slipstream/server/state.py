@@ -22,11 +22,18 @@ from slipstream.errors import ConfigError
 from slipstream.outputs import Vectors
 from slipstream.server.http.load import ServerLoad
 from slipstream.stats import CanaryResult, EngineStats
-from slipstream.types import BeamSearchParams, LoRARequest, Prompt, RequestOptions, SamplingParams
+from slipstream.types import (
+    BeamSearchParams,
+    LoRARequest,
+    Prompt,
+    RequestOptions,
+    SamplingParams,
+    TextTask,
+)
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
-    from slipstream.engine.core_process import CacheEvents
+    from slipstream.engine.core_messages import CacheEvents
     from slipstream.engine.output import Sink
     from slipstream.engine.vision.picture_files import PictureFile
     from slipstream.engine.vision.pictures import PreparedPicture
@@ -54,6 +61,7 @@ class TokenizerProtocol(Protocol):
         self, token_ids: list[int], /, *, skip_special_tokens: bool = True
     ) -> bool: ...
     def token_bytes(self, token_id: int, /) -> bytes: ...
+    def token_to_id(self, token: str, /) -> int | None: ...
     def id_to_token(self, token_id: int, /) -> str | None: ...
     @property
     def chat_template(self) -> str | None: ...
@@ -128,6 +136,8 @@ class EngineProtocol(Protocol):
         options: RequestOptions = ...,
         *,
         truncate_to: int | None = None,
+        task: TextTask = "embed",
+        num_queries: int | None = None,
     ) -> Vectors: ...
     async def stats(self) -> EngineStats: ...
     @property

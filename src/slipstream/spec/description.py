@@ -31,7 +31,14 @@ from slipstream.spec.gguf_parts import model_files
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Placement, Shape, parameters
-from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
+from slipstream.spec.pooling import (
+    CONFIG_KEYS,
+    LAST_TOKEN,
+    PoolingSpec,
+    gguf_dense,
+    gguf_pooling,
+    read_pooling,
+)
 from slipstream.spec.quantization_config import (
     COLUMNS_NAME,
     MODELOPT_CONFIG,
@@ -93,6 +100,13 @@ class ModelDescription:
         return dataclasses.replace(
             self, spec=dataclasses.replace(self.spec, vision=None), images=None
         )
+
+    @property
+    def text_task(self) -> Literal["embed", "token_embed"]:
+        """The model's own task: one vector or a classifier's scores of a text, or a row for each token."""
+        classifier = self.spec.classifier
+        of_tokens = classifier is not None and classifier.pooling == "tokens"
+        return "token_embed" if of_tokens or self.pooling.kind == "tokens" else "embed"
 
     @property
     def scheme(self) -> str | None:
@@ -560,8 +574,12 @@ def _read_gguf(path: Path) -> ModelDescription:
             iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)),
             None,
         ),
-        pooling=gguf_pooling(
-            meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder
+        pooling=dataclasses.replace(
+            gguf_pooling(
+                meta.get(f"{meta.get('general.architecture')}.pooling_type"),
+                is_encoder=spec.is_encoder,
+            ),
+            dense=gguf_dense(file.path, {name: tuple(t.shape) for name, t in file.tensors.items()}),
         ),
         stored=_stored(file),
         gguf=file,

@@ -27,6 +27,16 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSilu:
+    """min(silu(g), limit) · u, with u clamped to ± `limit` (Step 3.5), for gated MLPs only. The C++ kernels lack it."""
+
+    limit: float
+
+    def __str__(self) -> str:
+        return f"clamped silu (±{self.limit:g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Xielu:
     """x / 2 + positive · x² above 0, x / 2 + negative · (eˣ − 1 − x) below (xIELU, arXiv:2411.13010), for MLPs without a gate.
 
@@ -55,7 +65,7 @@ class OwnActivation:
         return self.name
 
 
-Activation: TypeAlias = NamedActivation | ClampedSwiglu | Xielu | OwnActivation
+Activation: TypeAlias = NamedActivation | ClampedSwiglu | ClampedSilu | Xielu | OwnActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,15 +51,25 @@ TYPES: dict[int, QuantType] = {
     12: QuantType("Q4_K", 256, 144),
     13: QuantType("Q5_K", 256, 176),
     14: QuantType("Q6_K", 256, 210),
+    16: QuantType("IQ2_XXS", 256, 66),
+    17: QuantType("IQ2_XS", 256, 74),
+    18: QuantType("IQ3_XXS", 256, 98),
+    19: QuantType("IQ1_S", 256, 50),
+    20: QuantType("IQ4_NL", 32, 18),
+    21: QuantType("IQ3_S", 256, 110),
+    22: QuantType("IQ2_S", 256, 82),
+    23: QuantType("IQ4_XS", 256, 136),
+    29: QuantType("IQ1_M", 256, 56),
     30: QuantType("BF16", 1, 2),
+    34: QuantType("TQ1_0", 256, 54),
+    35: QuantType("TQ2_0", 256, 66),
     39: QuantType("MXFP4", 32, 17),
+    40: QuantType("NVFP4", 64, 36),
 }
 """The types that can be read, by their number in a file."""
 
 _OTHER_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 """Unsupported types; their names are for the message."""
 
@@ -246,9 +256,8 @@ class GGUFFile:
             if number not in TYPES:
                 kind = _OTHER_TYPES.get(number, f"number {number}")
                 known = " ".join(t.name for t in TYPES.values())
-                later = "; a later release reads IQ and TQ" if kind[:2] in ("IQ", "TQ") else ""
                 raise reader.error(
-                    f"the tensor {name!r} has the type {kind}, which is not supported{later}. Use a file with the types "
+                    f"the tensor {name!r} has the type {kind}, which is not supported. Use a file with the types "
                     f"{known}, such as Q4_K_M",
                     name,
                 )

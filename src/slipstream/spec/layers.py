@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape, Xielu
-from slipstream.spec.positions import AlibiSpec, BucketSpec, QueryScale, RopeSpec
+from slipstream.spec.positions import AlibiSpec, BucketSpec, DisentangledSpec, QueryScale, RopeSpec
 from slipstream.spec.recurrent import RecurrentSpec
 
 
@@ -63,7 +63,10 @@ class AttentionSpec:
     `value_eps`: each head's values pass an RMS norm with this epsilon and without weights (Gemma 4).
     `keys_as_values`: the values are the product's keys, before their norm and rotation (Gemma 4).
     `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
-    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next).
+    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next). "head":
+    the gate has one number for each head (Step 3.5).
+    `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros behind them. `value_scale`
+    multiplies the stored weights of the output product, in the place of the values.
     `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
     those of zeros.
     """
@@ -72,7 +75,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
-    position: RopeSpec | AlibiSpec | BucketSpec | None
+    position: RopeSpec | AlibiSpec | BucketSpec | DisentangledSpec | None
     causal: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
@@ -85,7 +88,9 @@ class AttentionSpec:
     value_eps: float | None = None
     keys_as_values: bool = False
     kv_from: int | None = None
-    gated: bool = False
+    gated: bool | Literal["head"] = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
     of_heads: tuple[int, int] | None = None
 
     @property
@@ -95,6 +100,8 @@ class AttentionSpec:
     @property
     def gate_size(self) -> int:
         """Rows of the gate in the product of q, k and v."""
+        if self.gated == "head":
+            return self.num_heads
         return self.q_size if self.gated else 0
 
     @property
@@ -102,12 +109,26 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """Numbers of a head's values and results."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def v_size(self) -> int:
+        return self.num_kv_heads * self.value_width
+
+    @property
+    def out_size(self) -> int:
+        """Numbers that the output product reads."""
+        return self.num_heads * self.value_width
+
+    @property
     def qkv_rows(self) -> tuple[int, ...]:
         """Rows of q, k and v in their product, as far as it has them."""
         q = self.gate_size + self.q_size
         if self.kv_from is not None:
             return (q,)
-        return (q, self.kv_size, self.kv_size)[: 2 if self.keys_as_values else 3]
+        return (q, self.kv_size, self.v_size)[: 2 if self.keys_as_values else 3]
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -137,9 +158,12 @@ class AttentionSpec:
                 found[f"attention.{x}_norm.bias"] = (size,)
         if isinstance(self.position, BucketSpec) and self.position.own:
             found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
+        if isinstance(self.position, DisentangledSpec):
+            for name in self.position.products:
+                found |= linear_shapes(f"attention.{name}", self.q_size, hidden_size, True)
         if self.sinks:
             found["attention.sinks.weight"] = (self.num_heads,)
-        return found | linear_shapes("attention.out", hidden_size, self.q_size, self.out_bias)
+        return found | linear_shapes("attention.out", hidden_size, self.out_size, self.out_bias)
 
     def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
         """The shapes of cross attention, over an encoder's states."""

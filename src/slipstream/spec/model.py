@@ -17,6 +17,7 @@ from slipstream.spec.cache import CacheGroup as CacheGroup
 from slipstream.spec.cache import group_layers
 from slipstream.spec.cache import longest_sequence as longest_sequence
 from slipstream.spec.functions import Activation as Activation
+from slipstream.spec.functions import ClampedSilu as ClampedSilu
 from slipstream.spec.functions import ClampedSwiglu as ClampedSwiglu
 from slipstream.spec.functions import NamedActivation as NamedActivation
 from slipstream.spec.functions import NormSpec as NormSpec
@@ -46,6 +47,7 @@ from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
+from slipstream.spec.positions import DisentangledSpec as DisentangledSpec
 from slipstream.spec.positions import LearnedPositionSpec as LearnedPositionSpec
 from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
@@ -57,6 +59,7 @@ from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import SinusoidSpec as SinusoidSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
+from slipstream.spec.recurrent import LightningSpec as LightningSpec
 from slipstream.spec.recurrent import Mamba2Spec as Mamba2Spec
 from slipstream.spec.recurrent import MambaSpec as MambaSpec
 from slipstream.spec.recurrent import RecurrentSpec as RecurrentSpec
@@ -106,16 +109,17 @@ class LayerInputsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled from the tokens' last states.
+    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled from the tokens' last states,
+    or with `pooling` "tokens" each of them.
 
-    `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias, as on decoders.
+    `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias on decoders.
     """
 
     num_labels: int
     activation: Literal["tanh", "relu", "gelu"] | None
     norm: NormSpec | None = None
     bias: bool = True
-    pooling: Literal["cls", "mean", "last"] = "cls"
+    pooling: Literal["cls", "mean", "last", "tokens"] = "cls"
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         found: dict[str, Shape] = {}
@@ -123,7 +127,10 @@ class ClassifierSpec:
             found |= linear_shapes("classifier.dense", hidden_size, hidden_size, self.bias)
             found |= {} if self.norm is None else self.norm.shapes("classifier.norm")
         return found | linear_shapes(
-            "classifier.out", self.num_labels, hidden_size, self.activation is not None
+            "classifier.out",
+            self.num_labels,
+            hidden_size,
+            self.activation is not None or self.pooling == "tokens",
         )
 
 
@@ -450,7 +457,7 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
     first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.", "layer_inputs.")
     if name.startswith(first):
         return spec.has_first
-    return name == "distances.weight" or spec.has_last
+    return name.startswith("distances") or spec.has_last
 
 
 def _parameters(spec: ModelSpec) -> dict[str, Shape]:
@@ -491,6 +498,10 @@ def _stack_shapes(
     position = None if first is None else first.position
     if first is not None and isinstance(position, BucketSpec) and not position.own:
         found[f"{prefix}distances.weight"] = (position.num_buckets, first.num_heads)
+    if isinstance(position, DisentangledSpec):
+        found[f"{prefix}distances.weight"] = (2 * position.span, hidden)
+        if position.norm is not None:
+            found |= position.norm.shapes(f"{prefix}distances_norm")
     for i, layer in enumerate(layers):
         found |= {
             f"{prefix}layers.{i}.{name}": shape for name, shape in layer.shapes(hidden).items()

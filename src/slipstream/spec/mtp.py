@@ -41,8 +41,8 @@ def read_mtp(target: ModelDescription) -> HeadDescription:
     fmt, config = mtp_format(target), _config(target)
     if fmt is None:
         raise UnsupportedModelError(
-            f"method 'mtp' is for checkpoints with layers that draft (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen 3.5, "
-            f"Nemotron-H, MiMo, ERNIE 4.5), and Slipstream knows of none in {target.name} ({target.format})",
+            f"method 'mtp' is for checkpoints with layers that draft (DeepSeek-V3 and V3.2, GLM-4.5 and 5, Qwen3-Next, "
+            f"Qwen 3.5, Nemotron-H, MiMo, ERNIE 4.5), and Slipstream knows of none in {target.name} ({target.format})",
             field="method",
         )
     count = fmt.count(config)

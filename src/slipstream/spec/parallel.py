@@ -40,6 +40,7 @@ from slipstream.spec.model import (
     GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
+    LightningSpec,
     Mamba2Spec,
     ModelSpec,
     MoESpec,
@@ -381,6 +382,9 @@ def _split_recurrent(r: RecurrentSpec, shard: Shard) -> RecurrentSpec:
     if isinstance(r, GatedDeltaSpec):
         return dataclasses.replace(r, num_key_heads=heads.num_kv_heads, num_heads=heads.num_heads)
     part = dataclasses.replace(r, num_groups=heads.num_kv_heads, num_heads=heads.num_heads)
+    if isinstance(r, LightningSpec) and isinstance(part, LightningSpec):
+        own = r.rates[slice(*heads.query)]
+        part = dataclasses.replace(part, rates=own + (1.0,) * (heads.num_heads - len(own)))
     if r.norm is None or (heads.copies == 1 and r.norm_groups == r.num_groups):
         return dataclasses.replace(part, norm_groups=heads.num_kv_heads)
     each = r.num_groups // r.norm_groups  # groups that are normed together
@@ -522,16 +526,23 @@ def _of_attention(
     dim = a.head_dim
     queries = a.gate_size + a.q_size
     begins = (queries, queries + a.kv_size)[: len(a.qkv_rows) - 1]
-    kv_rows = tuple(part for begin in begins for part in heads.kv_rows(dim, begin))
-    gates = heads.rows(dim) if a.gated else ()
+    widths = (dim, a.value_width)
+    kv_rows = tuple(
+        part
+        for begin, width in zip(begins, widths, strict=False)
+        for part in heads.kv_rows(width, begin)
+    )
+    gates = heads.rows(1 if a.gated == "head" else dim) if a.gated else ()
     rows = (*gates, *heads.rows(dim, a.gate_size), *kv_rows)
     product("attention.qkv", ParameterShard(rows=rows))
-    sum_of_parts("attention.out", heads.rows(dim))
+    sum_of_parts("attention.out", heads.rows(a.value_width))
     if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))
         found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))
     found["attention.sinks.weight"] = ParameterShard(rows=heads.rows(1))
+    product("attention.position_key", ParameterShard(rows=heads.rows(dim)))
+    product("attention.position_query", ParameterShard(rows=heads.rows(dim)))
     found["attention.distances.weight"] = ParameterShard(columns=heads.rows(1))
     return found
 
@@ -568,7 +579,7 @@ def _of_recurrent(
             of = (heads.kv_rows(r.key_dim, begin + at + i * size) for i in range(2))
             return (*heads.rows(v, begin), *itertools.chain(*of))
 
-        times = heads.rows(1, at + r.conv_channels)
+        times = () if isinstance(r, LightningSpec) else heads.rows(1, r.time_at)
         product("recurrent.in", ParameterShard(rows=(*heads.rows(v), *channels(at), *times)))
         product("recurrent.conv", ParameterShard(rows=channels(0)))
         rows("decay", "time", "skip", of=heads.rows(1))
@@ -654,14 +665,11 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
 
 
 def _check_norm(r: Mamba2Spec, tensor: int) -> None:
-    """Raise ConfigError if ranks would share a group of a norm that comes before the gate, whose
-    input no op gives."""
-    if recurrent_heads(r, Shard(0, tensor)).copies == 1 and r.norm_groups == r.num_groups:
-        return
-    if r.norm == "norm_first" or r.num_groups % r.norm_groups:
+    """Raise ConfigError if a group of a norm would lie in several groups of heads."""
+    if r.num_groups % r.norm_groups:
         raise ConfigError(
-            f"tensor_parallel_size={tensor}: the model's mamba_n_groups ({r.num_groups}) with mamba_norm_before_gate are not "
-            "divided over ranks; lower it, or use pipeline_parallel_size or replicas",
+            f"tensor_parallel_size={tensor}: the model's mamba_n_groups ({r.num_groups}) are no multiple of the norm's "
+            f"{r.norm_groups}; use pipeline_parallel_size or replicas",
             field="tensor_parallel_size",
         )
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.files import parse_json
+from slipstream.spec.safetensors import file_shapes, find_tensor
 
 DenseActivation: TypeAlias = Literal["identity", "tanh", "relu", "sigmoid"]
 
@@ -37,13 +38,33 @@ CONFIG_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseStep:
-    """A step that multiplies pooled vectors: act(x · weightᵀ + bias). `folder` has its weights."""
+    """A step that multiplies vectors: act(x · weightᵀ + bias). `folder`, or a file, has its weights; the names begin with
+    `name`."""
 
     folder: Path
+    name: str = "linear"
     num_inputs: int
     num_outputs: int
     bias: bool
     activation: DenseActivation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateSpec:
+    """Late interaction (ColBERT, Khattab and Zaharia 2020): queries and documents as vectors of their tokens, compared by the
+    sum over a query's tokens of the best product with a document's token (MaxSim).
+
+    A prefix precedes the text. With `inserts_prefix` (PyLate, the original code) it is a token, if the vocabulary has it, which
+    comes after the special tokens at the text's beginning. Lengths are in tokens, with all special ones; a longer text is
+    cut. `skipped`: tokens of a document without a vector.
+    """
+
+    query_prefix: str = ""
+    document_prefix: str = ""
+    inserts_prefix: bool = False
+    query_length: int | None = None
+    document_length: int | None = None
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +84,13 @@ class PoolingSpec:
       each by itself (`multi_label`), all together (`single_label`), or not at all (`regression`). None: together, and one
       label by `probabilities`.
     - `dense`: products of the pooled vectors, before they are normalised.
+    - `kind` `tokens`: each token has a vector of its own, and the text has none (ColBERT).
+    - `token_dense`: products of the tokens' vectors. `without_first`: the first token has none (bge-m3).
+    - `late`: how queries and documents differ for MaxSim.
+    - `lexical`: a product that gives each token a weight (bge-m3's sparse vectors).
     """
 
-    kind: Literal["mean", "cls", "last"]
+    kind: Literal["mean", "cls", "last", "tokens"]
     normalize: bool
     max_length: int | None = None
     prompt: str = ""
@@ -75,10 +100,18 @@ class PoolingSpec:
     dense: tuple[DenseStep, ...] = ()
     labels: tuple[str, ...] = ()
     problem: Problem | None = None
+    token_dense: tuple[DenseStep, ...] = ()
+    without_first: bool = False
+    late: LateSpec | None = None
+    lexical: DenseStep | None = None
 
     def vector_size(self, hidden_size: int) -> int:
         """Numbers of a vector."""
         return self.dense[-1].num_outputs if self.dense else hidden_size
+
+    def token_size(self, hidden_size: int) -> int:
+        """Numbers of a token's vector."""
+        return self.token_dense[-1].num_outputs if self.token_dense else hidden_size
 
 
 LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
@@ -87,19 +120,17 @@ LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
 def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
     """The pooling of the folder `path`, whose config.json is `config`. UnsupportedModelError names
     what is unknown."""
-    kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"
+    kind: Literal["mean", "cls", "last", "tokens"] = "mean" if is_encoder else "last"
     normalize, score_tokens, dense = True, None, list[DenseStep]()
     modules = _json(path / "modules.json", [])
-    if modules:
+    says = _json(path / "config_sentence_transformers.json", {})
+    late = _late(path, config, modules, says) if is_encoder else None
+    if late is not None:
+        kind, dense = "tokens", _token_steps(path, modules)
+    elif modules:
         normalize = False
         for module in modules:
-            name, folder = (
-                str(module.get("type", "")).rsplit(".", 1)[-1],
-                Path(str(module.get("path", ""))),
-            )
-            if folder.is_absolute() or ".." in folder.parts:
-                what = f"modules.json: the path {str(folder)!r} is outside the model's folder"
-                raise CheckpointError(what, field="modules.json")
+            name, folder = _name_of(module), _inside(module)
             if name in ("Pooling", "Dense") and normalize:
                 raise UnsupportedModelError(
                     f"modules.json: the step {name} comes after Normalize; only the order Pooling, Dense, Normalize is "
@@ -126,7 +157,6 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
         )
     architecture = str(next(iter(config.get("architectures") or ()), ""))
     is_read = (modules and score_tokens is None) or architecture.endswith("SequenceClassification")
-    says = _json(path / "config_sentence_transformers.json", {})
     default = says.get("default_prompt_name")
     listed = config.get("matryoshka_dimensions")
     return PoolingSpec(
@@ -137,10 +167,118 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
         dimensions=tuple(listed) if listed else () if config.get("is_matryoshka") else None,
         probabilities=_probabilities({**says, **config} if "activation_fn" in says else config),
         score_tokens=score_tokens,
-        dense=tuple(dense),
+        dense=() if kind == "tokens" else tuple(dense),
+        token_dense=_token_dense(path, config, dense if late else []) if is_encoder else (),
+        without_first=is_encoder and late is None and (path / COLBERT_NAME).is_file(),
+        late=late,
+        lexical=_product(path / SPARSE_NAME, "relu") if is_encoder else None,
         labels=_labels(config),
         problem=_problem(config),
     )
+
+
+SPARSE_NAME, COLBERT_NAME = "sparse_linear.safetensors", "colbert_linear.safetensors"
+"""Files of bge-m3's heads for sparse vectors and for vectors of tokens."""
+
+PUNCTUATION = tuple("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+
+
+def _late(
+    path: Path, config: Mapping[str, Any], modules: list[Any], says: Mapping[str, Any]
+) -> LateSpec | None:
+    """The late interaction of a ColBERT model: of the original code (`HF_ColBERT`), PyLate or sentence-transformers. None for
+    another model."""
+    if "HF_ColBERT" in (config.get("architectures") or ()):
+        own = _json(path / "artifact.metadata", {})
+        return LateSpec(
+            query_prefix=str(own.get("query_token_id") or "[unused0]"),
+            document_prefix=str(own.get("doc_token_id") or "[unused1]"),
+            inserts_prefix=True,
+            query_length=int(own.get("query_maxlen") or 32),
+            document_length=int(own.get("doc_maxlen") or 220),
+            skipped=PUNCTUATION if own.get("mask_punctuation", True) else (),
+        )
+    masks = [m for m in modules if _name_of(m) == "MultiVectorMask"]
+    if says.get("model_type") not in ("ColBERT", "MultiVectorEncoder") and not masks:
+        return None
+    mask = _json(path / str(masks[0].get("path", "")) / "config.json", {}) if masks else says
+    if tasks := set(mask.get("skiplist_tasks") or ["document"]) - {"document"}:
+        what = f"a MultiVectorMask step with skiplist_tasks for {sorted(tasks)[0]!r}: only documents' tokens are skipped"
+        raise UnsupportedModelError(what, field="skiplist_tasks")
+    if mask.get("keep_only_token_ids"):
+        raise UnsupportedModelError(
+            "a MultiVectorMask step with keep_only_token_ids is not supported",
+            field="keep_only_token_ids",
+        )
+    prompts = says.get("prompts") or {}
+    knobs = {**says, **_json(path / "sentence_bert_config.json", {})}
+    skipped = mask.get("skiplist_words")
+    return LateSpec(
+        query_prefix=str(says.get("query_prefix") or prompts.get("query") or ""),
+        document_prefix=str(says.get("document_prefix") or prompts.get("document") or ""),
+        inserts_prefix="query_prefix" in says or "document_prefix" in says,
+        query_length=knobs.get("query_length"),
+        document_length=knobs.get("document_length"),
+        skipped=PUNCTUATION if skipped is None and not masks else tuple(skipped or ()),
+    )
+
+
+def _name_of(module: Mapping[str, Any]) -> str:
+    return str(module.get("type", "")).rsplit(".", 1)[-1]
+
+
+def _token_steps(path: Path, modules: list[Any]) -> list[DenseStep]:
+    """The Dense steps of a ColBERT model. Its vectors have the length 1, whether or not a Normalize step says so."""
+    found: list[DenseStep] = []
+    for module in modules:
+        name, folder = _name_of(module), _inside(module)
+        if name == "Dense":
+            found.append(_dense(path / folder, found[-1] if found else None, of_tokens=True))
+        elif name not in ("Transformer", "MultiVectorMask", "Normalize"):
+            raise UnsupportedModelError(
+                f"modules.json: the step {name!r} is not supported", field="modules.json"
+            )
+    return found
+
+
+def _inside(module: Mapping[str, Any]) -> Path:
+    """The folder of a step, which must be in the model's."""
+    folder = Path(str(module.get("path", "")))
+    if folder.is_absolute() or ".." in folder.parts:
+        what = f"modules.json: the path {str(folder)!r} is outside the model's folder"
+        raise CheckpointError(what, field="modules.json")
+    return folder
+
+
+def _token_dense(
+    path: Path, config: Mapping[str, Any], dense: list[DenseStep]
+) -> tuple[DenseStep, ...]:
+    """Products of tokens' vectors: the Dense steps; of the original ColBERT `linear` among its weights; bge-m3's."""
+    if dense:
+        return tuple(dense)
+    if "HF_ColBERT" in (config.get("architectures") or ()):
+        stored = find_tensor(path, "linear.weight")
+        if stored is None or len(stored.shape) != 2:
+            raise CheckpointError(
+                f"{path} lacks linear.weight, by which ColBERT shortens vectors",
+                field="linear.weight",
+            )
+        sizes = dict(num_inputs=stored.shape[1], num_outputs=stored.shape[0])
+        return (DenseStep(folder=path, bias=False, activation="identity", **sizes),)
+    own_head = _product(path / COLBERT_NAME, "identity")
+    return () if own_head is None else (own_head,)
+
+
+def _product(file: Path, activation: DenseActivation) -> DenseStep | None:
+    """The product whose weight and bias are a safetensors file; None if there is no such file."""
+    if not file.is_file():
+        return None
+    shapes = file_shapes(file)
+    if len(shape := shapes.get("weight", ())) != 2:
+        raise CheckpointError(f"{file.name} has no matrix 'weight'", field=file.name)
+    sizes: dict[str, Any] = dict(num_inputs=shape[1], num_outputs=shape[0])
+    has_bias = "bias" in shapes
+    return DenseStep(folder=file, name="", bias=has_bias, activation=activation, **sizes)
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -167,7 +305,7 @@ def _problem(config: Mapping[str, Any]) -> Problem | None:
     return known[said]
 
 
-def _dense(folder: Path, before: DenseStep | None) -> DenseStep:
+def _dense(folder: Path, before: DenseStep | None, *, of_tokens: bool = False) -> DenseStep:
     """A Dense step. UnsupportedModelError names what is unknown in its config."""
     config = _json(folder / "config.json", {})
     sizes = [config.get(name) for name in ("in_features", "out_features")]
@@ -180,12 +318,17 @@ def _dense(folder: Path, before: DenseStep | None) -> DenseStep:
             f"a Dense step reads {sizes[0]} numbers, and the one before it gives {before.num_outputs}",
             field="in_features",
         )
+    given = ("token_embeddings", "sentence_embedding") if of_tokens else ("sentence_embedding",)
     for name in ("module_input_name", "module_output_name"):
-        if config.get(name, "sentence_embedding") not in ("sentence_embedding", None):
+        if config.get(name) not in (*given, None):
             raise UnsupportedModelError(
-                f"a Dense step with {name} = {config[name]!r}: only pooled vectors are supported",
+                f"a Dense step with {name} = {config[name]!r}: only {given[0]} are supported here",
                 field=name,
             )
+    if config.get("use_residual"):
+        raise UnsupportedModelError(
+            "a Dense step with use_residual is not supported", field="use_residual"
+        )
     said = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = str(said).rsplit(".", 1)[-1].removesuffix("()").lower()
     if activation not in get_args(DenseActivation):
@@ -251,6 +394,22 @@ def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
             f"pooling_type = {number!r}: only 0 to 3 are supported", field="pooling_type"
         )
     return PoolingSpec(kind=kinds.get(number, usual), normalize=True)
+
+
+def gguf_dense(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[DenseStep, ...]:
+    """The Dense steps of EmbeddingGemma, `dense_2` and `dense_3` among the tensors of the file `path`."""
+    found: list[DenseStep] = []
+    for name in ("dense_2", "dense_3"):
+        shape = shapes.get(f"{name}.weight")
+        if shape is None:
+            continue
+        if len(shape) != 2 or (found and found[-1].num_outputs != shape[1]):
+            raise CheckpointError(
+                f"{path.name}: {name}.weight has the shape {list(shape)}", field=f"{name}.weight"
+            )
+        sizes: dict[str, Any] = dict(num_inputs=shape[1], num_outputs=shape[0])
+        found.append(DenseStep(folder=path, name=name, bias=False, activation="identity", **sizes))
+    return tuple(found)
 
 
 def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:

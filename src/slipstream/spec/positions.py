@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.spec.functions import NormSpec
 
 
 def require_positive(where: str, **values: float) -> None:
@@ -209,6 +210,35 @@ class BucketSpec:
     max_distance: int
     both_directions: bool
     own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisentangledSpec:
+    """Disentangled attention (DeBERTa, He et al. 2021, arXiv:2006.03654): scores of contents and of relative positions.
+
+    All layers share a table of 2 · `span` rows, one for each bucket of query position − key position. Each layer makes keys of
+    it for the queries (`has_keys`), and queries for the keys (`has_queries`). These terms are added to q · k, before all are
+    scaled. `own`: the layer has products for it; otherwise its queries' and keys' products serve. `num_buckets`: distances up
+    to half of them have one each, the others widen up to `max_distance`; None: each distance has one. `norm`: that of the
+    table.
+    """
+
+    num_buckets: int | None
+    max_distance: int
+    has_keys: bool
+    has_queries: bool
+    own: bool
+    norm: NormSpec | None = None
+
+    @property
+    def span(self) -> int:
+        return self.max_distance if self.num_buckets is None else self.num_buckets
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Names of a layer's own products."""
+        kinds = (("position_key", self.has_keys), ("position_query", self.has_queries))
+        return tuple(name for name, is_there in kinds if is_there and self.own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

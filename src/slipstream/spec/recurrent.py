@@ -125,6 +125,8 @@ class Mamba2Spec:
     time_limit: tuple[float, float] = (0.0, math.inf)
     norm_part: NormPart | None = None
 
+    gate: ClassVar[Literal["silu", "sigmoid"]] = "silu"
+
     @property
     def v_size(self) -> int:
         return self.num_heads * self.value_dim
@@ -132,6 +134,11 @@ class Mamba2Spec:
     @property
     def conv_channels(self) -> int:
         return self.v_size + 2 * self.num_groups * self.key_dim
+
+    @property
+    def time_at(self) -> int:
+        """The column of `in`'s rows with which dt begins."""
+        return self.v_size + self.conv_channels
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -151,6 +158,34 @@ class Mamba2Spec:
             found["recurrent.norm.weight"] = (self.v_size,)
         found |= _products(out=(hidden_size, self.v_size))
         return found | ({"recurrent.out.bias": (hidden_size,)} if self.bias else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningSpec(Mamba2Spec):
+    """Lightning attention (Qin et al. 2024, arXiv:2401.04658; MiniMax): S = exp(−rate) · S + k vᵀ; o = Sᵀ q.
+
+    It is Mamba-2 with C, B and x as q, k and v, where dt is 1 and D is 0:
+
+    1. `in` makes the gate z, then v, k and q [H · K each], through SiLU. There is no convolution.
+    2. Each head has one of the `rates`, which are no parameters.
+    3. The result is RMS-normed over all heads, then multiplied by sigmoid(z).
+    """
+
+    rates: tuple[float, ...]
+    num_groups: int = 0  # as many as heads
+    conv_width: int = 1
+    norm: Literal["gate_first", "norm_first"] | None = "norm_first"
+    time_limit: tuple[float, float] = (1.0, 1.0)
+
+    gate: ClassVar[Literal["silu", "sigmoid"]] = "sigmoid"
+    time_at: ClassVar[int] = 0  # any columns do, since the limit makes 1 of all
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_groups", self.num_heads)
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found = _products(**{"in": (4 * self.v_size, hidden_size)}, norm=(self.v_size,))  # type: ignore[arg-type]
+        return found | _products(out=(hidden_size, self.v_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,14 @@ def tensor_names(path: Path) -> frozenset[str]:
     return frozenset(name for file in weight_files(path) for name in _header(file)[0])
 
 
+def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's tensors, by name."""
+    try:
+        return {name: tuple(entry["shape"]) for name, entry in _header(file)[0].items()}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+
+
 def _header(file: Path) -> tuple[dict[str, Any], int]:
     """(a file's tensors by name, offset of their bytes)."""
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config.settings import CacheConfig
+from slipstream.config.sections import CacheConfig
 from slipstream.kernels.metadata import LayerKV, cache_tensors, index_tensor, shared_caches
 from slipstream.kernels.states import LayerState, layer_state
 from slipstream.platform import Platform

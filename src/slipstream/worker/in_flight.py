@@ -45,7 +45,8 @@ class InFlightStep:
     # ids of complete pooled requests, and their vectors, float32 [N, E] on the host
     pooled: tuple[tuple[str, ...], Tensor] | None = None
     drafts: Tensor | None = None  # drafts of the draft model, int64 [N] on the host
-    vectors: Tensor | None = None  # vectors of a TextsPlan, float32 [S, E] on the host
+    vectors: Tensor | None = None  # vectors of a TextsPlan, float32 [S, E] or [T, E] on the host
+    per_token: bool = False
     is_cold: bool = False
 
     @property
@@ -72,7 +73,7 @@ class InFlightStep:
                 for i, v in zip(self.pooled[0], np.asarray(self.pooled[1]), strict=True)
             ]
         if self.vectors is not None:
-            extras.append(TextVectors(np.asarray(self.vectors).tobytes()))
+            extras.append(TextVectors(np.asarray(self.vectors).tobytes(), self.per_token))
         if self.logprobs is not None and self.sampled is not None:
             which, packed, counts = self.logprobs
             packed = np.asarray(packed)

@@ -23,7 +23,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
-from slipstream.model.encoder import Dense
+from slipstream.model.encoder import Dense, TextHeads
 from slipstream.model.load.dense import read_dense
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform
@@ -31,6 +31,7 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.model import LatentAttentionSpec
+from slipstream.spec.pooling import DenseStep
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.stats import ExpertTokens
 from slipstream.worker.device_cache import DeviceCache
@@ -132,18 +133,20 @@ class LoadedRunner(ABC):
 
     def _load_dense(self, description: ModelDescription) -> None:
         """Load the Dense steps of sentence-transformers, which the ledger counts as weights."""
-        upload, made, size = self.platform.upload, list[Dense](), 0
-        for step in description.pooling.dense:
+        upload, size, how = self.platform.upload, 0, description.pooling
+
+        def made(step: DenseStep) -> Dense:
+            nonlocal size
             weight, bias = read_dense(step, self.config.model.load_format)
             size += weight.nbytes + (0 if bias is None else bias.nbytes)
-            made.append(
-                Dense(upload(weight), None if bias is None else upload(bias), step.activation)
-            )
-        if made:
-            self.forwards.dense = tuple(made)
-            self.model = dataclasses.replace(
-                self.model, weights_bytes=self.model.weights_bytes + size
-            )
+            return Dense(upload(weight), None if bias is None else upload(bias), step.activation)
+
+        self.forwards.heads = TextHeads(
+            tuple(map(made, how.dense)),
+            tuple(map(made, how.token_dense)),
+            None if how.lexical is None else made(how.lexical),
+        )
+        self.model = dataclasses.replace(self.model, weights_bytes=self.model.weights_bytes + size)
 
     def _load_kv_scales(self) -> None:
         """Read or measure the scales of an 8-bit cache."""

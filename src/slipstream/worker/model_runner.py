@@ -29,7 +29,7 @@ from slipstream.types import Extra, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
 from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.in_flight import InFlightStep
-from slipstream.worker.input_batch import NO_ROWS, encoder_batch
+from slipstream.worker.input_batch import NO_ROWS
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
 from slipstream.worker.sampling.draws import (
@@ -40,6 +40,7 @@ from slipstream.worker.sampling.draws import (
     wanted_logprobs,
 )
 from slipstream.worker.sampling.sampler import sampling_tensors
+from slipstream.worker.text_inputs import encoder_batch
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
 
@@ -159,19 +160,22 @@ class TextRunner(Runner):
     def __init__(self, loaded: LoadedRunner, kv: list[LayerKV]) -> None:
         super().__init__(loaded, kv)
         self._given = self.forwards, self.model.description.pooling, kv, self.config
-        self.texts: EagerTexts | TextGraphs = EagerTexts(*self._given, self.platform.device)
+        self.eager = EagerTexts(*self._given, self.platform.device)
+        self.texts: EagerTexts | TextGraphs = self.eager
 
     def capture(self) -> None:
         from slipstream.worker.forward.texts import TextGraphs
 
-        self.texts = graphs = TextGraphs(*self._given)
+        self.texts = graphs = TextGraphs(*self._given, self.model.description.text_task)
         graphs.capture()
 
     def launch(self, plan: TextsPlan) -> InFlightStep:
         with self.platform.values.inference():
+            texts = self.texts if self.texts.covers(plan) else self.eager
             # copied before the next replay overwrites them
-            vectors = self.platform.to_host(self.texts.run(plan))
-            return InFlightStep(plan, None, NO_ROWS, self.platform.record(), vectors=vectors)
+            vectors, done = self.platform.to_host(texts.run(plan)), self.platform.record()
+            of_tokens = plan.task != "embed"
+            return InFlightStep(plan, None, NO_ROWS, done, vectors=vectors, per_token=of_tokens)
 
     def max_in_flight(self, plan: TextsPlan) -> int:
         return 2 if self.platform.is_asynchronous else 1
@@ -342,7 +346,7 @@ class ModelRunner(Runner):
             self.ops.copy_blocks(self._block_rows, self._block_rows, sources, targets)
             if self.draft is not None:
                 self.draft.copy_blocks(sources, targets)
-        if (texts := encoder_batch(rows, plan)) is not None:
+        if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)
 

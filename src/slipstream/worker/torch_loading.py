@@ -166,7 +166,9 @@ class TorchLoaded(LoadedRunner):
         spec, size = self.model.spec, self.dtype.itemsize
         if spec.is_encoder:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
-            numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
+            of_tokens = self.model.description.text_task == "token_embed"
+            rows = sum(n if of_tokens else most_texts(self.config, n) for n in sizes)
+            numbers = rows * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
         drafts = 0 if self.draft is None else self.draft.graph_bytes(self.config)
         return graph_bytes(self.config, spec, size) + drafts

@@ -25,10 +25,10 @@ from slipstream.compress.calibrate import (
     load_ends,
     load_layer,
 )
-from slipstream.compress.objective import LOGITS_BYTES
 from slipstream.compress.quantize.rounding import QuantGrid, Rounded, bounds, straight_through
 from slipstream.compress.recipe import QAT
 from slipstream.compress.steps import warmup_cosine
+from slipstream.compress.training.objective import LOGITS_BYTES
 from slipstream.errors import ConfigError
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.building import build_layer

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from slipstream.core.in_flight import Extras
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
+from slipstream.core.shared_blocks import take_over
 from slipstream.types import BeamStep, EngineOutput, StepPlan, StepResult
 
 
@@ -76,7 +77,7 @@ class Beams(Participant):
         del beam.block_keys[beam.num_prompt_tokens // beam.kv.block_size :]
         beam.kv = source.kv  # changes only for a new beam
         if source.holds_blocks:
-            updates = beam.kv.take_over(beam, source)
+            updates = take_over(beam.kv, beam, source)
             if updates and beam.in_worker:
                 self.requests.table_updates.setdefault(beam.request_id, []).extend(updates)
         elif beam.status is Status.RUNNING:  # everything must be computed again

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from slipstream.costs.hardware import available_cores
-from slipstream.engine.bounded_threads import BoundedThreads
 from slipstream.engine.grammars.depth import (
     check_grammar,
     check_json_text,
@@ -47,11 +46,12 @@ from slipstream.engine.grammars.reasoning import (
 )
 from slipstream.engine.grammars.regex_states import (
     ClassVocabulary,
-    RegexState,
     RegexStates,
     automaton_of,
 )
+from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_promises import promise
+from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
 from slipstream.engine.grammars.state import (
     PARALLEL_ROWS,
     Bits,
@@ -61,6 +61,7 @@ from slipstream.engine.grammars.state import (
     Lane,
     Lanes,
     SharedMasks,
+    find_masks,
 )
 from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
@@ -71,6 +72,7 @@ from slipstream.engine.grammars.string_lengths import (
 )
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tokenizer_parts import is_panic
+from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineRequest,
@@ -121,6 +123,9 @@ CACHED_CLASSES = 8
 """Vocabularies of byte classes that are kept."""
 
 MAX_MASK_THREADS = 32
+
+MAX_MASK_BYTES = 64 << 20
+"""Bytes of the masks that are kept for schemas."""
 
 
 T = TypeVar("T")
@@ -488,7 +493,7 @@ class Compiled(NamedTuple):
 
     matcher: LLMatcher | None
     by_length: ByLength
-    regex: RegexStates | None
+    regex: RegexStates | SchemaStates | None
     lanes: Lanes | None
 
 
@@ -514,6 +519,7 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._read: _Vocabulary | None = None  # what both are made of
         self._lengths: LengthVocabulary | None = None
+        self._texts: TokenTexts | None = None
         self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
             OrderedDict()
         )
@@ -637,6 +643,7 @@ class Grammars:
                     if state.advance(tokens):
                         late.append(i)
                     else:
+                        results[i] = 1 if state.is_finished else None
                         state.settle()
                 else:
                     results[i] = self._accept_each(state, tokens)
@@ -789,13 +796,15 @@ class Grammars:
 
     def _find(self, states: Sequence[GrammarState]) -> None:
         """Find the masks that positions share with others: those of an expression's states, and those inside strings."""
-        spots: dict[RegexStates, list[RegexState]] = {}
+        rows: dict[RegexStates | SchemaStates, list[GrammarState]] = {}
         for state in states:
             if state.known is None and (spot := state.spot) is not None and not spot.is_known:
                 assert state.regex is not None
-                spots.setdefault(state.regex, []).append(spot)
-        for regex, new in spots.items():
-            regex.find(new)
+                rows.setdefault(state.regex, []).append(state)
+        for new in rows.values():
+            find_masks(new, self._compute)
+        if any(isinstance(found, SchemaStates) for found in rows):
+            self._bound_masks()
         inside = []
         for state in states:
             if state.look() is None and (lengths := state.lengths) is not None:
@@ -811,6 +820,16 @@ class Grammars:
         self._compute([(state.lengths.matcher, i) for i, state in enumerate(inside)], masks)  # type: ignore[union-attr]
         for state, mask in zip(inside, masks, strict=True):
             state.look_inside(mask)
+
+    def _bound_masks(self) -> None:
+        """Forget the masks of the schemas that were begun longest ago, if there are too many."""
+        schemas = [c.regex for c in self._compiled.values() if isinstance(c.regex, SchemaStates)]
+        num_bytes = sum(states.num_bytes for states in schemas)
+        for states in schemas:
+            if num_bytes <= MAX_MASK_BYTES:
+                break
+            num_bytes -= states.num_bytes
+            states.forget_masks()
 
     def _start(self, request: EngineRequest, compiled: Compiled) -> None:
         matcher, by_length, regex, lanes = compiled
@@ -869,15 +888,16 @@ class Grammars:
                 return Compiled(None, None, None, None)
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary(self._tokenizer)
-        counts = _counts(params)
-        with self._lock:
-            if counts is not None and self._lengths is None:
-                assert self._read is not None
-                self._lengths = LengthVocabulary(
-                    self._read.tokens, self._read.special_token_ids, self.num_rows
-                )
         try:
             grammar = compose(params)
+            states = self._states_of(params, grammar)
+            counts = None if isinstance(states, SchemaStates) else _counts(params)
+            with self._lock:
+                if counts is not None and self._lengths is None:
+                    assert self._read is not None
+                    self._lengths = LengthVocabulary(
+                        self._read.tokens, self._read.special_token_ids, self.num_rows
+                    )
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
@@ -885,7 +905,6 @@ class Grammars:
             make, begun = partial(self._lane, grammar, counts), time.thread_time()
             matcher, by_length = first = make()
             lanes = Lanes(first, make, time.thread_time() - begun)
-            states = None if matcher.is_error() else self._states_of(params, grammar)
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
@@ -908,9 +927,15 @@ class Grammars:
         )
         return matcher, by_length
 
-    def _states_of(self, params: StructuredOutputsParams, grammar: str) -> RegexStates | None:
-        """The shared states of a regular expression, None if they can't be followed."""
-        if params.regex is None or params.around is not None:
+    def _states_of(
+        self, params: StructuredOutputsParams, grammar: str
+    ) -> RegexStates | SchemaStates | None:
+        """The shared states of a regular expression or a schema, None if they can't be followed."""
+        if params.around is not None:
+            return None
+        if _given(params)[0] in ("json", "json_object"):
+            return self._states_of_schema(grammar)
+        if params.regex is None:
             return None
         if (automaton := automaton_of(params.regex)) is None:
             return None
@@ -936,6 +961,17 @@ class Grammars:
             _llguidance().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
         )
         return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
+
+    def _states_of_schema(self, grammar: str) -> SchemaStates | None:
+        with self._lock:
+            if self._texts is None:
+                assert self._read is not None
+                self._texts = TokenTexts(self._read.tokens, self._read.special_token_ids)
+        language = language_of(grammar, self._texts.longest)
+        if language is None:
+            return None
+        states = SchemaStates(language, self._texts, -(-self.num_rows // 32))
+        return None if states.start is None else states
 
     def _make_vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
         # llguidance wants an end token also of a model that has none.

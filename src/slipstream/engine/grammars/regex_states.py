@@ -72,7 +72,7 @@ Part: TypeAlias = "tuple[str, Any]"
 """("set", bits), ("all", parts in order), ("any", parts), or ("times", (part, least, most or None))."""
 
 
-class _UnknownSyntaxError(Exception):
+class UnknownSyntaxError(Exception):
     pass
 
 
@@ -81,14 +81,14 @@ def _escaped(char: str) -> int:
     if char in _ESCAPES:
         return _ESCAPES[char]
     if char.isalnum() or not char.isascii():
-        raise _UnknownSyntaxError
+        raise UnknownSyntaxError
     return 1 << ord(char)
 
 
 def _members(text: str) -> int:
     """Set of a class in brackets."""
     if any(operator in text for operator in ("&&", "--", "~~")):
-        raise _UnknownSyntaxError
+        raise UnknownSyntaxError
     items = list(_MEMBER.finditer(text))
     found, i = 0, 0
     while i < len(items):
@@ -96,7 +96,7 @@ def _members(text: str) -> int:
         if i + 2 < len(items) and items[i + 1][2] == "-":
             ends = [item[1] or item[2] for item in (items[i], items[i + 2])]
             if any(item[1] and item[1].isalnum() for item in (items[i], items[i + 2])):
-                raise _UnknownSyntaxError
+                raise UnknownSyntaxError
             first, last = map(ord, ends)
             if first < 128:
                 found |= _chars(first, min(last, 127))
@@ -111,13 +111,13 @@ def _members(text: str) -> int:
 
 
 def parse(text: str) -> Part:
-    """An expression's parts. `_UnknownSyntaxError` if there is syntax that is not known here."""
+    """An expression's parts. `UnknownSyntaxError` if there is syntax that is not known here."""
     stack: list[list[list[Part]]] = [[[]]]  # groups, their alternatives, their parts
     at = 0
     while at < len(text):
         item = _ITEM.match(text, at)
         if item is None:
-            raise _UnknownSyntaxError
+            raise UnknownSyntaxError
         at, parts = item.end(), stack[-1][-1]
         match item.lastgroup:
             case "escape":
@@ -129,14 +129,14 @@ def parse(text: str) -> Part:
                 stack.append([[]])
             case "close":
                 if len(stack) == 1:
-                    raise _UnknownSyntaxError
+                    raise UnknownSyntaxError
                 group = stack.pop()
                 stack[-1][-1].append(("any", [("all", own) for own in group]))
             case "bar":
                 stack[-1].append([])
             case "times":
                 if not parts or (parts[-1][0] == "times" and not item["times"].startswith("{")):
-                    raise _UnknownSyntaxError
+                    raise UnknownSyntaxError
                 least, _, most = item["times"].strip("{}").partition(",")
                 known = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(item["times"])
                 if known is None:
@@ -151,7 +151,7 @@ def parse(text: str) -> Part:
                 char = item["literal"]
                 parts.append(("set", 1 << ord(char) if char.isascii() else 0))
     if len(stack) > 1:
-        raise _UnknownSyntaxError
+        raise UnknownSyntaxError
     return "any", [("all", own) for own in stack[0]]
 
 
@@ -168,7 +168,7 @@ class RegexAutomaton:
 
     def _node(self) -> int:
         if len(self._edges) >= MAX_NODES:
-            raise _UnknownSyntaxError
+            raise UnknownSyntaxError
         self._empty.append([])
         self._edges.append([])
         return len(self._edges) - 1
@@ -351,6 +351,6 @@ def automaton_of(text: str) -> RegexAutomaton | None:
     """The automaton of an expression, None if it has unknown syntax, would be too large or is empty."""
     try:
         made = RegexAutomaton(text)
-    except (_UnknownSyntaxError, RecursionError):
+    except (UnknownSyntaxError, RecursionError):
         return None
     return made if made.can_follow(made.start) else None

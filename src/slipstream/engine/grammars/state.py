@@ -1,7 +1,7 @@
 """One answer's position in its grammar, and its masks.
 
-1. `GrammarState` follows an answer: by a matcher of `llguidance`, by the states of an expression, by the lengths of its
-   strings, and by its budget of reasoning. `Grammars` (`grammar.py`) has one of each request.
+1. `GrammarState` follows an answer: by a matcher of `llguidance`, by the states of an expression or a schema, by the
+   lengths of its strings, and by its budget of reasoning. `Grammars` (`grammar.py`) has one of each request.
 2. `Lanes` are the matchers of one grammar, of which each state has a copy.
 3. `SharedMasks` completes masks that several answers share with the tokens that end an answer.
 """
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.engine.bounded_threads import start_thread
 from slipstream.engine.grammars.reasoning import ReasoningBudget
 from slipstream.engine.grammars.regex_states import RegexState, RegexStates
+from slipstream.engine.grammars.schema_states import Run, SchemaSpot, SchemaStates
 from slipstream.engine.grammars.string_lengths import CountedStrings, StringLengths
+from slipstream.engine.threads.bounded_threads import start_thread
 from slipstream.errors import EngineOverloadedError
 from slipstream.types import SamplingParams
 
@@ -37,6 +38,7 @@ MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
 
 Bits = npt.NDArray[np.int32]
 ByLength: TypeAlias = "tuple[LLMatcher, CountedStrings] | None"
+Spot: TypeAlias = RegexState | SchemaSpot
 Lane: TypeAlias = "tuple[LLMatcher, ByLength]"
 
 
@@ -76,6 +78,10 @@ class Lanes:
                 self._is_growing = False
 
 
+Compute: TypeAlias = "Callable[[list[tuple[LLMatcher, int]], Bits], None]"
+"""Writes the masks of matchers, each into its row."""
+
+
 class GrammarError(Exception):
     """The grammar can't go on: it became too complex, or no token of the vocabulary fits."""
 
@@ -92,13 +98,19 @@ class SharedMasks:
         """The mask with end tokens where the answer may end. None if nothing is left."""
         found = self._complete.get((id(mask), accepts))
         if found is None:
-            complete = mask.copy()
-            self.write_ends(complete, accepts=accepts)
-            found = mask, None if is_empty(complete) else complete
+            found = mask, self.made(mask, accepts=accepts)
             if len(self._complete) >= MAX_COMPLETE:
                 self._complete.clear()
             self._complete[id(mask), accepts] = found
         return found[1]
+
+    def made(self, mask: Bits, *, accepts: bool) -> Bits | None:
+        """Do what `complete` does, and keep nothing. A mask that is complete is itself the result."""
+        complete = mask.copy()
+        self.write_ends(complete, accepts=accepts)
+        if is_empty(complete):
+            return None
+        return mask if (complete == mask).all() else complete
 
     def write_ends(self, into: Bits, *, accepts: bool) -> None:
         for token in self.never:
@@ -125,18 +137,18 @@ class GrammarState:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
         lengths: StringLengths | None = None,
         budget: ReasoningBudget | None = None,
-        regex: RegexStates | None = None,
+        regex: RegexStates | SchemaStates | None = None,
     ) -> None:
         self._matcher, self._sampling, self.lengths = matcher, sampling, lengths
         self.budget, self.shared = budget, shared
         self._limited = sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
         self.is_plain = matcher is not None and budget is None and not self._limited
         self.regex = regex if self.is_plain else None
-        self.spot: RegexState | None = None if self.regex is None else self.regex.start
+        self.spot: Spot | None = None if self.regex is None else self.regex.start
         self.known: Bits | None = None
         self._incomplete: Bits | None = None  # mask that the matcher would write
         self.untaken: list[int] = []
-        self._spots: list[RegexState | None] = []  # before each token since the last `settle`
+        self._spots: list[Spot | None] = []  # before each token since the last `settle`
         self._is_borrowed = False
         self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
         self._answer: list[int] = []
@@ -193,9 +205,10 @@ class GrammarState:
         spot, lengths = self.spot, self.lengths
         if spot is not None:
             if alone and not spot.is_known:
-                assert self.regex is not None
-                self.regex.find([spot])
-            if spot.mask is not None:
+                find_masks([self], _compute_each)
+            if isinstance(spot, SchemaSpot):
+                self.known = spot.complete(self.shared)
+            elif spot.mask is not None:
                 self.known = self.shared.complete(spot.mask, accepts=spot.accepts)
         elif alone and lengths is not None and self.is_plain and lengths.may_be_inside:
             if lengths.settle():
@@ -312,12 +325,20 @@ class GrammarState:
         """Go on by shared states. Whether the tokens are allowed for certain, and don't complete the answer."""
         certain = self.is_plain
         for token in tokens:
+            if isinstance(spot := self.spot, SchemaSpot):
+                assert isinstance(self.regex, SchemaStates)
+                self._spots.append(spot)
+                self.spot = self.regex.after(spot, token)
+                certain = certain and self.spot is not None
+                self.known = None
+                continue
             mask = self.look()
             certain = certain and mask is not None and bool(mask[token >> 5] >> (token & 31) & 1)
             if self.regex is not None:
-                self._spots.append(self.spot)
-                if self.spot is not None:
-                    self.spot = self.regex.after(self.spot, token)
+                self._spots.append(spot)
+                if spot is not None:
+                    assert isinstance(self.regex, RegexStates)
+                    self.spot = self.regex.after(spot, token)
                 certain = certain and self.spot is not None  # it can go on
             else:  # it stays inside a string
                 inside = self.lengths is not None and not self.lengths.vocabulary.has_quote(token)
@@ -331,22 +352,35 @@ class GrammarState:
         completes the answer. () if not even the pending ones are known."""
         if not self.is_plain:
             return ()  # what is forced may be ruled out
-        if self.look(alone=True) is not None:
+        if isinstance(spot := self.spot, SchemaSpot):
+            if not spot.state.is_forced:
+                return ()
+            if (run := spot.state.runs.get((spot.last, self.shared))) is None:
+                run = self._run()
+                assert isinstance(self.regex, SchemaStates)
+                self.regex.keep_run(spot, self.shared, run)
+        elif self.look(alone=True) is not None:
             return ()  # a shared mask allows several
+        else:
+            run = self._run()
+        return run[0][num_pending:] if run[1] > num_pending else ()
+
+    def _run(self) -> Run:
+        """The forced tokens without one that completes the answer, and their number with it."""
         matcher = self.matcher
         tokens: list[int] = matcher.compute_ff_tokens()
         ends, never = self.shared.ends, self.shared.never
         taken = next(
             (i for i, token in enumerate(tokens) if token in ends or token in never), len(tokens)
         )
-        if taken <= num_pending:
-            return ()
+        if not taken:
+            return (), 0
         if not matcher.consume_tokens(tokens[:taken]):
             self.check()
             raise GrammarError("a forced token can't follow")
-        complete = self.is_finished
+        complete = matcher.is_stopped() and matcher.is_accepting()
         matcher.rollback(taken)
-        return tuple(tokens[num_pending : taken - complete])
+        return tuple(tokens[: taken - complete]), taken
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
@@ -390,8 +424,10 @@ class GrammarState:
     @property
     def is_finished(self) -> bool:
         """The answer is complete, and nothing can follow."""
-        if self._matcher is None or self.spot is not None:  # a state that is followed can go on
+        if self._matcher is None:
             return False
+        if (spot := self.spot) is not None:  # a state of an expression that is followed can go on
+            return isinstance(spot, SchemaSpot) and spot.is_end
         matcher = self.matcher
         return bool(matcher.is_stopped() and matcher.is_accepting())
 
@@ -411,6 +447,31 @@ class GrammarState:
         """Raise GrammarError if the matcher is in error."""
         if self._matcher is not None and self._matcher.is_error():
             raise GrammarError(self._matcher.get_error().splitlines()[0])
+
+
+def find_masks(rows: Sequence[GrammarState], compute: Compute) -> None:
+    """Find the masks that rows share by the states of their expression or schema, which is one for all."""
+    states = rows[0].regex
+    if isinstance(states, RegexStates):
+        states.find([row.spot for row in rows if isinstance(row.spot, RegexState)])
+    if not isinstance(states, SchemaStates):
+        return
+    chosen: list[tuple[SchemaSpot, LLMatcher]] = []
+    for spot, row in states.choose(rows):
+        with contextlib.suppress(GrammarError):  # its own mask says so
+            chosen.append((spot, row.matcher))
+    if not chosen:
+        return
+    bits = np.zeros((len(chosen), states.num_words), np.int32)
+    compute([(matcher, i) for i, (_, matcher) in enumerate(chosen)], bits)
+    for (spot, matcher), own in zip(chosen, bits, strict=True):
+        if not matcher.is_error():
+            states.keep(spot, own.copy(), accepts=matcher.is_accepting())
+
+
+def _compute_each(matchers: list[tuple[LLMatcher, int]], bits: Bits) -> None:
+    for matcher, row in matchers:
+        matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits[row].nbytes)
 
 
 @lru_cache(maxsize=4096)

@@ -129,8 +129,8 @@ class Tokenizer:
         return cls(parts.backend, parts.special, chat_templates=parts.chat_templates)
 
     def save(self, folder: Path) -> None:
-        """tokenizer.json, tokenizer_config.json and, for the tokens that end an answer, generation_config.json: this tokenizer
-        can be had of them again, and transformers'."""
+        """Write tokenizer.json, tokenizer_config.json and generation_config.json (the tokens that end an answer). From these
+        `from_pretrained`, and transformers, make this tokenizer again."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         around = self._special.prefix, self._special.suffix
         if any(around):
@@ -255,6 +255,10 @@ class Tokenizer:
         if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
             return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode()
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id without one."""

@@ -181,7 +181,8 @@ def _gpt2_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _require_class(path: Path, config: Mapping[str, Any], file: str, *names: str) -> None:
-    """A file whose name several kinds of tokenizers use must be of one of `names`, or of their fast forms."""
+    """Raise UnsupportedModelError unless the folder's tokenizer_class is one of `names`, or the fast form of one. Tokenizers
+    of other classes have a `file` of the same name with other contents."""
     kind = config.get("tokenizer_class")
     if kind not in (*names, *(f"{name}Fast" for name in names)):
         raise UnsupportedModelError(

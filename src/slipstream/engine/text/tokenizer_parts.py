@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import tokenizers
 
-from slipstream.engine.bounded_threads import BoundedThreads
-from slipstream.engine.fair_threads import client
 from slipstream.engine.text.tiktoken import CL100K
+from slipstream.engine.threads.bounded_threads import BoundedThreads
+from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import (
     CheckpointError,
     EngineOverloadedError,

@@ -31,7 +31,7 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.engine.fair_threads import NUM_CORES, FairThreads
+from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.vision.picture_files import (
     MAX_FILE_BYTES,
     MAX_PIXELS,

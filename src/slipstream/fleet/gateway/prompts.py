@@ -12,8 +12,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from starlette.routing import Route
-
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import extend_keys
 from slipstream.engine.folder import settled
@@ -27,27 +25,11 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
 from slipstream.server.answers.generation import Answer, GenerationRoute
-from slipstream.server.anthropic import messages as anthropic
-from slipstream.server.app import make_state
+from slipstream.server.app import make_state, prompt_routes
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.record import RequestRecord
-from slipstream.server.kserve import routes as kserve
-from slipstream.server.ollama import routes as ollama
-from slipstream.server.openai import chat, completions, responses
 from slipstream.server.openai.embeddings import (
-    RERANK_PATHS,
-    SCORE_PATHS,
     PooledRoute,
-    embeddings,
-    rerank,
-    score,
-)
-from slipstream.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
 )
 from slipstream.server.state import EngineProtocol, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
@@ -117,35 +99,7 @@ class Prompts:
         self._state = make_state(
             cast(EngineProtocol, engine), ServerSettings(**server, served_model_names=(name,)), name
         )
-        state = self._state
-        routes = (
-            Route(
-                "/v1/completions",
-                GenerationRoute(state, CompletionRequest, completions.prepare),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/chat/completions",
-                GenerationRoute(state, ChatRequest, chat.prepare),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]
-            ),
-            *(
-                Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
-                for path in RERANK_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
-                for path in SCORE_PATHS
-            ),
-            *responses.routes(state),
-            *anthropic.routes(state),
-            *ollama.routes(state),
-            *kserve.routes(state),
-        )
-        self._routes = {_short(route.path): route.endpoint for route in routes}
+        self._routes = {_short(route.path): route.endpoint for route in prompt_routes(self._state)}
 
     def know_adapters(self, names: Iterable[str]) -> None:
         """Accept these adapters' names in place of the model's."""

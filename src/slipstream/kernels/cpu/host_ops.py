@@ -30,7 +30,8 @@ from slipstream.kernels import sampling
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.mla import pack_head_weight
 from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
-from slipstream.kernels.cpu.native import Arena, NativeLinear, Packed, ThreadPool, stand_in
+from slipstream.kernels.cpu.native import Arena, ThreadPool
+from slipstream.kernels.cpu.packed import NativeLinear, Packed, stand_in
 from slipstream.kernels.cpu.packed_file import read_packed, write_packed
 from slipstream.kernels.cpu.programs import Argmax, LinearProgram, RowDraws
 from slipstream.kernels.metadata import SamplingTensors

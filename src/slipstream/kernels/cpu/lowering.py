@@ -1,9 +1,8 @@
 """Lowers a recording of ops to the operators of a C++ program, with fusion. Nothing here imports
 torch.
 
-`lower` walks the recording once. It chooses a buffer for each value and decides what is fused; an
-`Emitter` writes the operators. The base `Emitter` writes nothing: with it `lower` only tests
-whether a model can be lowered.
+`lower` walks the recording once. It chooses a buffer for each value and decides what is fused; a
+`ProgramEmitter` writes the operators.
 
 Fusions:
 
@@ -19,16 +18,18 @@ A buffer can take another value after the last read of its current one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from slipstream.kernels.layouts import IndexParams, MLAParams, NormParams, norm_parts
+from slipstream.kernels.layouts import norm_parts
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
-from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
+from slipstream.spec.model import Activation, ClampedSilu, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
+
+if TYPE_CHECKING:
+    from slipstream.kernels.cpu.program_emitter import ProgramEmitter
 
 F32 = 0
 """Copy of `native.FORM_F32`."""
@@ -42,164 +43,36 @@ LACKS = {
 SUM = "the C++ program has no sum of two normed results (a branch without a norm before it)"
 
 
-class Emitter:
-    """Base emitter, which writes no operators. Buffers are numbers, -1 for none; forms are
-    `native.FORM_*`."""
+class DryEmitter:
+    """An emitter that writes nothing: with it `lower` only tests whether a model can be lowered."""
 
     def __init__(self) -> None:
-        self.num_buffers = 0
+        self._num_buffers = 0
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        self.num_buffers += 1
-        return self.num_buffers - 1
+        self._num_buffers += 1
+        return self._num_buffers - 1
 
     def bound(self) -> int:
-        """Makes a buffer that the caller binds."""
         return self.buffer(F32, 0)
 
     def form(self, w: Any) -> int:
-        """Returns the form of rows that a product reads. `Refused` if the program can't hold the
-        weight."""
         return F32
 
     def gates(self, w: Any) -> bool:
-        """Tells whether the weight's layout allows its activation as an epilogue."""
         return False
-
-    def embed(
-        self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool
-    ) -> None: ...
-
-    def norm(
-        self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
-    ) -> None: ...
-
-    def norm_parts(
-        self, x: int, column: int, parts: int, size: int, norm: NormParams, step: int
-    ) -> None: ...
-
-    def scale(
-        self, x: int, size: int, *, factor: float = 1.0, table: Any = None, limit: float = 0.0
-    ) -> None: ...
-
-    def sum(self, x: int, y: int, size: int, factor: Any) -> None: ...
-
-    def layer_inputs(
-        self, x: int, table: Any, norm: NormParams, scale: float, factor: float
-    ) -> None: ...
-
-    def gated_by(
-        self, x: int, inputs: int, out: int, column: int, form: int, activation: Any, size: int
-    ) -> None: ...
-
-    def convert(self, x: int, out: int, form: int, size: int) -> None: ...
-
-    def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
-        """Writes a copy of `size` columns of x from `start` on to `column` of `out`."""
-
-    def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None: ...
-
-    def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None: ...
-
-    def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
-        """Writes x · sigmoid(z), where z begins at a column of its buffer."""
-
-    def activation(
-        self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int
-    ) -> None: ...
-
-    def rope_and_cache(
-        self, rows: int, layer: int, group: int, heads: Any, *, has_queries: bool
-    ) -> None: ...
-
-    def attention(
-        self,
-        q: int,
-        out: int,
-        layer: int,
-        group: int,
-        sizes: tuple[int, int, int, int],
-        params: Any,
-    ) -> None: ...
-
-    def choose_keys(
-        self,
-        q: int,
-        k: int,
-        weights: int,
-        out: int,
-        layer: int,
-        params: IndexParams,
-        scratch: ScratchBuffers,
-    ) -> None: ...
-
-    def mla_attention(
-        self,
-        q: int,
-        row: int,
-        out: int,
-        layer: int,
-        size: int,
-        params: MLAParams,
-        scratch: ScratchBuffers,
-        chosen: tuple[int, int] | None = None,
-    ) -> None:
-        """Writes latent attention. `size` is the size of all heads' queries. `chosen`: the buffer of chosen keys, and
-        their number."""
-
-    def gated_delta(
-        self,
-        x: int,
-        gates: int,
-        decay: int | None,
-        z: int | None,
-        out: int,
-        form: int,
-        layer: int,
-        params: GatedDeltaParams,
-        scratch: ScratchBuffers,
-    ) -> None: ...
-
-    def mamba2(
-        self,
-        x: int,
-        out: int,
-        form: int,
-        layer: int,
-        params: Mamba2Params,
-        scratch: ScratchBuffers,
-    ) -> None: ...
-
-    def short_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None: ...
-
-    def causal_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None: ...
-
-    def selective_scan(
-        self,
-        x: int,
-        dt: int,
-        b: int,
-        c: int,
-        xz: int,
-        out: int,
-        form: int,
-        layer: int,
-        params: MambaParams,
-        scratch: ScratchBuffers,
-    ) -> None: ...
 
     def experts(
         self, x: int, logits: int, counts: int, experts: Any, scratch: ScratchBuffers
     ) -> int:
-        """Writes routing, gathering and products.
-
-        Returns the buffer of the results, with a row for each of a token's experts.
-        """
         return scratch("results", F32, 0, 1)
 
-    def combine(
-        self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool
-    ) -> None: ...
+    def __getattr__(self, operator: str) -> Callable[..., None]:
+        return lambda *given, **named: None
+
+
+Emitter: TypeAlias = "ProgramEmitter | DryEmitter"
+"""Writes operators of a program. Buffers are numbers, -1 for none; forms are `native.FORM_*`."""
 
 
 class ScratchBuffers:
@@ -358,7 +231,7 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
 
 
 def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
-    """Tells whether the value is the sum, or comes from an op that waits for it."""
+    """Tells whether `x` is known only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
     return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 
@@ -622,6 +495,9 @@ class Lowering:
         self.put(op.out, Stored(out))
         self.emit.place(x.number, start, out.number, 0, op.out.width)
 
+    def _resized_heads(self, op: Op) -> None:
+        raise Refused("the C++ program has no values narrower than keys")
+
     def _linear(self, op: Op) -> None:
         w = op.arguments["w"]
         x = self.stored(op.x, self.emit.form(w))
@@ -674,7 +550,8 @@ class Lowering:
         return x.number
 
     def _rope_and_cache(self, op: Op) -> None:
-        """Writes rotary and cache. The queries stay in place, at the beginning of the rows."""
+        """Emits the rotation of queries and keys, and the writes of keys and values to the cache. The queries stay in place,
+        at the beginning of the rows."""
         rows = self.stored(op.x)
         self.emit.rope_and_cache(
             rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True
@@ -848,6 +725,8 @@ class Lowering:
 
 
 def _known(activation: Activation) -> Activation:
+    if isinstance(activation, ClampedSilu):
+        raise Refused("the C++ program has no clamped SiLU")
     if isinstance(activation, OwnActivation):
         raise Refused("the C++ program can't call an activation from outside (OwnActivation)")
     return activation

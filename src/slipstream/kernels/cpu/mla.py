@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.moe import NativeExperts, pack_expert_weight
-from slipstream.kernels.cpu.native import Arena, Program
+from slipstream.kernels.cpu.native import Arena
+from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.programs import add_rope_and_cache
 from slipstream.kernels.layouts import IndexParams, MLAParams
 from slipstream.kernels.weights import Linear

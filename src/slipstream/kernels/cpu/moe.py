@@ -22,7 +22,9 @@ import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import Arena, Packed, PackedExperts, Program, stand_in
+from slipstream.kernels.cpu.native import Arena
+from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.packed import Packed, PackedExperts, form_of, is_rounded, stand_in
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import E2M1, Scheme
@@ -46,12 +48,12 @@ class NativeExperts(Linear):
 
     @property
     def is_rounded(self) -> bool:
-        return native.is_rounded(self.parts)
+        return is_rounded(self.parts)
 
     @property
     def form(self) -> int:
         """Form of the inputs, the same for every part."""
-        return native.form_of(self.parts[0].kind)
+        return form_of(self.parts[0].kind)
 
     @property
     def rows(self) -> int:

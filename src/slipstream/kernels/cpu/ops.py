@@ -33,7 +33,9 @@ from slipstream.kernels.cpu.moe import (
     add_expert_linear,
     add_experts,
 )
-from slipstream.kernels.cpu.native import NativeLinear, Program, activation_of
+from slipstream.kernels.cpu.native import activation_of
+from slipstream.kernels.cpu.native_program import Program, layer_pointers, state_inputs, step_inputs
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import (
     LinearProgram,
     add_attention,
@@ -65,7 +67,7 @@ from slipstream.kernels.states import (
     MambaParams,
 )
 from slipstream.kernels.weights import Activations, Linear
-from slipstream.spec.model import Activation, OwnActivation, OwnNorm
+from slipstream.spec.model import Activation, ClampedSilu, OwnActivation, OwnNorm
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
 
 AnyLinear = TypeVar("AnyLinear", NativeLinear, NativeExperts, Linear)
@@ -197,7 +199,7 @@ class NativeOps(CpuOps):
         gated: bool = False,
         inputs: InputFormat | None = None,
     ) -> Activations:
-        if isinstance(activation, OwnActivation):
+        if isinstance(activation, OwnActivation | ClampedSilu):
             return super().activation(x, activation, gated=gated, inputs=inputs)
         assert inputs is None
         size = x.shape[1] // 2 if gated else x.shape[1]
@@ -233,7 +235,7 @@ class NativeOps(CpuOps):
 
         p, gathered = begun(counts, up.form)
         if isinstance(
-            spec.expert.activation, OwnActivation
+            spec.expert.activation, OwnActivation | ClampedSilu
         ):  # torch computes it, between two programs with the same choice
             wide = torch.empty(len(x) * k, up.rows)
             add_expert_linear(p, gathered, p.bound(wide), up)
@@ -390,7 +392,7 @@ class NativeOps(CpuOps):
 
     def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Runs a program with this cache as its layer 0."""
-        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
+        inputs, kept = step_inputs(meta, layer_pointers([kv]), kv)
         program.run(inputs)
         del kept
 
@@ -398,7 +400,7 @@ class NativeOps(CpuOps):
         self, p: Program, state: LayerState, meta: AttentionMetadata, out: Tensor, x: Tensor
     ) -> Tensor:
         """Runs a program with these states as its layer 0's → `out` in the type of `x`."""
-        inputs, kept = native.state_inputs(meta, state)
+        inputs, kept = state_inputs(meta, state)
         p.run(inputs)
         del kept
         return out.to(x.dtype)

@@ -19,17 +19,8 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.moe import NativeExperts
-from slipstream.kernels.cpu.native import (
-    S8,
-    Arena,
-    Bytes,
-    NativeLinear,
-    Packed,
-    PackedExperts,
-    load,
-    stand_in,
-    type_name,
-)
+from slipstream.kernels.cpu.native import S8, Arena, Bytes, load, type_name
+from slipstream.kernels.cpu.packed import NativeLinear, Packed, PackedExperts, stand_in
 from slipstream.kernels.weights import Linear
 
 CHUNK = 16 * 2**20

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import NativeLinear, Program, ThreadPool, float32
+from slipstream.kernels.cpu.native import ThreadPool, float32
+from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.layouts import AttentionParams, NormParams, QKVLayout
 from slipstream.kernels.sampling import array, uniform
 
@@ -31,9 +33,10 @@ class LinearProgram:
     def __init__(
         self, pool: ThreadPool, w: NativeLinear, more: Iterable[NativeLinear] = ()
     ) -> None:
-        self._w, self.program = w, Program(pool)
+        self.program = Program(pool)
+        self._rows, self._inner = w.weight.shape
         self._x, self._y = self.program.bound(), self.program.bound()
-        size, x = w.weight.shape[1], self._x
+        size, x = self._inner, self._x
         if w.form != native.FORM_F32:
             x = self.program.buffer(w.form, size)
             self.program.add("convert", self._x, x, w.form, size, 1)
@@ -42,8 +45,8 @@ class LinearProgram:
 
     def __call__(self, x: Floats) -> Floats:
         assert x.dtype == np.float32
-        assert x.shape[1] == self._w.weight.shape[1]
-        y = np.empty((len(x), self._w.out_features), np.float32)
+        assert x.shape[1] == self._inner
+        y = np.empty((len(x), self._rows), np.float32)
         self.program.bind(self._x, x)
         self.program.bind(self._y, y)
         self.program.run(native.StepInputs(num_tokens=len(x)))

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import FORM_F32, Program, float32
+from slipstream.kernels.cpu.native import FORM_F32, float32
+from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 if TYPE_CHECKING:
@@ -69,16 +70,20 @@ def add_mamba2(
     p: Program, x: int, out: int, form: int, layer: int, params: Mamba2Params, new: NewBuffer
 ) -> None:
     """Adds `OpSet.mamba2`. The convolution overwrites its columns of `x`."""
-    s, seen = params.spec, new("seen", FORM_F32, params.spec.v_size)
+    s = params.spec
+    assert params.gated or form == FORM_F32
+    seen = new("seen", FORM_F32, s.v_size) if params.gated else out
     _add_conv(p, x, s.v_size, x, FORM_F32, layer, params.conv)
     sizes = s.num_groups, s.num_heads, s.key_dim, s.value_dim, *s.time_limit
     own = _rate(params.decay), float32(params.time), float32(params.skip)
-    p.add("ssd", x, s.v_size, x, s.v_size + s.conv_channels, seen, layer, *sizes, *own)
+    p.add("ssd", x, s.v_size, x, s.time_at, seen, layer, *sizes, *own)
+    if not params.gated:
+        return
     weight = None if params.norm is None else float32(params.norm)
     group = s.v_size // s.norm_groups
     p.add(
         *("gated_norm", seen, x, 0, out, form, s.v_size, group, weight),
-        *(s.eps, True, s.norm == "gate_first"),
+        *(s.eps, s.gate == "silu", s.norm == "gate_first"),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import PackedExperts
+from slipstream.kernels.cpu.packed import PackedExperts
 
 PANEL, GROUP = 16, 32
 """Rows of a panel, and inputs of a group, as in csrc/cpu/formats.h."""

@@ -20,6 +20,7 @@ from slipstream.kernels.metadata import (
 )
 from slipstream.kernels.ops import (
     AttentionParams,
+    DisentangledParams,
     Experts,
     LayerTensors,
     MLAParams,
@@ -34,6 +35,7 @@ from slipstream.kernels.triton import (
     drawing,
     float4,
     fp8_block,
+    gguf,
     int4_groupwise,
     linear,
     lora,
@@ -48,6 +50,7 @@ from slipstream.kernels.triton import (
 )
 from slipstream.kernels.triton.attention import (
     bidirectional,
+    disentangled,
     mla,
     mla_prefill,
     paged,
@@ -60,7 +63,10 @@ from slipstream.kernels.triton.experts import moe
 from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights import (
     Activations,
+    BlockLinear,
+    CodedLinear,
     GroupedLinear,
+    JoinedLinear,
     Linear,
     Pair,
     ScaledLinear,
@@ -74,7 +80,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 DECLARING = (
-    float4, fp8_block, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
+    float4, fp8_block, gguf, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
 )  # fmt: skip
 """Kernel files with choices by the size of a step."""
 
@@ -90,6 +96,7 @@ class TritonOps(OpSet):
     name = "triton"
     takes_rows = True
     rounded = NATIVE_PRODUCTS["triton"]
+    block_types = gguf.BLOCK_TYPES
     thresholds = Thresholds.union(module.THRESHOLDS for module in DECLARING)
     output_multiple = 16  # alignment of cuBLAS, which multiplies many tokens
 
@@ -140,7 +147,28 @@ class TritonOps(OpSet):
         other._scratch = self._scratch
         return other
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
+        if not isinstance(table, BlockLinear):
+            return table
+        made = tied if isinstance(tied, CodedLinear) else self.pack_weight(table)
+        return gguf.expand(made) if isinstance(made, JoinedLinear) else made
+
+    def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
+        if isinstance(table, BlockLinear):
+            return torch.device(table.device), table.weight.dtype
+        return super().place_of(table)
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        parts = (
+            w.parts if isinstance(w, JoinedLinear) else [w] if isinstance(w, CodedLinear) else []
+        )
+        own = [(part.type, super(TritonOps, self).forms_of(part)[0][1]) for part in parts]
+        return own or super().forms_of(w)
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
+        if isinstance(table, CodedLinear):
+            return gguf.embed(token_ids, table, scale)
+        assert isinstance(table, Tensor)
         return (
             rows.embed(token_ids, table, scale)
             if table.is_contiguous()
@@ -160,6 +188,10 @@ class TritonOps(OpSet):
             self._scratch[device] = split_k.ArrivalCounters(device)
 
     def pack_weight(self, w: Linear) -> Linear:
+        if isinstance(w, BlockLinear):
+            made = gguf.pack(w, dense=self.dense_copies)
+            self._prepare(made.weight.device)
+            return made
         self._prepare(w.weight.device)
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
             return float4.pack_float4(w)
@@ -168,6 +200,8 @@ class TritonOps(OpSet):
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        if isinstance(w, BlockLinear):
+            return gguf.pack_experts(w, num_experts)
         return float4.pack_float4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
 
     def quantize_experts(
@@ -195,6 +229,11 @@ class TritonOps(OpSet):
         if isinstance(w, SplitLinear):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
+        if isinstance(w, CodedLinear | JoinedLinear):
+            assert isinstance(x, Tensor)
+            if self.deterministic:
+                return self._linear(x, gguf.expanded(w))
+            return gguf.linear(x, w, self._scratch[w.weight.device])
         if (
             w.sparse is not None
             and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens
@@ -203,6 +242,8 @@ class TritonOps(OpSet):
         return self._linear(x, w)
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
+        if isinstance(w, CodedLinear | JoinedLinear):
+            return super().linear_added(x, w, added)
         if isinstance(x, Tensor) and w.inputs is not None:
             x = self.quantize(x, w.inputs)  # once, for whichever kernel runs
         y = None
@@ -322,6 +363,13 @@ class TritonOps(OpSet):
         if self.deterministic:
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
+
+    def disentangled_attention(
+        self, qkv: Tensor, meta: AttentionMetadata, params: DisentangledParams
+    ) -> Tensor:
+        if self.deterministic:
+            return super().disentangled_attention(qkv, meta, params)
+        return disentangled.disentangled_attention(qkv, meta, params)
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float

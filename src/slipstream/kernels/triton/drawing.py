@@ -1,13 +1,12 @@
 """Drawing tokens without a sort: every row of logits [S, V] has parameters of its own.
 
-Four kernels, all of them work for a CUDA graph. A row is read once by each, at most:
+Four kernels, all of them work for a CUDA graph. A row is read once by each launch, by the third twice:
 
 1. `_extent_kernel`: the largest logit with its token, and the smallest. Greedy rows end here.
-2. `_classes_kernel`: the mass of the tokens, and how many there are in each of NUM_CLASSES classes of
-   equal width. These counts bound the mass above every class from both sides. So they show in which
-   few classes the cuts of top-k and top-p are.
-3. `_cuts_kernel`: the mass above those classes, and a list of their tokens. Halving over the list
-   finds the exact cuts. If the list is longer than MAX_LISTED, halving reads the whole row.
+2. `_level_kernel`, once for each of LEVELS: the mass, or the number, of the tokens above some logits
+   between two bounds. The cut is between two of these, the next bounds.
+3. `_cuts_kernel`: the mass above the bounds, and a list of the tokens between them. Halving over the
+   list finds the exact cuts. If the list is longer than MAX_LISTED, halving reads the whole row.
 4. `_draw_kernel`: the mass kept in each block of tokens, then the token at which the sum of the
    masses, in the order of ids, exceeds u · total.
 
@@ -15,7 +14,8 @@ Rows without top-k and top-p skip 2 and 3. Where rows are few, several thread bl
 the last to arrive goes on with what all found.
 
 A weight is exp((logit − largest) / temperature), in (0, 1]. Sums are of whole numbers, weight · ONE,
-so they do not depend on order. Neither a cut nor a token therefore depends on the other rows, or on
+so they do not depend on order. Those of `_level_kernel` are rounded, and its bounds leave room for that: they
+only choose what is listed. Neither a cut nor a token therefore depends on the other rows, or on
 how a row was split. A token with a weight below 1 / ONE = 2⁻⁴² is never drawn.
 """
 
@@ -29,9 +29,12 @@ from torch import Tensor
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
-NUM_CLASSES = 1024
+LEVELS = 16, 16
+"""Logits that each level of bounds is divided by: powers of two. The last bounds are a 240th of the logits' range apart."""
 MAX_LISTED = 4096
-SPLIT_ROWS = 64
+TILE = 1024
+"""Logits that a thread block of a level adds up at once, for each of its sums."""
+SPLIT_ROWS = 32
 """Largest number of rows of which a thread block reads one block of tokens."""
 MAX_PROGRAMS = 1056
 """Thread blocks that more rows are shared out to, eight for each of an H200's multiprocessors."""
@@ -42,11 +45,9 @@ ONE_BITS = tl.constexpr(0x3F800000)
 """The bits of 1.0. Weights are ordered like their bits."""
 LOWEST_KEY = tl.constexpr(-(2**31))
 REACH = tl.constexpr(24.0)
-"""Logarithm of the largest weight over the smallest that has a class of its own."""
-SURE = tl.constexpr(1e-6)
-"""Relative error allowed for in bounds of sums."""
-SLACK = tl.constexpr(1e-4)
-"""Relative error allowed for in the bounds of a class's weights."""
+"""Logarithm of the largest weight over the smallest that the first level tells from smaller ones."""
+SURE = tl.constexpr(2e-5)
+"""Relative error allowed for in sums that are rounded."""
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
@@ -81,12 +82,6 @@ def _ordered(x):
 
 
 @triton.jit
-def _class(x, best, width_inv, there, CLASSES: tl.constexpr):
-    """Class of each logit that is `there`: 0 has the largest. The last one is open below."""
-    return tl.minimum(tl.where(there, best - x, 0.0) * width_inv, CLASSES - 1.0).to(tl.int32)
-
-
-@triton.jit
 def _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS: tl.constexpr):
     """(largest logit of a row, first token with it, smallest finite logit)"""
     at = tl.arange(0, MAX_SPLITS)
@@ -96,13 +91,6 @@ def _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS: tl.constexpr):
     minima = tl.load(min_ptr + i * num_splits + at, mask=there, other=float("inf"))
     best = tl.max(maxima, 0)
     return best, tl.min(tl.where(maxima == best, ids, 2147483647), 0), tl.min(minima, 0)
-
-
-@triton.jit
-def _width_inv(best, least, temperature, CLASSES: tl.constexpr):
-    """Classes per unit of a logit."""
-    reach = tl.minimum(best - least, REACH * temperature)
-    return tl.where(reach > 0.0, CLASSES / tl.where(reach > 0.0, reach, 1.0), 0.0)
 
 
 @triton.jit
@@ -146,17 +134,20 @@ def _row(rows_ptr, i, INDEXED: tl.constexpr):
 
 # What a row's thread blocks leave for one another, int64 [STATE].
 STATE = 16
-ARRIVED_1 = tl.constexpr(0)  # number of those that are done with classes
-ARRIVED_2 = tl.constexpr(1)  # with cuts
-ARRIVED_3 = tl.constexpr(2)  # with masses
-TOTAL = tl.constexpr(3)  # mass of the tokens that min_p keeps
-FIRST = tl.constexpr(4)  # the listed classes
-LAST = tl.constexpr(5)
-NUM_ABOVE = tl.constexpr(6)  # number of tokens in the classes above them
-MASS_ABOVE = tl.constexpr(7)
-NUM_LISTED = tl.constexpr(8)
-LEAST_KEY = tl.constexpr(9)  # the cuts: a token is kept if it is at or above both
-LEAST_BITS = tl.constexpr(10)
+ARRIVED = tl.constexpr(0)  # number of those that are done with cuts
+ARRIVED_2 = tl.constexpr(1)  # with masses
+TOTAL = tl.constexpr(2)  # mass of the tokens that min_p keeps
+NUM_ABOVE = tl.constexpr(3)  # number of tokens above the bounds
+MASS_ABOVE = tl.constexpr(4)
+NUM_LISTED = tl.constexpr(5)
+LEAST_KEY = tl.constexpr(6)  # the cuts: a token is kept if it is at or above both
+LEAST_BITS = tl.constexpr(7)
+ARRIVED_LEVEL = tl.constexpr(8)  # and more: with each level
+
+# What a row's levels leave, float32 [BOUNDS], then the sums of each level.
+BOUNDS = tl.constexpr(4)
+LOW, HIGH = tl.constexpr(0), tl.constexpr(1)  # the cut is at or above LOW, and below HIGH
+WHOLE = tl.constexpr(2)  # the mass, or number, of all
 
 
 @triton.jit
@@ -173,8 +164,8 @@ def _read(state_ptr):
 
 @triton.jit(do_not_specialize=["num_splits", "num_blocks"])
 def _extent_kernel(
-    logits_ptr, max_ptr, id_ptr, min_ptr, counts_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
-    BLOCK: tl.constexpr, CLASSES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, max_ptr, id_ptr, min_ptr, sums_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
+    BLOCK: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The extent of `num_blocks` blocks of a row. The first split also clears the row's state."""
     if PDL:
@@ -201,17 +192,35 @@ def _extent_kernel(
     tl.store(min_ptr + part, tl.min(minima, 0))
     if split == 0:
         tl.store(state_ptr + i * SIZE + tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int64))
-        tl.store(counts_ptr + i * CLASSES + tl.arange(0, CLASSES), tl.zeros((CLASSES,), tl.int32))
+        tl.store(sums_ptr + i * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32))
+
+
+@triton.jit
+def _thresholds(best, least, floor, temperature, sums_ptr, K: tl.constexpr, IS_FIRST: tl.constexpr):
+    """K logits that a level divides the bounds by, from above. The last of the first level is below all."""
+    at = tl.arange(0, K)
+    reach = tl.minimum(best - least, REACH * temperature)
+    # below min_p is nothing that counts
+    reach = tl.minimum(reach, -tl.log(floor.to(tl.float32, bitcast=True)) * temperature)
+    end = best - reach
+    if IS_FIRST:
+        found = best - (reach / (K - 1)) * (at + 1).to(tl.float32)
+        return tl.where(at == K - 1, float("-inf"), found)
+    low, high = tl.load(sums_ptr + LOW), tl.load(sums_ptr + HIGH)
+    high = tl.minimum(high, best)
+    low = tl.maximum(low, end)
+    return high - ((high - low) / K) * (at + 1).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_blocks"])
-def _classes_kernel(
+def _level_kernel(
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    max_ptr, id_ptr, min_ptr, counts_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
-    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr,
-    INDEXED: tl.constexpr, PDL: tl.constexpr,
+    max_ptr, id_ptr, min_ptr, sums_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
+    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, LEVEL: tl.constexpr,
+    FIRST: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counts a row's tokens by class, adds up their mass, and chooses the classes that are listed."""
+    """Adds up what is at or above each of K logits: the number of tokens for top-k, their mass for top-p alone. Its sums
+    are from FIRST on. The last thread block sets the bounds."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)
@@ -220,61 +229,45 @@ def _classes_kernel(
     k, p = _cuts(row, vocab, top_k_ptr, top_p_ptr)
     if (temperature > 0.0) & ((k > 0) | (p < 1.0)):
         row_ptr = logits_ptr + i.to(tl.int64) * row_stride
-        state = state_ptr + i * SIZE
+        own_ptr = sums_ptr + i * SUMS
         best, _, least = _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS)
-        width_inv = _width_inv(best, least, temperature, CLASSES)
         floor = _floor(min_p_ptr, row)
+        bounds = _thresholds(best, least, floor, temperature, own_ptr, K, LEVEL == 0)
+        at = tl.arange(0, K)
+        each, sums = (), ()
+        for j in tl.static_range(K):
+            each = each + (tl.sum(tl.where(at == j, bounds, 0.0), 0),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = sums + (tl.zeros((TILE,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         start = split * num_blocks * BLOCK
         end = tl.minimum(vocab, start + num_blocks * BLOCK)
-        mass = tl.zeros((BLOCK,), tl.int64)
-        counts = tl.zeros((CLASSES,), tl.int32)
-        for first in range(start, end, BLOCK):
-            x = _logits(row_ptr, first + tl.arange(0, BLOCK), end)
+        for first in range(start, end, TILE):
+            x = _logits(row_ptr, first + tl.arange(0, TILE), end)
             w = _weights(x, best, temperature)
-            there = w > 0.0
-            mass += _mass(w, _bits(w) >= floor)
-            counts += tl.histogram(_class(x, best, width_inv, there, CLASSES), CLASSES, mask=there)
-        at = tl.arange(0, CLASSES)
-        tl.atomic_add(counts_ptr + i * CLASSES + at, counts, mask=counts > 0, sem="relaxed")
-        tl.atomic_add(state + TOTAL, tl.sum(mass, 0), sem="relaxed")
-        if _is_last(state + ARRIVED_1, num_splits):
-            counts = tl.load(counts_ptr + i * CLASSES + at, cache_modifier=".cg")
-            first_class, last_class = 0, CLASSES - 1
-            if k > 0:
-                running = tl.cumsum(counts, 0)
-                last_class = tl.minimum(tl.sum((running < k).to(tl.int32), 0), CLASSES - 1)
-                # with top_p, too, all tokens that top_k keeps must be listed
-                up_to = tl.sum(tl.where(at == last_class, running, 0), 0)
-                first_class = tl.where((up_to > LIST) & (p >= 1.0), last_class, 0)
+            value = tl.where(_bits(w) >= floor, tl.where(k > 0, 1.0, w), 0.0)
+            new = ()
+            for j in tl.static_range(K):
+                more = value * (x >= each[j]).to(tl.float32)
+                new = new + (sums[j] + more,)  # type: ignore[assignment]  # noqa: RUF005
+            sums = new
+        found = tl.zeros((K,), tl.float32)
+        for j in tl.static_range(K):
+            found = tl.where(at == j, tl.sum(sums[j], 0), found)
+        tl.atomic_add(own_ptr + FIRST + at, found, sem="relaxed")
+        if _is_last(state_ptr + i * SIZE + ARRIVED_LEVEL + LEVEL, num_splits):
+            found = tl.load(own_ptr + FIRST + at, cache_modifier=".cg")
+            if LEVEL == 0:
+                low, high = float("-inf"), float("inf")
+                whole = tl.max(found, 0)
+                tl.store(own_ptr + WHOLE, whole)
             else:
-                # bounds of a weight of each class, then of the mass up to the end of each
-                width = tl.where(
-                    width_inv > 0.0, 1.0 / tl.where(width_inv > 0.0, width_inv, 1.0), 0.0
-                )
-                width = width / temperature
-                kept = floor.to(tl.float32, bitcast=True)
-                high = tl.exp(-at.to(tl.float32) * width) * (1.0 + SLACK)
-                high = tl.where(high >= kept * (1.0 - SLACK), high, 0.0).to(tl.float64)
-                low = tl.exp(-(at + 1).to(tl.float32) * width) * (1.0 - SLACK)
-                low = tl.where((low > kept * (1.0 + SLACK)) & (at < CLASSES - 1), low, 0.0).to(
-                    tl.float64
-                )
-                high = high * counts.to(tl.float64)
-                low = low * counts.to(tl.float64)
-                most, fewest = tl.cumsum(high, 0), tl.cumsum(low, 0)
-                whole = _read(state + TOTAL).to(tl.float64) / ONE
-                most = tl.minimum(most, whole - (tl.sum(low, 0) - fewest)) + whole * SURE
-                fewest = (
-                    tl.maximum(fewest, whole - (tl.sum(high, 0) - tl.cumsum(high, 0)))
-                    - whole * SURE
-                )
-                first_class = tl.minimum(tl.sum((most < whole * p).to(tl.int32), 0), CLASSES - 1)
-                last_class = tl.minimum(tl.sum((fewest < whole * p).to(tl.int32), 0), CLASSES - 1)
-            tl.store(state + FIRST, first_class.to(tl.int64))
-            tl.store(state + LAST, last_class.to(tl.int64))
-            tl.store(
-                state + NUM_ABOVE, tl.sum(tl.where(at < first_class, counts, 0), 0).to(tl.int64)
-            )
+                low, high = tl.load(own_ptr + LOW), tl.load(own_ptr + HIGH)
+                whole = tl.load(own_ptr + WHOLE)
+            enough = tl.where(k > 0, k.to(tl.float32), tl.minimum(whole * p * (1.0 + SURE), whole))
+            too_few = tl.where(k > 0, k.to(tl.float32), whole * p * (1.0 - SURE))
+            low = tl.maximum(low, tl.max(tl.where(found >= enough, bounds, float("-inf")), 0))
+            high = tl.minimum(high, tl.min(tl.where(found < too_few, bounds, float("inf")), 0))
+            tl.store(own_ptr + LOW, low)
+            tl.store(own_ptr + HIGH, high)
 
 
 @triton.jit
@@ -340,14 +333,60 @@ def _search(
     return least_key, least_bits
 
 
+@triton.jit
+def _search_list(
+    x_ptr, length, best, temperature, floor, k, p, num_above, mass_above, total, LIST: tl.constexpr
+):
+    """The result of `_search`, of logits that fit into registers; and whether the cuts are among them."""
+    x = _logits(x_ptr, tl.arange(0, LIST), length)
+    w = _weights(x, best, temperature)
+    kept = _bits(w) >= floor
+    keys, masses = _ordered(x), _mass(w, kept)
+    bits = tl.where(kept, _bits(w), 0)
+    least_key, is_found = tl.full((), LOWEST_KEY, tl.int64), num_above >= 0
+    if k > 0:
+        is_found = num_above < k
+        if tl.sum(kept.to(tl.int32), 0) + num_above >= k:
+            low = tl.min(tl.where(kept, keys, 2147483647), 0).to(tl.int64)
+            high = tl.max(tl.where(kept, keys, LOWEST_KEY), 0).to(tl.int64)
+            while low < high:
+                middle = low + (high - low + 1) // 2
+                count = tl.sum((kept & (keys >= middle.to(tl.int32))).to(tl.int32), 0)
+                if count + num_above >= k:
+                    low = middle
+                else:
+                    high = middle - 1
+            least_key = low
+    least_bits = floor.to(tl.int64)
+    if p < 1.0:
+        kept = kept & (keys >= least_key.to(tl.int32))
+        bits, masses = tl.where(kept, bits, 0), tl.where(kept, masses, 0)
+        listed = tl.sum(masses, 0)
+        if k > 0:
+            total = listed + mass_above
+        wanted = total.to(tl.float64) * p
+        is_found = is_found & (mass_above.to(tl.float64) < wanted)
+        is_found = is_found & ((listed + mass_above).to(tl.float64) >= wanted)
+        low, high = tl.min(tl.where(kept, bits, ONE_BITS), 0), tl.max(bits, 0)
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            mass = tl.sum(tl.where(bits >= middle, masses, 0), 0)
+            if (mass + mass_above).to(tl.float64) >= wanted:
+                low = middle
+            else:
+                high = middle - 1
+        least_bits = low.to(tl.int64)
+    return least_key, least_bits, is_found
+
+
 @triton.jit(do_not_specialize=["num_splits", "num_blocks"])
 def _cuts_kernel(
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    max_ptr, id_ptr, min_ptr, listed_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
-    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr,
-    INDEXED: tl.constexpr, PDL: tl.constexpr,
+    max_ptr, id_ptr, min_ptr, sums_ptr, listed_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
+    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr,
+    LIST: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens of the chosen classes, and finds the cuts."""
+    """Lists the tokens between the bounds, and finds the cuts."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)
@@ -357,63 +396,50 @@ def _cuts_kernel(
     if (temperature > 0.0) & ((k > 0) | (p < 1.0)):
         row_ptr = logits_ptr + i.to(tl.int64) * row_stride
         state, listed = state_ptr + i * SIZE, listed_ptr + i.to(tl.int64) * LIST
-        best, _, least = _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS)
-        width_inv = _width_inv(best, least, temperature, CLASSES)
+        best, _, _ = _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS)
         floor = _floor(min_p_ptr, row)
-        first_class, last_class = (
-            tl.load(state + FIRST).to(tl.int32),
-            tl.load(state + LAST).to(tl.int32),
-        )
+        low, high = tl.load(sums_ptr + i * SUMS + LOW), tl.load(sums_ptr + i * SUMS + HIGH)
+        # with top_p, too, all tokens that top_k keeps must be listed
+        high = tl.where((k > 0) & (p < 1.0), float("inf"), high)
         start = split * num_blocks * BLOCK
         end = tl.minimum(vocab, start + num_blocks * BLOCK)
-        mass = tl.zeros((BLOCK,), tl.int64)
-        for first in range(start, end, BLOCK):
-            x = _logits(row_ptr, first + tl.arange(0, BLOCK), end)
+        mass, above = tl.zeros((TILE,), tl.int64), tl.zeros((TILE,), tl.int64)
+        num_above, counts = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int32)
+        for first in range(start, end, TILE):
+            x = _logits(row_ptr, first + tl.arange(0, TILE), end)
             w = _weights(x, best, temperature)
-            there = _bits(w) >= floor
-            classes = _class(x, best, width_inv, there, CLASSES)
-            mass += _mass(w, there & (classes < first_class))
-            chosen = (there & (classes >= first_class) & (classes <= last_class)).to(tl.int32)
-            count = tl.sum(chosen, 0)
-            if count > 0:
-                before = tl.atomic_add(state + NUM_LISTED, count.to(tl.int64), sem="relaxed")
-                at = before.to(tl.int32) + tl.cumsum(chosen, 0) - chosen
-                tl.store(listed + at, x, mask=(chosen > 0) & (at < LIST))
-        tl.atomic_add(state + MASS_ABOVE, tl.sum(mass, 0), sem="relaxed")
-        if _is_last(state + ARRIVED_2, num_splits):
+            kept = _bits(w) >= floor
+            own = _mass(w, kept)
+            mass += own
+            above += tl.where(x >= high, own, 0)
+            num_above += (kept & (x >= high)).to(tl.int32)
+            counts += (kept & (x >= low) & (x < high)).to(tl.int32)
+        tl.atomic_add(state + TOTAL, tl.sum(mass, 0), sem="relaxed")
+        tl.atomic_add(state + MASS_ABOVE, tl.sum(above, 0), sem="relaxed")
+        tl.atomic_add(state + NUM_ABOVE, tl.sum(num_above, 0).to(tl.int64), sem="relaxed")
+        count = tl.sum(counts, 0)
+        if count > 0:
+            before = tl.atomic_add(state + NUM_LISTED, count.to(tl.int64), sem="relaxed")
+            if before + count <= LIST:
+                at = before.to(tl.int32) + tl.cumsum(counts, 0) - counts
+                for first in range(start, end, TILE):
+                    x = _logits(row_ptr, first + tl.arange(0, TILE), end)
+                    kept = _bits(_weights(x, best, temperature)) >= floor
+                    chosen = kept & (x >= low) & (x < high)
+                    tl.store(listed + at, x, mask=chosen)
+                    at += chosen.to(tl.int32)
+        if _is_last(state + ARRIVED, num_splits):
             num_listed, total = _read(state + NUM_LISTED).to(tl.int32), _read(state + TOTAL)
+            num_over, mass_over = _read(state + NUM_ABOVE).to(tl.int32), _read(state + MASS_ABOVE)
+            key, bits, is_found = tl.full((), LOWEST_KEY, tl.int64), floor.to(tl.int64), False
             if num_listed <= LIST:
-                num_above, mass_above = (
-                    _read(state + NUM_ABOVE).to(tl.int32),
-                    _read(state + MASS_ABOVE),
-                )
+                key, bits, is_found = _search_list(
+                    listed, num_listed, best, temperature, floor, k, p, num_over, mass_over, total, LIST
+                )  # fmt: skip
+            if not is_found:
+                none = tl.zeros((), tl.int64)
                 key, bits = _search(
-                    listed,
-                    num_listed,
-                    best,
-                    temperature,
-                    floor,
-                    k,
-                    p,
-                    num_above,
-                    mass_above,
-                    total,
-                    BLOCK,
-                )
-            else:
-                num_above, mass_above = 0, tl.zeros((), tl.int64)
-                key, bits = _search(
-                    row_ptr,
-                    vocab,
-                    best,
-                    temperature,
-                    floor,
-                    k,
-                    p,
-                    num_above,
-                    mass_above,
-                    total,
-                    BLOCK,
+                    row_ptr, vocab, best, temperature, floor, k, p, 0, none, total, TILE
                 )
             tl.store(state + LEAST_KEY, key)
             tl.store(state + LEAST_BITS, bits)
@@ -448,7 +474,7 @@ def _draw_kernel(
             w = _weights(x, best, temperature)
             kept = (_bits(w) >= least_bits) & (_ordered(x) >= least_key)
             tl.store(masses + first // BLOCK, tl.sum(_mass(w, kept), 0))
-        if _is_last(state + ARRIVED_3, num_splits):
+        if _is_last(state + ARRIVED_2, num_splits):
             at = tl.arange(0, MAX_SPLITS)
             mass = tl.load(masses + at, mask=at * BLOCK < vocab, other=0, cache_modifier=".cg")
             running = tl.cumsum(mass, 0)
@@ -486,20 +512,23 @@ def draw(logits: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tenso
     num_splits, most = triton.cdiv(of_row, num_blocks), triton.next_power_of_2(of_row)
     extent = [empty(num_splits, d) for d in (torch.float32, torch.int32, torch.float32)]
     state, masses = empty(STATE, torch.int64), empty(most, torch.int64)
-    counts, listed = empty(NUM_CLASSES, torch.int32), empty(MAX_LISTED, torch.float32)
+    num_sums = triton.next_power_of_2(BOUNDS.value + sum(LEVELS))
+    sums, listed = empty(num_sums, torch.float32), empty(MAX_LISTED, torch.float32)
     rows = out if params.rows is None else params.rows
     given = logits, rows, params.temperature, params.top_k, params.top_p, params.min_p
     sizes = vocab, logits.stride(0), num_splits, num_blocks
     base = dict(BLOCK=block, SIZE=STATE, num_warps=8, **pdl_options(logits))
     own = dict(MAX_SPLITS=most, INDEXED=params.rows is not None, **base)
-    classes = dict(CLASSES=NUM_CLASSES, LIST=MAX_LISTED, **own)
     grid = num_rows, num_splits
-    _extent_kernel[grid](logits, *extent, counts, state, *sizes, CLASSES=NUM_CLASSES, **base)
-    classes["num_warps"] = (
-        16  # 8 would leave room for few warps beside: the searches take many registers
-    )
-    _classes_kernel[grid](*given, *extent, counts, state, *sizes, **classes)
-    _cuts_kernel[grid](*given, *extent, listed, state, *sizes, **classes)
+    _extent_kernel[grid](logits, *extent, sums, state, *sizes, SUMS=num_sums, **base)
+    tiles = dict(TILE=min(TILE, block), SUMS=num_sums, **own)
+    first = BOUNDS.value
+    for level, count in enumerate(LEVELS):
+        _level_kernel[grid](
+            *given, *extent, sums, state, *sizes, K=count, LEVEL=level, FIRST=first, **tiles
+        )
+        first += count
+    _cuts_kernel[grid](*given, *extent, sums, listed, state, *sizes, LIST=MAX_LISTED, **tiles)
     places = params.seeds, params.history_lens
     _draw_kernel[grid](*given, *places, *extent, masses, state, out, *sizes, **own)
     return out

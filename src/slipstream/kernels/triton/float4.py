@@ -310,7 +310,7 @@ class LinearTile:
 
 
 def default_tile(num_tokens: int, outer: int, inner: int) -> LinearTile:
-    """By the number of tokens; of few, enough thread blocks that the chip's memory is busy."""
+    """The tile for a number of tokens. Of few, there are enough thread blocks to keep memory busy."""
     tokens = min(128, max(16, triton.next_power_of_2(num_tokens)))
     if tokens > 64:
         return LinearTile(128, 128, 1, 8, 3)

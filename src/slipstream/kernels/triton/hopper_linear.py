@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.triton.attention.hopper import _barriers, load_tile
+from slipstream.kernels.triton.attention.hopper_memory import barriers, load_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
 from slipstream.kernels.triton.split_k import ArrivalCounters
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
@@ -143,7 +143,7 @@ def _skinny_gemm_kernel(
     x_smem = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout
     )
-    full, empty = _barriers(STAGES, 1), _barriers(STAGES, BLOCK_N // ROWS)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, BLOCK_N // ROWS)
     fence_async_shared()
     row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
     each = (num_steps + SPLITS - 1) // SPLITS

@@ -20,7 +20,14 @@ from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
-from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation, Xielu
+from slipstream.spec.model import (
+    Activation,
+    ClampedSilu,
+    ClampedSwiglu,
+    NamedActivation,
+    OwnActivation,
+    Xielu,
+)
 from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-block": 3}
@@ -418,7 +425,7 @@ ACTIVATIONS: dict[NamedActivation, int] = {
     "relu": 3,
     "relu2": 4,
 }
-CLAMPED_SWIGLU, CUSTOM, XIELU = 5, 6, 7
+CLAMPED_SWIGLU, CUSTOM, XIELU, CLAMPED_SILU = 5, 6, 7, 8
 
 
 @triton.jit
@@ -453,6 +460,8 @@ def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GA
             y = y * _logistic(alpha * y) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
         elif KIND == 6:  # OWN
             y = FUNCTION(y, up)
+        elif KIND == 8:  # CLAMPED_SILU
+            y = tl.minimum(_activate(y, 0), limit) * tl.minimum(tl.maximum(up, -limit), limit)
         else:
             y = _activate(y, KIND) * up
     elif KIND == 6:
@@ -494,6 +503,8 @@ def activation_arguments(kind: Activation) -> dict[str, object]:
     function, number = None, CLAMPED_SWIGLU
     if isinstance(kind, Xielu):
         return {"alpha": kind.positive, "limit": kind.negative, "KIND": XIELU, "FUNCTION": None}
+    if isinstance(kind, ClampedSilu):
+        return {"alpha": 0.0, "limit": kind.limit, "KIND": CLAMPED_SILU, "FUNCTION": None}
     if isinstance(kind, OwnActivation):
         if kind.triton is None:
             raise UnsupportedModelError(

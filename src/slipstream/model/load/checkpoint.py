@@ -215,6 +215,8 @@ def _ignored(description: ModelDescription) -> tuple[str, ...]:
         return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *own)
     drafting = _drafting(description, description.family.mtp)
     ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored, *drafting)
+    if any(step.folder == description.path for step in description.pooling.token_dense):
+        ignored = (*ignored, r"linear\.weight")  # read apart (`model.load.dense`)
     if description.spec.tied_embeddings:  # some write the head although it is the embeddings
         ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
     return ignored
@@ -345,8 +347,8 @@ def _kept_type(name: str, dtype: str) -> npt.DTypeLike:
 
 
 def safetensors_arrays(path: Path) -> Iterator[Stored]:
-    """Yields the tensors of a folder, file by file. A file stays open as long as one of its
-    tensors may be read."""
+    """Yields the tensors of a folder, file by file, or of one file. A file stays open as long as
+    one of its tensors may be read."""
     from safetensors import safe_open
 
     def read(opened: Any, name: str, file: Path) -> Array:
@@ -354,7 +356,7 @@ def safetensors_arrays(path: Path) -> Iterator[Stored]:
             found: Array = opened.get_tensor(name)
             return found
 
-    for file in safetensors_files(path):
+    for file in [path] if path.is_file() else safetensors_files(path):
         with reading(file):
             opened: Any = safe_open(file, framework="np")
             names = list(opened.keys())

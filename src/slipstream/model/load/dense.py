@@ -8,6 +8,8 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 from slipstream.model.load.checkpoint import safetensors_arrays
+from slipstream.model.stored.gguf_quants import dequantize_tensor
+from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.pooling import DenseStep
 
 
@@ -16,12 +18,16 @@ def read_dense(step: DenseStep, load_format: str) -> tuple[Any, Any | None]:
 
     CheckpointError names a tensor that is missing or has another shape.
     """
-    wanted = {"linear.weight": (step.num_outputs, step.num_inputs)}
+    stem = f"{step.name}." if step.name else ""
+    wanted = {f"{stem}weight": (step.num_outputs, step.num_inputs)}
     if step.bias:
-        wanted["linear.bias"] = (step.num_outputs,)  # type: ignore[assignment]
+        wanted[f"{stem}bias"] = (step.num_outputs,)  # type: ignore[assignment]
     if load_format == "dummy":
         draws = np.random.default_rng(0)
         found = {name: draws.normal(0.0, 0.02, shape) for name, shape in wanted.items()}
+    elif step.folder.suffix == ".gguf":
+        file = GGUFFile(step.folder)
+        found = {name: dequantize_tensor(file, name, "float32") for name in wanted}
     else:
         stored = {name: (shape, read) for name, shape, read in safetensors_arrays(step.folder)}
         for name, shape in wanted.items():

@@ -4,6 +4,7 @@ and the host, or to a file that is streamed."""
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from slipstream.model.load.loaded import (
     is_rounded,
 )
 from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
-from slipstream.model.load.pulled import Weights
+from slipstream.model.load.pulled import Pulled, Weights
+from slipstream.model.load.random_weights import random_blocks, seed_of
 from slipstream.model.load.sharding import Sharded, check_formats, split_blocks
 from slipstream.model.load.streamed_loader import load_streamed
 from slipstream.model.load.weights import random_tensors, tensor_weights
@@ -271,12 +273,28 @@ class _Load:
             dtype=self.dtype, device=self.device, part=self.part, on_host=self.on_host
         )
         if self.is_dummy:
-            return random_tensors(self.description, seed=self.seed, scheme=self.scheme, **how)
+            found = random_tensors(self.description, seed=self.seed, scheme=self.scheme, **how)
+            return self._with_random_blocks(found)
         held = self._held(kept)
         found = tensor_weights(self.description, held=held, cache_scales=cache_scales, **how)
         if self.part is None or not isinstance(held, BlockWeights):
             return found
         return Weights(found.values, split_blocks(found.products, self.part))
+
+    def _with_random_blocks(self, found: Weights) -> Weights:
+        """Replaces random weights that a GGUF file stores in blocks by random blocks."""
+        if self.description.gguf is None or self.description.family.gguf is None:
+            return found
+        file = self._blocks().linears()
+        drawn: Mapping[str, Linear] = Pulled(
+            {name: partial(random_blocks, w, seed_of(name, self.seed)) for name, w in file.items()}
+        )
+        if self.part is not None:
+            drawn = split_blocks(drawn, self.part)
+        products = {
+            n: partial(every.__getitem__, n) for every in (found.products, drawn) for n in every
+        }
+        return Weights(found.values.only(lambda name: name not in drawn), Pulled(products))
 
     def _cache_scales(self) -> CacheScales | None:
         if self.stored is None or self.stored.kv_cache is None or self.is_dummy:
@@ -328,7 +346,8 @@ class _Load:
             shapes = {name: shape for name, shape in shapes.items() if name in self.on_host}
             types = ops.host.block_types
         empty = partial(torch.empty, dtype=self.dtype, device="meta")
-        return BlockWeights(description.gguf, names, shapes, types, empty, self.by)
+        device = None if isinstance(ops, HostExpertOps | NativeOps) else self.device
+        return BlockWeights(description.gguf, names, shapes, types, empty, self.by, device)
 
     def _formats(self) -> dict[str, WeightFormat]:
         """Returns the formats of the weights that stay as stored, by our names."""

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
+from slipstream.kernels.gguf_codes import FORMS, split
 from slipstream.kernels.weights import (
+    BlockLinear,
+    BlockRows,
     GroupedLinear,
     Linear,
     ScaledLinear,
@@ -26,6 +30,7 @@ from slipstream.kernels.weights import (
     chunk_of,
 )
 from slipstream.model.load.pulled import Pulled, Weights
+from slipstream.spec.gguf import TYPES
 from slipstream.spec.native_formats import rounds
 from slipstream.spec.parameters import Shape, keeps_float32
 from slipstream.spec.scheme import FP8_TILE, Scheme
@@ -57,8 +62,8 @@ class Draws(Protocol):
 
     dtype: Any  # the model's type
 
-    def normal(self, shape: Shape) -> Any:
-        """Normal numbers with std 0.02 in the model's type."""
+    def normal(self, shape: Shape, dtype: str | None = None) -> Any:
+        """Normal numbers with std 0.02, in the model's type unless another is named."""
 
     def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
         """A constant, in the model's type unless another is named."""
@@ -74,8 +79,8 @@ class ArrayDraws:
         self.dtype = np.dtype(dtype)
         self._generator = np.random.default_rng(seed)
 
-    def normal(self, shape: Shape) -> Any:
-        made = np.empty(shape, self.dtype)
+    def normal(self, shape: Shape, dtype: str | None = None) -> Any:
+        made = np.empty(shape, dtype or self.dtype)
         for at in range(0, shape[0], ROWS_AT_ONCE):
             rows = made[at : at + ROWS_AT_ONCE]
             rows[...] = self._generator.standard_normal(rows.shape, np.float32) * np.float32(STD)
@@ -107,8 +112,9 @@ class TensorDraws:
         on_meta = device.type == "meta"
         self._generator = None if on_meta else torch.Generator(device).manual_seed(seed)
 
-    def normal(self, shape: Shape) -> Any:
-        drawn = self._torch.empty(shape, dtype=self.dtype, device=self._device)
+    def normal(self, shape: Shape, dtype: str | None = None) -> Any:
+        kind = self.dtype if dtype is None else getattr(self._torch, dtype)
+        drawn = self._torch.empty(shape, dtype=kind, device=self._device)
         return drawn.normal_(0.0, STD, generator=self._generator)
 
     def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
@@ -145,6 +151,57 @@ def random_weights(
     return Weights(Pulled(dense), Pulled(products))
 
 
+_D_AT: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+"""Bytes of a GGUF block at which its float16 scale is, and that of its minima. Otherwise it begins
+with its scale."""
+
+
+def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
+    """Returns a weight with random blocks in the place of a GGUF file's, of a std near 0.02.
+
+    Some rows are drawn, and repeated.
+    """
+    if w.device is not None and w.device.type == "meta":
+        return w
+    generator = np.random.default_rng(seed)
+
+    def drawn(piece: BlockRows) -> BlockRows:
+        rows, row_bytes = piece.blocks.shape
+        some = _random_rows(piece.type, min(rows, 64), row_bytes, generator)
+        return replace(piece, blocks=some[np.arange(rows) % len(some)], read=lambda: None)
+
+    return replace(w, pieces=tuple(drawn(piece) for piece in w.pieces))
+
+
+def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Generator) -> Any:
+    size = next(quant.block_bytes for quant in TYPES.values() if quant.name == kind)
+    raw = generator.integers(0, 256, (rows * row_bytes // size, size), dtype=np.uint8)
+
+    def values(*scales: float) -> Any:
+        """The blocks' values with these scales."""
+        if kind == "MXFP4":
+            raw[:, 0] = 120
+        elif kind == "NVFP4":
+            raw[:, :4] = 4
+        elif kind == "IQ1_M":  # a half byte each
+            bits = int(np.float16(scales[0]).view(np.uint16))
+            for i, at in enumerate((49, 51, 53, 55)):
+                raw[:, at] = raw[:, at] & 15 | (bits >> 4 * i & 15) << 4
+        else:
+            for at, scale in zip(_D_AT.get(kind, (0,)), scales, strict=False):
+                raw[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+        return split(raw.astype(np.int32), kind).values(FORMS[kind])
+
+    alone, minima = values(1, 0), values(0, 1)
+    share = -alone.mean() / minima.mean() if len(_D_AT.get(kind, ())) == 2 else 0.0
+    scale = STD / (alone + share * minima).std()
+    values(scale, share * scale)
+    return raw.reshape(rows, row_bytes)
+
+
 def seed_of(name: str, seed: int) -> int:
     """Returns the seed of the parameter `name`."""
     return zlib.crc32(f"{seed} {name}".encode())
@@ -157,7 +214,7 @@ def _dense(name: str, shape: Shape, draws: Callable[[str], Draws]) -> Any:
         return made.full(shape, 0.0, kind)
     if len(shape) == 1 or name.endswith("norm.weight"):
         return made.full(shape, 1.0, kind)
-    return made.normal(shape)
+    return made.normal(shape, kind)
 
 
 def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Scheme) -> Linear:

@@ -354,6 +354,7 @@ def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) 
     return BlockLinear(
         weight=torch.empty(shape, dtype=w.weight.dtype, device="meta"),
         pieces=_with_zeros(pieces, shape[0], w),
+        device=w.device,
     )
 
 

@@ -29,7 +29,7 @@ class BlockWeights:
     quantize.
 
     `names` is the family's table for the file's tensors. `empty` makes a placeholder with a
-    weight's shape and type.
+    weight's shape and type. `device` is where the op set lays blocks out, if not on the host.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class BlockWeights:
         types: frozenset[str],
         empty: Callable[[Shape], Any],
         scheme: Scheme | None = None,
+        device: Any = None,
     ) -> None:
         tables = ("embed.weight", "layer_inputs.table.weight")
         held = {target for target in shapes if is_product(target) or target in tables}
@@ -85,7 +86,7 @@ class BlockWeights:
         }
         self._names = {name: target for name, target in self._names.items() if target in whole}
         self._linears: dict[str, Linear] = {
-            target: BlockLinear(weight=empty(shapes[target]), pieces=tuple(pieces))
+            target: BlockLinear(weight=empty(shapes[target]), pieces=tuple(pieces), device=device)
             for target, pieces in found.items()
             if target in whole
         }

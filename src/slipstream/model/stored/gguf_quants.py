@@ -1,5 +1,5 @@
 """Decoders of GGUF's block formats. Each `_q…` converts whole blocks, uint8 [N, block_bytes], to
-float32 [N, block_size].
+float32 [N, block_size]. Types that are read seldom are taken apart by `kernels.gguf_codes`.
 
 The formats are ggml's. A block begins (Q6_K: ends) with float16 scales, and holds small integers in
 nibbles and loose bits. The order of operations is ggml's too, so that float32 results agree bit for
@@ -9,14 +9,15 @@ bit with its reference. NumPy alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.scheme import E2M1
+from slipstream.kernels.gguf_codes import FORMS, split
+from slipstream.spec.gguf import TYPES, GGUFFile
 
 Blocks = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -32,7 +33,7 @@ def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[A
     decode, block_size = _DECODERS[kind]
     result = np.empty((len(blocks), block_size), dtype)
     step = _CHUNK_VALUES // block_size
-    with np.errstate(over="ignore"):  # values too large for float16 become infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # too large for float16: infinite
         for begin in range(0, len(blocks), step):
             result[begin : begin + step] = decode(
                 np.ascontiguousarray(blocks[begin : begin + step])
@@ -152,11 +153,8 @@ def _q6_k(b: Blocks) -> Floats:
     return (_floats(low | high, 32.0).reshape(-1, 16, 16) * scale[:, :, None]).reshape(len(b), -1)
 
 
-def _mxfp4(b: Blocks) -> Floats:
-    # A block begins with its exponent plus 127. An e2m1 code has a sign bit, two exponent bits and
-    # one mantissa bit.
-    scale = np.ldexp(np.ones((len(b), 1), np.float32), b[:, :1].astype(np.int32) - 127)
-    return np.array((*E2M1, 0.0, *(-x for x in E2M1[1:])), np.float32)[_nibbles(b[:, 1:])] * scale
+def _by_codes(b: Blocks, kind: str) -> Floats:
+    return split(b.astype(np.int32), kind).values(FORMS[kind])
 
 
 _DECODERS: dict[str, tuple[Callable[[Blocks], Any], int]] = {
@@ -173,5 +171,9 @@ _DECODERS: dict[str, tuple[Callable[[Blocks], Any], int]] = {
     "Q4_K": (_q4_k, 256),
     "Q5_K": (_q5_k, 256),
     "Q6_K": (_q6_k, 256),
-    "MXFP4": (_mxfp4, 32),
+}
+_DECODERS |= {
+    t.name: (partial(_by_codes, kind=t.name), t.block_size)
+    for t in TYPES.values()
+    if t.name not in _DECODERS
 }

@@ -11,8 +11,9 @@ from msgspec import Raw
 
 from slipstream.types import CacheHints
 
-MARKS = ("cache_control", "prompt_cache_breakpoint")
-"""Fields of a block or tool by which a client marks the end of a prefix: Anthropic's and OpenAI's."""
+MARKS = {"cache_control": "5m", "prompt_cache_breakpoint": "30m"}
+"""Fields of a block, message or tool by which a client marks the end of a prefix, Anthropic's and OpenAI's, and the time to
+live of one that names none."""
 
 URGENT, LATER = 2.0, 0.5
 """Weights of requests with a priority below 0 and above it."""
@@ -31,42 +32,54 @@ def cache_hints(
 ) -> CacheHints:
     """Hints of an OpenAI body, or of one that was made of another's. The other arguments: see `CacheHints`."""
     offers = bool(getattr(body, "tools", None)) and getattr(body, "tool_choice", None) != "none"
+    options = _object(body.prompt_cache_options)
+    # "explicit": the client wants only what its breakpoints mark.
+    whole = None if options.get("mode") == "explicit" else seconds_of(options.get("ttl"))
     return CacheHints(
         session=(_text(body.prompt_cache_key) or "")[:MAX_NAME],
-        ttl_s=seconds_of(_text(body.prompt_cache_retention)) or _ttl(body.prompt_cache_options),
+        ttl_s=seconds_of(_text(body.prompt_cache_retention)) or whole,
         weight=URGENT if priority < 0 else LATER if priority > 0 else 1.0,
-        breakpoints=breakpoints or chat_breakpoints(body),
+        breakpoints=breakpoints or chat_breakpoints(body, options.get("ttl")),
         ends=bool(body.end_of_branch),
         calls=offers,
         call_tokens=call_tokens if offers else (),
     )
 
 
-def breakpoints(parts: Sequence[Mapping[str, Raw]]) -> Breakpoints:
-    """The breakpoints (`cache_control`) of blocks and tools that are not parsed yet, in the order of the prompt. The share of
-    the prompt before one is that of the characters. A `ttl` of its own is "5m"."""
+def breakpoints(parts: Sequence[Mapping[str, Raw]], ttl: Any = None) -> Breakpoints:
+    """The breakpoints of blocks and tools that are not parsed yet, in the order of the prompt. The share of the prompt before
+    one is that of the characters. `ttl`: the request's own, for a `prompt_cache_breakpoint` without one."""
     sizes = [sum(len(bytes(v)) for k, v in part.items() if k not in MARKS) for part in parts]
     found, total, so_far = list[tuple[float, float]](), max(1, sum(sizes)), 0
     for part, size in zip(parts, sizes, strict=True):
         so_far += size
-        given = next((part[name] for name in MARKS if name in part), None)
-        if given is None or bytes(given) == b"null":
-            continue
-        if (seconds := _ttl(given, "5m")) is not None:
-            found.append((so_far / total, seconds))
+        for name, usual in MARKS.items():
+            given = part.get(name, Raw())
+            if bytes(given) in (b"", b"null"):
+                continue
+            default = ttl or usual if name == "prompt_cache_breakpoint" else usual
+            if (seconds := seconds_of(_object(given).get("ttl") or default)) is not None:
+                found.append((so_far / total, seconds))
+                break
     return tuple(found[-MAX_BREAKPOINTS:])
 
 
-def chat_breakpoints(body: Any) -> Breakpoints:
-    """The same of a chat's messages. Few have any."""
-    contents = [message.content for message in getattr(body, "messages", ())]
-    listed = [part for content in contents if isinstance(content, list) for part in content]
-    if not any(name in part for part in listed for name in MARKS):
+def chat_breakpoints(body: Any, ttl: Any = None) -> Breakpoints:
+    """The same of a chat's tools and messages. Few have any."""
+    messages, tools = getattr(body, "messages", ()), getattr(body, "tools", None) or ()
+    marked = any(bytes(given.cache_control) for given in (*tools, *messages))
+    listed = (part for m in messages if isinstance(m.content, list) for part in m.content)
+    if not marked and not any(name in part for part in listed for name in MARKS):
         return ()
-    parts = list[Mapping[str, Raw]]()
-    for content in contents:
-        parts += content if isinstance(content, list) else [{"text": Raw((content or "").encode())}]
-    return breakpoints(parts)
+    parts = [
+        {"tool": Raw(msgspec.json.encode(t.function)), "cache_control": t.cache_control}
+        for t in tools
+    ]
+    for message in messages:
+        given = message.content
+        parts += given if isinstance(given, list) else [{"text": Raw((given or "").encode())}]
+        parts.append({"cache_control": message.cache_control})
+    return breakpoints(parts, ttl)
 
 
 def seconds_of(ttl: Any) -> float | None:
@@ -79,10 +92,10 @@ def seconds_of(ttl: Any) -> float | None:
     )
 
 
-def _ttl(given: Raw, default: str | None = None) -> float | None:
-    """Seconds of the `ttl` of an object that is not parsed yet."""
-    control = msgspec.json.decode(given) if bytes(given) else None
-    return seconds_of((isinstance(control, dict) and control.get("ttl")) or default)
+def _object(given: Raw) -> dict[str, Any]:
+    """The fields of an object that is not parsed yet. Empty for any other JSON."""
+    value = msgspec.json.decode(given) if bytes(given) else None
+    return value if isinstance(value, dict) else {}
 
 
 def _text(given: Raw | str | None) -> str | None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from slipstream.engine.fair_threads import FairThreads
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.engine.vision.picture_files import MAX_FILE_BYTES, MAX_REQUEST_PIXELS, PictureFile
 from slipstream.engine.vision.pictures import PreparedPicture, from_data_uri
 from slipstream.errors import RequestError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from slipstream.engine.text.tool_formats.base import Tool
 from slipstream.engine.text.tools import (
@@ -16,6 +16,7 @@ from slipstream.engine.text.tools import (
     Reading,
     reading,
 )
+from slipstream.server.answers.hints import HINT
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.json_depth import is_too_deep
 from slipstream.server.state import ServerState
@@ -33,6 +34,7 @@ class FunctionSpec(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaul
 class ToolSpec(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: FunctionSpec
+    cache_control: Raw = HINT  # see `cache_hints`
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -47,6 +49,8 @@ class NamedChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     arguments: str = ""
+    parsed_arguments: Raw = HINT  # what clients add to an answer, as the next two of a call
+    provider_specific_fields: Raw = HINT
 
 
 class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -56,6 +60,8 @@ class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | None = None
+    extra_content: Raw = HINT
+    provider_specific_fields: Raw = HINT
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice

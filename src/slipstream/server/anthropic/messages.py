@@ -468,10 +468,8 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     def check(self) -> None:
         super().check()
         budget = None if self.thinking is None else self.thinking.budget_tokens
-        if budget is not None and not 1024 <= budget < self.max_tokens:
-            raise bad_request(
-                "budget_tokens must be 1024 or more, and below max_tokens", "thinking.budget_tokens"
-            )
+        if budget is not None and budget < 1024:  # above max_tokens it has no effect
+            raise bad_request("budget_tokens must be 1024 or more", "thinking.budget_tokens")
 
     @cached_property
     def breakpoints(self) -> Breakpoints:

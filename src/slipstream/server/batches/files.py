@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from slipstream.engine.fair_threads import FairThreads
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.server.http.errors import (
     ApiError,
     bad_request,

@@ -39,7 +39,7 @@ from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
 from slipstream import locks
-from slipstream.engine.fair_threads import FairThreads
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.files import open_private
 from slipstream.server.batches.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.batches.files import LIFE_S, StoredFile

@@ -19,7 +19,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from slipstream.engine.fair_threads import client
+from slipstream.engine.threads.fair_threads import client
 from slipstream.server.http.errors import ApiError, response_to
 from slipstream.server.http.keys import EVERYBODY, Key, KeyFile
 from slipstream.server.state import ServerSettings

@@ -22,6 +22,7 @@ from slipstream.server.openai.protocol import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    SparseRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
@@ -37,6 +38,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v2/rerank": RerankRequest,
     "/classify": ClassifyRequest,
     "/v1/classify": ClassifyRequest,
+    "/embed_sparse": SparseRequest,
     "/pooling": PoolingRequest,
     "/v1/pooling": PoolingRequest,
     "/score": ScoreRequest,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.engine.fair_threads import client
+from slipstream.engine.threads.fair_threads import client
 from slipstream.server.http.errors import ApiError, as_api_error, response_to, unavailable
 from slipstream.server.http.keys import Key
 from slipstream.server.http.rates import Grant

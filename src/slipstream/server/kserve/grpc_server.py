@@ -27,7 +27,7 @@ import grpc
 import grpc.aio
 from starlette.types import Message
 
-from slipstream.engine.fair_threads import client
+from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.server.answers.generation import encode
 from slipstream.server.http.auth import check_role

@@ -19,6 +19,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from slipstream.engine.audio.formats import subtitles, verbose
 from slipstream.engine.audio.sound import decode_audio
 from slipstream.engine.audio.transcription import (
     Task,
@@ -26,8 +27,8 @@ from slipstream.engine.audio.transcription import (
     TranscriptionOptions,
     speech_of,
 )
-from slipstream.engine.fair_threads import FairThreads
 from slipstream.engine.streams import OutputStream
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import SlipstreamError
 from slipstream.outputs import PositionLogprobs, TranscriptionSegment
 from slipstream.server.answers.generation import effective_priority, encode
@@ -315,39 +316,10 @@ def _whole(made: Transcription, body: SpeechRequest, task: Task) -> tuple[bytes,
         case "text":
             return (made.text + "\n").encode(), _TEXT
         case "srt" | "vtt" as kind:
-            point, numbered = (",", True) if kind == "srt" else (".", False)
-            cues = (
-                f"{i}\n" * numbered
-                + f"{_clock(s.start, point)} --> {_clock(s.end, point)}\n{s.text.strip()}\n\n"
-                for i, s in enumerate(segments, 1)
-            )
-            text, media = "".join(cues), "application/x-subrip" if numbered else "text/vtt"
+            media = "application/x-subrip" if kind == "srt" else "text/vtt"
             head = ((b"content-type", f"{media}; charset=utf-8".encode()),)
-            return (text if numbered else f"WEBVTT\n\n{text}").encode(), head
+            return subtitles(segments, kind).encode(), head
         case "verbose_json":
-            language = "english" if task == "translate" else made.language_name
-            told = {
-                "task": task,
-                "language": language,
-                "duration": round(made.duration_s, 3),
-                "text": made.text,
-                "segments": [_segment(i, s) for i, s in enumerate(segments)],
-            }
+            told = verbose(task, made.language_name, made.duration_s, made.text, segments)
             return encode({**told, "usage": _usage(made)}), JSON_HEADERS
     return encode({"text": made.text, "usage": _usage(made)}), JSON_HEADERS
-
-
-def _segment(index: int, s: TranscriptionSegment) -> dict[str, Any]:
-    return {
-        "id": index, "seek": s.seek, "start": s.start, "end": s.end, "text": s.text, "tokens": list(s.tokens),
-        "temperature": s.temperature, "avg_logprob": s.avg_logprob, "compression_ratio": s.compression_ratio,
-        "no_speech_prob": s.no_speech_prob,
-    }  # fmt: skip
-
-
-def _clock(seconds: float, point: str) -> str:
-    """A time of subtitles: hours, minutes, seconds and milliseconds."""
-    ms = round(seconds * 1000)
-    return (
-        f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}{point}{ms % 1000:03d}"
-    )

@@ -346,7 +346,10 @@ async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
     )
     variables, hints = template_variables(body, template)
     if uses_tools:
-        variables["tools"] = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+        variables["tools"] = [
+            {"type": "function", "function": msgspec.to_builtins(tool.function)}
+            for tool in body.tools or ()
+        ]
     variables["add_special_tokens"] = bool(body.add_special_tokens)
     variables["any_length"] = body.truncate_prompt_tokens is not None
     if body.add_generation_prompt is not None:

@@ -22,9 +22,16 @@ from slipstream.engine.pooled import (
     refuse_classifier,
     rerank_texts,
     rows,
+    rows_of_task,
     score_texts,
     scores,
     scores_pairs,
+)
+from slipstream.engine.token_vectors import (
+    check_sparse,
+    sparse_embeddings,
+    text_task,
+    without_skipped,
 )
 from slipstream.errors import RequestError
 from slipstream.outputs import Vectors
@@ -42,29 +49,31 @@ from slipstream.server.openai.protocol import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    SparseRequest,
     decode,
 )
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
+from slipstream.types import FinishReason, Prompt, RequestOptions, TextTask, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
 CLASSIFY_PATHS = ("/classify", "/v1/classify")
 POOLING_PATHS = ("/pooling", "/v1/pooling")
+SPARSE_PATHS = ("/embed_sparse",)
 
 
 class PooledRoute:
-    """The ASGI endpoint for bodies of type `kind`; `answer` makes the JSON object of the answer."""
+    """The ASGI endpoint for bodies of type `kind`; `answer` makes the JSON of the answer."""
 
     def __init__(
         self,
         state: ServerState,
-        kind: type[Pooled],
-        answer: Callable[[ServerState, Any, RequestRecord], Awaitable[dict[str, Any]]],
+        kind: type[Pooled | SparseRequest],
+        answer: Callable[[ServerState, Any, RequestRecord], Awaitable[Any]],
     ) -> None:
         self.state, self.kind, self.answer = state, kind, answer
 
-    def read(self, raw: bytes) -> Pooled:
+    def read(self, raw: bytes) -> Pooled | SparseRequest:
         return decode(self.kind, raw)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,13 +118,15 @@ async def of_inputs(
     state: ServerState,
     body: EmbeddingRequest | ClassifyRequest | PoolingRequest,
     record: RequestRecord,
+    task: TextTask = "embed",
+    num_queries: int | None = None,
 ) -> Vectors:
     """The engine's vectors for the texts of `input`."""
     prompts: list[Prompt | tuple[str, str]] = [
         p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
     ]
     try:
-        answer = await embed(state, prompts, body, "input", record)
+        answer = await embed(state, prompts, body, "input", record, task, num_queries)
     except RequestError as error:
         if error.field in ("prompt", "prompt_token_ids"):
             error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
@@ -162,11 +173,44 @@ async def classify(
 async def pooling(
     state: ServerState, body: PoolingRequest, record: RequestRecord
 ) -> dict[str, Any]:
-    found = rows(await of_inputs(state, body, record))
+    model = state.engine.description
+    task, kind = text_task(model, body.task), body.input_type
+    if kind is not None and (model.pooling.late is None or task != "token_embed"):
+        raise bad_request(
+            "only a model of late interaction tells queries from documents; leave it out",
+            "input_type",
+        )
+    num_queries = None if kind is None else len(body.prompts()) * (kind == "query")
+    answer = await of_inputs(state, body, record, task, num_queries)
+    found = rows_of_task(model, answer, task)
+    if kind == "document":
+        found = without_skipped(model, answer, found, state.engine.tokenizer)
     as_text = body.encoding_format == "base64"
-    values = [base64.b64encode(row).decode() if as_text else row.tolist() for row in found]
+    values = [
+        base64.b64encode(row.tobytes()).decode() if as_text else row.tolist() for row in found
+    ]
     data = [{"index": i, "object": "pooling", "data": own} for i, own in enumerate(values)]
     return listed("pool", body, record, data)
+
+
+async def embed_sparse(
+    state: ServerState, body: SparseRequest, record: RequestRecord
+) -> list[list[dict[str, Any]]]:
+    """TEI's /embed_sparse: for each text the weights of its tokens."""
+    model = state.engine.description
+    check_sparse(model)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    try:
+        answer = await embed(state, texts, body, "inputs", record, "sparse_embed")
+    except RequestError as error:
+        if error.field == "prompt":
+            error.field = "inputs" if len(texts) == 1 else f"inputs[{error.text}]"
+        raise
+    record.num_prompt_tokens = sum(map(len, answer.prompt_token_ids))
+    return [
+        [{"index": i, "value": v} for i, v in zip(x.indices, x.values, strict=True)]
+        for x in sparse_embeddings(model, answer, state.engine.tokenizer)
+    ]
 
 
 async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> dict[str, Any]:
@@ -174,7 +218,8 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     texts = rerank_texts(engine.description, body.query, documents)
     try:
-        answer = await embed(state, texts, body, "documents", record)
+        task = engine.description.text_task
+        answer = await embed(state, texts, body, "documents", record, task, 1)
     except RequestError as error:
         if error.field == "prompt" and error.text is not None:
             document = error.text - (len(texts) - len(documents))  # the query may come first
@@ -182,7 +227,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     results: list[dict[str, Any]] = []
-    for result in rank(engine.description, documents, answer, body.top_n):
+    for result in rank(engine.description, documents, answer, body.top_n, engine.tokenizer):
         one = {"index": result.index, "relevance_score": result.relevance_score}
         results.append(
             {**one, "document": {"text": result.document}} if body.return_documents else one
@@ -198,7 +243,7 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
     )
     try:
         texts = score_texts(model, first, second)
-        answer = await embed(state, texts, body, "text_2", record)
+        answer = await embed(state, texts, body, "text_2", record, model.text_task, len(first))
     except RequestError as error:
         if error.field == "data_1":
             error.field = "text_1"
@@ -210,7 +255,7 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
                 )
             error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
         raise
-    found, _ = scores(model, len(first), answer)
+    found, _ = scores(model, len(first), answer, state.engine.tokenizer)
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     return {
         "id": f"score-{record.id}",
@@ -227,9 +272,11 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
 async def embed(
     state: ServerState,
     texts: Sequence[Prompt | tuple[str, str]],
-    body: Pooled,
+    body: Pooled | SparseRequest,
     field: str,
     record: RequestRecord,
+    task: TextTask = "embed",
+    num_queries: int | None = None,
 ) -> Vectors:
     """The engine's vectors for `texts`. A 400 that names `field` if there are more texts than
     choices allowed."""
@@ -243,6 +290,12 @@ async def embed(
         cache_salt=prefix_salt(record.key, body.cache_salt),
         reserve=None if record.grant is None else record.grant.reserve,
     )
-    answer = await state.engine.embed(texts, options, truncate_to=body.truncate_prompt_tokens)
+    answer = await state.engine.embed(
+        texts,
+        options,
+        truncate_to=body.truncate_prompt_tokens,
+        task=task,
+        num_queries=num_queries,
+    )
     state.metrics.finished[FinishReason.STOP] += len(texts)
     return answer

@@ -24,7 +24,7 @@ from msgspec import Meta, Raw, Struct
 
 from slipstream.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
-from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
+from slipstream.sampling_checks import MAX_LOGPROBS, TRUNCATING
 from slipstream.server.answers import beams
 from slipstream.server.answers.hints import HINT
 from slipstream.server.answers.structured import (
@@ -323,8 +323,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     back. `reasoning` is the name of `reasoning_content` in OpenRouter and newer vLLM."""
 
     hints: ClassVar[tuple[str, ...]] = (
-        *("id", "cache_control", "annotations", "reasoning_details", "thinking_blocks"),
-        "provider_specific_fields",
+        *("id", "annotations", "reasoning_details", "thinking_blocks"),
+        *("provider_specific_fields", "parsed"),
     )
 
     role: str
@@ -343,6 +343,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning_details: Raw = HINT
     thinking_blocks: Raw = HINT
     provider_specific_fields: Raw = HINT
+    parsed: Raw = HINT
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
@@ -458,13 +459,34 @@ class ClassifyRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
 
 
 class PoolingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """POST /pooling and /v1/pooling: vLLM's format. A text's vector, or a classifier's or reward model's scores as they are"""
+    """POST /pooling and /v1/pooling: vLLM's format. A text's vector, those of its tokens, or a classifier's or reward model's
+    scores as they are"""
 
     input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
+    task: str | None = None  # vLLM's names: embed, classify, score, token_embed, token_classify
+    # Whether the texts of a model of late interaction are queries or documents. Without it they are as they are.
+    input_type: Literal["query", "document"] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         return one_kind(self.input, "input")
+
+
+class SparseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /embed_sparse: TEI's format"""
+
+    inputs: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    truncate: bool = False
+    prompt_name: None = None
+    truncation_direction: Literal["right", "Right"] = "right"
+    model: str | None = None
+    priority: Int | None = None
+    cache_salt: Text | None = None
+    user: str | None = None
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None:
+        return -1 if self.truncate else None
 
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -688,6 +710,7 @@ register(
     ScoreRequest,
     ClassifyRequest,
     PoolingRequest,
+    SparseRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     TokenizeRequest,

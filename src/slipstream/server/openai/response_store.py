@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from slipstream.engine.fair_threads import FairThreads
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import ConfigError
 from slipstream.files import open_private
 from slipstream.server.http.errors import bad_request, storage_error, unavailable

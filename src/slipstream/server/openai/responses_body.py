@@ -33,6 +33,7 @@ from slipstream.server.openai.protocol import (
     ChatRequest,
     Int,
     Message,
+    RefusalPart,
     Stop,
     Text,
     TokenId,
@@ -364,6 +365,12 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
         refuse_unless_off(self, self.off)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
+        cache = decode_raw(self.prompt_cache_options or b"null", "prompt_cache_options")
+        if isinstance(cache, dict) and cache.get("prewarm"):
+            raise bad_request(
+                "every answer has a token or more; ask for one with max_output_tokens to fill the cache",
+                "prompt_cache_options.prewarm",
+            )
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise bad_request(f"top_logprobs needs include=[{_LOGPROBS!r}]", "top_logprobs")
 
@@ -477,13 +484,14 @@ def custom_input(arguments: str) -> str:
 
 
 class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends
-    back."""
+    """A part of a message. `annotations`, `logprobs` and `parsed` are fields of an answer that a
+    client sends back."""
 
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
@@ -515,6 +523,7 @@ class FunctionCallItem(Item, forbid_unknown_fields=True, kw_only=True):
     namespace: str | None = None
     caller: dict[str, Any] | None = None  # labels, as the next
     is_async: bool | None = msgspec.field(default=None, name="async")
+    parsed_arguments: Any = None
 
 
 class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
@@ -610,12 +619,9 @@ def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
             seen = []
         if isinstance(item, FunctionOutputItem):
             parts = _parts(item.output, f"{where}.output")
-            pictures = [p for p in parts if isinstance(p, dict) and "image_url" in p]
-            text = "".join(
-                decode_raw(p["text"], f"{where}.output") if isinstance(p, dict) else p
-                for p in parts
-                if not (isinstance(p, dict) and "image_url" in p)
-            )
+            listed = [] if isinstance(parts, str) else parts
+            pictures = [part for part in listed if "image_url" in part]
+            text = parts if isinstance(parts, str) else [p for p in listed if "image_url" not in p]
             found.append((Message(role="tool", content=text, tool_call_id=item.call_id), where))
             if pictures:
                 seen.append((Message(role="user", content=pictures), where))
@@ -654,39 +660,49 @@ def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
 
 
 def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[str, Raw]]:
-    """A message's content as a chat has it: one text, or parts if there are pictures."""
+    """A message's content as a chat has it: one text, or parts if there are pictures or breakpoints
+    of the cache."""
     if isinstance(content, str) or not any(
-        bytes(part.get("type", b"")) == b'"input_image"' for part in content
+        _kind(part) == b'"input_image"' or _MARK in part for part in content
     ):
         return _text(content, path)
     found = []
     for i, part in enumerate(content):
-        if bytes(part.get("type", b"")) == b'"input_image"':
-            image = decode(ItemImage, msgspec.json.encode(part), f"{path}[{i}].")
+        where = f"{path}[{i}]"
+        if _kind(part) == b'"input_image"':
+            image = decode(ItemImage, msgspec.json.encode(part), f"{where}.")
             if image.image_url is None:
                 if image.file_id is not None:
                     raise bad_request(
                         "files can't be referenced; send the picture as image_url",
-                        f"{path}[{i}].file_id",
+                        f"{where}.file_id",
                     )
-                raise bad_request("send the picture, as a data: URI", f"{path}[{i}].image_url")
-            found.append(picture_part(image.image_url, image.detail))
+                raise bad_request("send the picture, as a data: URI", f"{where}.image_url")
+            made = picture_part(image.image_url, image.detail)
         else:
-            found.append(text_part(_text([part], path)))
+            made = text_part(_text_of(part, where))
+        found.append(made | ({_MARK: part[_MARK]} if _MARK in part else {}))
     return found
+
+
+_MARK = "prompt_cache_breakpoint"
+
+
+def _kind(part: dict[str, Raw]) -> bytes:
+    return bytes(part.get("type", b""))
 
 
 def _text(content: str | list[dict[str, Raw]], path: str) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(content):
-        if not re.fullmatch(
-            rb'"((input|output|summary|reasoning)_)?text"', bytes(part.get("type", b""))
-        ):
-            raise bad_request(
-                "only text is supported here: parts of type input_text and output_text",
-                f"{path}[{i}].type",
-            )
-        texts.append(decode(ItemText, msgspec.json.encode(part), f"{path}[{i}].").text)
-    return "".join(texts)
+    return "".join(_text_of(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def _text_of(part: dict[str, Raw], path: str) -> str:
+    if _kind(part) == b'"refusal"':  # another model's
+        return decode(RefusalPart, msgspec.json.encode(part), f"{path}.").refusal
+    if not re.fullmatch(rb'"((input|output|summary|reasoning)_)?text"', _kind(part)):
+        raise bad_request(
+            "only text is supported here: parts of type input_text and output_text", f"{path}.type"
+        )
+    return decode(ItemText, msgspec.json.encode(part), f"{path}.").text

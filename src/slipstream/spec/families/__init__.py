@@ -29,10 +29,12 @@ from slipstream.spec.families import (
     llama4,
     minimax,
     mistral3,
+    mixtures,
     nemotron,
     olmo,
     qwen,
     sparse,
+    step,
 )
 from slipstream.spec.families.base import Family
 from slipstream.spec.families.classic import (
@@ -46,7 +48,7 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bert, modernbert, nomic, t5, whisper
+from slipstream.spec.families.encoders import bert, deberta, modernbert, nomic, t5, whisper
 from slipstream.spec.families.hybrids import (
     bamba,
     falcon_h1,
@@ -65,6 +67,7 @@ MODULES = (
         apertus,
         bamba,
         bert,
+        deberta,
         bloom,
         cohere,
         dbrx,
@@ -78,8 +81,20 @@ MODULES = (
         gemma4,
     ),
     *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
-    *(minimax, mistral3, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid),
-    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, t5, whisper),
+    *(
+        minimax,
+        mistral3,
+        mixtures,
+        modernbert,
+        mpt,
+        nemotron,
+        nemotron_h,
+        neox,
+        nomic,
+        olmo,
+        olmo_hybrid,
+    ),
+    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

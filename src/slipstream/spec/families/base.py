@@ -101,7 +101,7 @@ class ConfigReader:
     ) -> None:
         self._config = config
         self._where = where
-        self._prefix = prefix
+        self.prefix = prefix
         self._no_effect = no_effect
         self._read: set[str] = set()
 
@@ -123,13 +123,24 @@ class ConfigReader:
         """`assume` for keys whose null means something else than their absence."""
         self.assume(**{key: value for key, value in values.items() if not self.says(key)})
 
+    def put(self, **values: Any) -> None:
+        """Replaces what the config says."""
+        self._config = {**self._config, **values}
+
+    def alias(self, names: Mapping[str, str]) -> None:
+        """Other names of keys, by the key. Both may be there, with one value."""
+        for key, other in names.items():
+            if other in self:
+                self.assume(**{key: self._config[other]})
+                self.require(other, self._config[key])
+
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`, which must be of type `kind`. A missing key gives `default`, or an error if that is None."""
         self._read.add(key)
         value = self._config.get(key)
         if value is None:
             if default is None:
-                key = self._prefix + key
+                key = self.prefix + key
                 raise UnsupportedModelError(f"{self._where} lacks {key!r}", field=key)
             return default
         if (
@@ -179,11 +190,11 @@ class ConfigReader:
         """A reader of the object under `key`. Call its `finish` as well."""
         inner = self.take(key, dict)
         return ConfigReader(
-            inner, self._where, prefix=f"{self._prefix}{key}.", no_effect=self._no_effect
+            inner, self._where, prefix=f"{self.prefix}{key}.", no_effect=self._no_effect
         )
 
     def unsupported(self, key: str, why: str) -> UnsupportedModelError:
-        name = self._prefix + key
+        name = self.prefix + key
         return UnsupportedModelError(
             f"{self._where}: {name} = {self._config.get(key)!r}: {why}", field=name
         )
@@ -192,11 +203,11 @@ class ConfigReader:
         unknown = set(self._config) - self._read - self._no_effect
         unknown = {k for k in unknown if self._config[k] not in (None, WRITTEN_BY_ALL.get(k))}
         if unknown:
-            keys = [f"{self._prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
+            keys = [f"{self.prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
             raise UnsupportedModelError(
                 f"{self._where} has {', '.join(keys)}, which Slipstream does not know: it may change what the model "
                 "computes, so it is not ignored",
-                field=self._prefix + min(unknown),
+                field=self.prefix + min(unknown),
             )
 
 

@@ -107,6 +107,11 @@ def after(norm: NormSpec) -> SequentialBlock:
     return SequentialBlock(post_attention=norm, post_mlp=norm)
 
 
+def around(norm: NormSpec) -> SequentialBlock:
+    """A block with norms before attention and MLP and after them."""
+    return SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
+
+
 def decoder(
     c: ConfigReader,
     family: str,
@@ -124,6 +129,7 @@ def decoder(
     kinds: list[str] | None = None,
     window: int | None = None,
     rotated: Callable[[int], bool] | None = None,
+    position: Callable[[int], RopeSpec | None] | None = None,
     positions: Mapping[str, Any] = NO_SETTINGS,
     more: Mapping[str, Any] = NO_SETTINGS,
     residual_scale: float = 1.0,
@@ -136,13 +142,15 @@ def decoder(
     `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
     `over`: what the norms of q and k are over. `after_rotation`: they come behind it. `learned`: they have weights.
     `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
-    `rotated`: whether a layer, by its index, has the rotary embedding.
+    `rotated`: whether a layer, by its index, has the rotary embedding. `position`: that of a layer, if they have others.
     `positions`, `more`, `whole`: further arguments of `rope`, `attention` and `model`.
     """
     h = h or heads(c)
     longest = c.size("max_position_embeddings", max_position)
     norm = norm or rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
-    position = rope(c, h.head_dim, max_position=longest, **positions)
+    if position is None:
+        of_all = rope(c, h.head_dim, max_position=longest, **positions)
+        position = lambda i: of_all if rotated is None or rotated(i) else None
     if bias is None:
         bias = (c.take("attention_bias", bool, False),) * 2
     mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
@@ -153,7 +161,7 @@ def decoder(
     def layer(i: int) -> LayerSpec:
         of = attention(
             h,
-            position if rotated is None or rotated(i) else None,
+            position(i),
             qkv_bias=bias[0],
             out_bias=bias[1],
             window=window if kinds and kinds[i] == "sliding_attention" else None,
@@ -208,8 +216,17 @@ def model(
 
 def num_labels(c: ConfigReader) -> int | None:
     """The length of `id2label`, by default 2, if the architecture ends in ForSequenceClassification; otherwise None."""
+    return _labels_of(c, "ForSequenceClassification")
+
+
+def num_token_labels(c: ConfigReader) -> int | None:
+    """The same for ForTokenClassification."""
+    return _labels_of(c, "ForTokenClassification")
+
+
+def _labels_of(c: ConfigReader, end: str) -> int | None:
     named = c.take("architectures", list, [])
-    if not named or not str(named[0]).endswith("ForSequenceClassification"):
+    if not named or not str(named[0]).endswith(end):
         return None
     return len(c.take("id2label", dict, {"0": "", "1": ""}))
 
@@ -217,6 +234,17 @@ def num_labels(c: ConfigReader) -> int | None:
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
     """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
     return kinds(c, ("full_attention", "sliding_attention"), default)
+
+
+def windows(
+    c: ConfigReader, default: str | Callable[[int], str], size: int | None = None
+) -> dict[str, Any]:
+    """`layer_types` and `sliding_window`, as `decoder` takes them. `size`: the default of the window."""
+    window = c.maybe("sliding_window", int) if c.says("sliding_window") else size
+    found = kinds_of_layers(c, default)
+    if not window and "sliding_attention" in found:
+        raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
+    return {"kinds": found, "window": window or None}
 
 
 LEGACY_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
@@ -361,6 +389,7 @@ def rope_of_kind(
     scaled: bool = True,
     default: dict[str, Any] | None = None,
     proportional: bool = False,
+    partial: float | None = None,
 ) -> RopeSpec:
     """The rotary embedding of one kind of layer in families where each kind has its own, by the rule of transformers 5.
 
@@ -368,7 +397,8 @@ def rope_of_kind(
     2. `rope_scaling` changes the object if `scaled`.
     3. Without `rope_parameters` there is `default`.
 
-    `proportional`: the family has this rope_type, too."""
+    `proportional`: the family has this rope_type, too. `partial`: the default of the rotated part of a head; None: heads are
+    rotated whole."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     own = default if own is None else own
     kinds, key = ("full_attention", "sliding_attention"), "rope_parameters"
@@ -383,13 +413,13 @@ def rope_of_kind(
         key, raw = "rope_scaling", {**raw, **scaling}
     raw = {
         "rope_theta": c.take(theta_key, float, theta),
-        "partial_rotary_factor": 1.0,
+        "partial_rotary_factor": partial or 1.0,
         **(raw or {}),
     }
     if raw.get("truncate") is False:  # transformers looks for it next to the kinds
         raise c.unsupported(key, "truncate has no effect in transformers in a kind of layer")
     is_proportional = proportional and raw.get("rope_type") == "proportional"
-    if raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:
+    if partial is None and raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:
         raise c.unsupported(key, "transformers rotates whole heads in this family")
     return _rope_from(
         c,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
+    NO_NAMES,
     ROPE_TYPES,
     before,
     decoder,
@@ -72,18 +73,43 @@ def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
     )
 
 
-def read_v3(c: ConfigReader) -> ModelSpec:
+def read_v3(
+    c: ConfigReader, family: str = "deepseek_v3", *, dense: int | None = None, **more: Any
+) -> ModelSpec:
+    """`dense`: the number of first layers without experts, if not as a config of V3 says it."""
     c.require("scoring_func", "sigmoid")
     c.require("topk_method", "noaux_tc")
     moe = corrected_mixture(c, weight_scale=2.5)
     interleaved = c.take("rope_interleave", bool, True)
-    return read_latent(
-        c,
-        "deepseek_v3",
-        moe,
-        interleaved=interleaved,
-        dense=c.take("first_k_dense_replace", int, 3),
+    dense = c.take("first_k_dense_replace", int, 3) if dense is None else dense
+    return read_latent(c, family, moe, interleaved=interleaved, dense=dense, **more)
+
+
+def read_sarvam_mla(c: ConfigReader) -> ModelSpec:
+    """Sarvam 105B: V3's layers. Its authors' config has other names for the numbers of experts and for YaRN."""
+    c.alias(SARVAM_KEYS)
+    c.assume_missing(
+        **dict(n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, q_lora_rank=None),
+        **dict(n_group=1, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=2048),
+        **dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     )
+    c.require("q_head_dim", c.size("qk_nope_head_dim") + c.size("qk_rope_head_dim"))
+    return read_v3(c, "sarvam_mla", renamed={"deepseek_yarn": "yarn"})
+
+
+SARVAM_KEYS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+
+
+def read_axk1(c: ConfigReader) -> ModelSpec:
+    """A.X K1: V3's layers, with a norm after the experts."""
+    c.assume_missing(
+        **dict(num_key_value_heads=64, n_routed_experts=192, n_shared_experts=1, n_group=8),
+        **dict(topk_group=4, num_experts_per_tok=8, moe_intermediate_size=2048),
+        **dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64),
+        **dict(v_head_dim=128, max_position_embeddings=32768),
+    )
+    c.size("q_lora_rank")
+    return read_v3(c, "axk1", dense=dense_layers(c, 1), norms_experts=True)
 
 
 def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
@@ -244,18 +270,20 @@ def read_latent(
     scaled: bool = False,
     residual_scale: float = 1.0,
     index: Callable[[int, RopeSpec], IndexSpec | Literal["previous"]] | None = None,
+    renamed: Mapping[str, str] = NO_NAMES,
+    norms_experts: bool = False,
     **more: Any,
 ) -> ModelSpec:
     """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
     are scaled by position, and a config counts what is rotated as a part of a whole key. `index`: that of a layer with this
-    rotary embedding."""
+    rotary embedding. `renamed`: see `rope`. `norms_experts`: what the experts give is normed."""
     num_heads, plain, rotary = (
         c.size("num_attention_heads"),
         c.size("qk_nope_head_dim"),
         c.size("qk_rope_head_dim"),
     )
     c.require("num_key_value_heads", num_heads)
-    c.require("head_dim", plain + rotary if scaled else rotary)
+    c.require("head_dim", plain + rotary if scaled else rotary, c.size("kv_lora_rank") + rotary)
     c.require("qk_head_dim", plain + rotary)
     c.require("mlp_bias", False)
     max_position = c.size("max_position_embeddings", 4096)
@@ -268,6 +296,7 @@ def read_latent(
         style="interleaved" if interleaved else "half",
         partial=rotary / (plain + rotary) if scaled else None,
         default=positions,
+        renamed=renamed,
         rope_types=("yarn",) if scaled else ROPE_TYPES,
     )
     if position.rotary_dim != rotary:
@@ -292,10 +321,13 @@ def read_latent(
     def layer(i: int) -> LayerSpec:
         of = mlp if i < dense or moe is None else moe
         own = None if index is None else index(i, position)
+        block = before(norm)
+        if norms_experts and of is moe:
+            block = dataclasses.replace(block, post_mlp=norm)
         return LayerSpec(
             attention=dataclasses.replace(attention, index=own),
             mlp=of,
-            block=before(norm),
+            block=block,
             residual_scale=residual_scale,
         )
 
@@ -330,7 +362,7 @@ def names(spec: ModelSpec) -> Names:
     assert isinstance(a, LatentAttentionSpec)
     q = "self_attn.q_proj" if a.q_rank is None else "self_attn.q_b_proj"
     more = STACKED if spec.family == "mistral4" else {}
-    return table({**NAMES, **more, "attention.q": q})(spec)
+    return table({**NAMES, "post_mlp": "post_mlp_layernorm", **more, "attention.q": q})(spec)
 
 
 def gguf_experts(m: ConfigReader) -> dict[str, Any]:
@@ -436,6 +468,19 @@ FAMILIES = (
             ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
             ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
         )
+    ),
+    Family(
+        model_type="sarvam_mla",
+        architectures=("SarvamMLAForCausalLM", "DeepseekV3ForCausalLM"),
+        read=read_sarvam_mla,
+        names=names,
+    ),
+    Family(
+        model_type="axk1",
+        architectures=("AXK1ForCausalLM",),
+        read=read_axk1,
+        names=names,
+        ignored=(r"model\.layers\.\d+\.post_mlp_layernorm\.weight",),  # of dense layers
     ),
     Family(
         model_type="youtu",

@@ -279,8 +279,8 @@ GEMMA3_NAMES = {
 }
 
 
-def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    config = llama_gguf_config(m)
+def gguf_config(m: ConfigReader, *, causal: bool = True) -> dict[str, Any]:
+    config = llama_gguf_config(m, causal=causal)
     del config["hidden_act"]
     return {**config, "hidden_activation": TANH}
 
@@ -293,8 +293,15 @@ def gemma2_gguf_config(m: ConfigReader) -> dict[str, Any]:
     return {**config, "query_pre_attn_scalar": _query_scalar(m, config, layers_of_27b=46)}
 
 
+EMBEDDING = "gemma-embedding"
+"""llama.cpp's name for EmbeddingGemma."""
+
+
 def gemma3_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    config = gguf_config(m)
+    both = m.prefix == f"{EMBEDDING}."
+    config = {**gguf_config(m, causal=not both), "use_bidirectional_attention": both}
+    if both:  # `gguf_pooling` reads the tensors' own shapes
+        m.ignore(*(f"dense_{i}_feat_{x}" for i in (2, 3) for x in ("in", "out")))
     window, count = m.take("attention.sliding_window", int, 0), config["num_hidden_layers"]
     config["sliding_window"] = window or None
     pattern = m.value("attention.sliding_window_pattern")
@@ -337,7 +344,11 @@ FAMILIES = (
             read=read,
             names=table(theirs),
             gguf=GGUFFamily(
-                architecture=model_type.removesuffix("_text"), config=config, names=GGUF_NAMES
+                architecture=model_type.removesuffix("_text"),
+                config=config,
+                names=GGUF_NAMES,
+                also=(EMBEDDING,) if model_type == "gemma3_text" else (),
+                ignored=(r"dense_[23]\.weight",) if model_type == "gemma3_text" else (),
             ),
         )
         for model_type, architectures, read, theirs, config in (

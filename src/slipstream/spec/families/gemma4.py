@@ -134,6 +134,14 @@ def read(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_unified(c: ConfigReader) -> ModelSpec:
+    """Gemma 4 12B: layers have no inputs of their own."""
+    c.require("hidden_size_per_layer_input", 0)
+    c.require("enable_moe_block", False)
+    c.assume(hidden_size_per_layer_input=0, max_position_embeddings=262_144, sliding_window=1024)
+    return read(c)
+
+
 def _heads(c: ConfigReader, kinds: list[str], keys_as_values: bool) -> list[HeadCounts]:
     """The heads of each layer. transformers 5 writes what differs between layers as `per_layer_config`; other writers give
     numbers for layers without a window."""
@@ -298,7 +306,8 @@ GGUF4: dict[str, Theirs] = {
 
 # Keys and values of layers that read those of others are in published checkpoints, and unused.
 UNUSED = (r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",)
-TOWERS = r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*"
+PREFIXES = ("language_model.", "model.language_model.", "model.")
+TOWERS = r"(model\.)?(vision_embedder|vision_tower|embed_vision|audio_tower|embed_audio)\..*"
 
 
 def names(spec: ModelSpec) -> Names:
@@ -312,6 +321,22 @@ def names(spec: ModelSpec) -> Names:
 
 
 FAMILIES = (
+    Family(
+        model_type="gemma4_unified_text",
+        architectures=("Gemma4UnifiedForCausalLM",),
+        read=read_unified,
+        names=table(GEMMA4),
+        ignored=UNUSED,
+    ),
+    Family(  # text alone
+        model_type="gemma4_unified",
+        architectures=("Gemma4UnifiedForConditionalGeneration",),
+        read=read_unified,
+        names=table(GEMMA4),
+        nested_config="text_config",
+        prefixes=PREFIXES,
+        ignored=(*UNUSED, TOWERS),
+    ),
     Family(
         model_type="gemma4_text",
         architectures=("Gemma4ForCausalLM",),
@@ -332,7 +357,7 @@ FAMILIES = (
         read=read,
         names=names,
         nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
+        prefixes=PREFIXES,
         ignored=(*UNUSED, r"layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight", TOWERS),
         vision=gemma4_vision.read_vision,
         processing=gemma4_vision.read_processing,

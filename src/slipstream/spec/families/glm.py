@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     HeadCounts,
+    around,
     attention,
     before,
     decoder,
@@ -21,7 +22,7 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.deepseek import SHARED, corrected_mixture, gguf_experts
+from slipstream.spec.families.deepseek import SARVAM_KEYS, SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.mtp import DEEPSEEK, LLAMA_CPP
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
@@ -31,7 +32,6 @@ from slipstream.spec.model import (
     ModelSpec,
     QKNormSpec,
     RopeSpec,
-    SequentialBlock,
 )
 
 
@@ -49,11 +49,10 @@ def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1.5625e-7))
     position = rope(c, h.head_dim, partial=0.5, max_position=max_position, style="interleaved")
-    four = SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
     layer = LayerSpec(
         attention=attention(h, position, qkv_bias=c.take("attention_bias", bool, True)),
         mlp=gated(c),
-        block=four if sandwich else before(norm),
+        block=around(norm) if sandwich else before(norm),
     )
     return model(c, family, layer, norm, max_position)
 
@@ -100,7 +99,20 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     )
 
 
-def read_glm4_moe(c: ConfigReader) -> ModelSpec:
+def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
+    """Sarvam 30B: GLM-4.5's layers whose heads are rotated whole. Its authors' config has other names for some keys."""
+    c.alias({**SARVAM_KEYS, "attention_bias": "use_qkv_bias"})
+    c.assume_missing(
+        **dict(
+            head_dim=64, num_key_value_heads=4, moe_intermediate_size=1024, n_routed_experts=128
+        ),
+        **dict(n_shared_experts=1, num_experts_per_tok=6, routed_scaling_factor=2.5, n_group=1),
+        **dict(topk_group=1, rms_norm_eps=1e-6, use_qk_norm=True, rope_theta=8e6),
+    )
+    return read_glm4_moe(c, "sarvam_moe", partial=1.0)
+
+
+def read_glm4_moe(c: ConfigReader, family: str = "glm4_moe", *, partial: float = 0.5) -> ModelSpec:
     """GLM-4.5 and 4.6: grouped heads, and DeepSeek V3's experts."""
     h, hidden = heads(c), c.size("hidden_size")
     max_position, eps = (
@@ -111,7 +123,7 @@ def read_glm4_moe(c: ConfigReader) -> ModelSpec:
     num_dense = c.take("first_k_dense_replace", int, 1)
     of = attention(
         h,
-        rope(c, h.head_dim, partial=0.5, max_position=max_position),
+        rope(c, h.head_dim, partial=partial, max_position=max_position),
         qkv_bias=c.take("attention_bias", bool, False),
         qk_norm=QKNormSpec(over="head", eps=eps) if c.take("use_qk_norm", bool, False) else None,
     )
@@ -119,7 +131,7 @@ def read_glm4_moe(c: ConfigReader) -> ModelSpec:
     def layer(i: int) -> LayerSpec:
         return LayerSpec(attention=of, mlp=dense if i < num_dense else moe, block=before(norm))
 
-    return model(c, "glm4_moe", layer, norm, max_position)
+    return model(c, family, layer, norm, max_position)
 
 
 def read_solar_open(c: ConfigReader) -> ModelSpec:
@@ -142,6 +154,15 @@ def read_solar_open(c: ConfigReader) -> ModelSpec:
     )
 
 
+SARVAM: dict[str, Theirs] = {
+    **SHARED,
+    "embed": "model.word_embeddings",
+    "attention.qkv": "attention.query_key_value",
+    "attention.q_norm": "attention.query_layernorm",
+    "attention.k_norm": "attention.key_layernorm",
+    "attention.out": "attention.dense",
+    "correction": {"weight": "mlp.gate.expert_bias"},
+}
 FUSED = {**LLAMA, "mlp.up": "mlp.gate_up_proj"}
 SANDWICH = {**FUSED, "post_attention": "post_self_attn_layernorm", "post_mlp": "post_mlp_layernorm"}
 CHATGLM: dict[str, Theirs] = {
@@ -207,6 +228,12 @@ FAMILIES = (
             names=gguf_table(GLM4_MOE_GGUF),
             mtp=LLAMA_CPP,
         ),
+    ),
+    Family(
+        model_type="sarvam_moe",
+        architectures=("SarvamMoEForCausalLM", "Glm4MoeForCausalLM"),
+        read=read_sarvam_moe,
+        names=table(SARVAM),
     ),
     Family(
         model_type="solar_open",

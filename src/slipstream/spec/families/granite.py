@@ -1,5 +1,5 @@
 """Granite 3, dense and as mixtures of experts, with a shared expert or without: Llama's layers, with multipliers of embeddings,
-scores, additions to the residual, and logits."""
+scores, additions to the residual, and logits. Those with windows and sinks, and HyperCLOVA X."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import decoder, gated
+from slipstream.spec.families.builders import around, before, decoder, gated, heads, rope, windows
 from slipstream.spec.families.llama import UNPERMUTED, names
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, table
@@ -23,11 +23,15 @@ def read_moe(c: ConfigReader) -> ModelSpec:
 
 
 def read_moe_shared(c: ConfigReader) -> ModelSpec:
+    return _read(c, "granitemoeshared", _shared(c))
+
+
+def _shared(c: ConfigReader) -> MoESpec:
     moe, size = _mixture(c), c.take("shared_intermediate_size", int, 0)
     if size:
         shared = dataclasses.replace(moe.expert, intermediate_size=size)
         moe = dataclasses.replace(moe, shared=SharedExpertSpec(mlp=shared))
-    return _read(c, "granitemoeshared", moe)
+    return moe
 
 
 def _mixture(c: ConfigReader) -> MoESpec:
@@ -40,15 +44,60 @@ def _mixture(c: ConfigReader) -> MoESpec:
     )
 
 
-def _read(c: ConfigReader, family: str, mlp: MoESpec | None = None) -> ModelSpec:
+def read_swa(c: ConfigReader) -> ModelSpec:
+    c.assume_missing(num_key_value_heads=4)
+    return _read_windows(c, "granite_swa", None, max_position=8192, eps=1e-5, tied=True)
+
+
+def read_moe_swa(c: ConfigReader) -> ModelSpec:
+    return _read_windows(c, "granitemoe_swa", _shared(c), max_position=2048, eps=1e-6)
+
+
+def read_hyperclovax(c: ConfigReader) -> ModelSpec:
+    """HyperCLOVA X SEED: norms after attention and MLP too, and logits that are multiplied, not divided."""
+    c.assume(attention_multiplier=heads(c).head_dim ** -0.5)
+    block = around if c.take("use_post_norm", bool, True) else before
+    scale = c.take("logits_scaling", float, 1.0)
+    return _read(c, "hyperclovax", block=block, logit_scale=scale)
+
+
+def _read_windows(c: ConfigReader, family: str, mlp: MoESpec | None, **more: Any) -> ModelSpec:
+    """Layers with sinks, of which three of four have a window, and each its own base of the rotary embedding or none."""
+    head_dim, count = heads(c).head_dim, c.size("num_hidden_layers")
+    longest = c.size("max_position_embeddings", more["max_position"])
+    of_all = rope(c, head_dim, max_position=longest)
+    bases = c.take("layer_rope_theta", list, [of_all.theta] * count)
+    if len(bases) != count or not all(type(x) in (int, float) and x >= 0 for x in bases):
+        raise c.unsupported("layer_rope_theta", f"must be {count} numbers, 0 for no rotation")
+    return _read(
+        c,
+        family,
+        mlp,
+        sinks=True,
+        position=lambda i: dataclasses.replace(of_all, theta=bases[i]) if bases[i] else None,
+        **windows(c, lambda i: "sliding_attention" if i % 4 else "full_attention", 128),
+        **more,
+    )
+
+
+def _read(
+    c: ConfigReader,
+    family: str,
+    mlp: MoESpec | None = None,
+    *,
+    sinks: bool = False,
+    logit_scale: float | None = None,
+    **more: Any,
+) -> ModelSpec:
     return decoder(
         c,
         family,
         mlp=mlp,
-        more={"scale": c.take("attention_multiplier", float, 1.0)},
+        more={"scale": c.take("attention_multiplier", float, 1.0), "sinks": sinks},
         residual_scale=c.take("residual_multiplier", float, 1.0),
         embed_scale=c.take("embedding_multiplier", float, 1.0),
-        logit_scale=1.0 / c.take("logits_scaling", float, 1.0),
+        logit_scale=logit_scale or 1.0 / c.take("logits_scaling", float, 1.0),
+        **more,
     )
 
 
@@ -83,6 +132,15 @@ MOE: dict[str, Theirs] = {
     "shared.up": "shared_mlp.input_linear",
     "shared.down": "shared_mlp.output_linear",
 }
+SINKS: dict[str, Theirs] = {"attention.sinks": {"weight": "self_attn.sinks"}}
+MOE_SWA: dict[str, Theirs] = {
+    **MOE,
+    **SINKS,
+    "router": "block_sparse_moe.router",
+    "experts.up": {"weight": "block_sparse_moe.experts.gate_up_proj"},
+    "experts.down": {"weight": "block_sparse_moe.experts.down_proj"},
+}
+HYPERCLOVAX = table({**LLAMA, "post_attention": "post_norm1", "post_mlp": "post_norm2"})
 MOE_GGUF = GGUFFamily(architecture="granitemoe", config=gguf_moe_config, names=UNPERMUTED)
 
 FAMILIES = tuple(
@@ -103,5 +161,8 @@ FAMILIES = tuple(
             table(MOE),
             MOE_GGUF,
         ),
+        ("granite_swa", "GraniteSWAForCausalLM", read_swa, table({**LLAMA, **SINKS}), None),
+        ("granitemoe_swa", "GraniteMoeSWAForCausalLM", read_moe_swa, table(MOE_SWA), None),
+        ("hyperclovax", "HyperCLOVAXForCausalLM", read_hyperclovax, HYPERCLOVAX, None),
     )
 )

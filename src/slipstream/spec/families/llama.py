@@ -1,6 +1,6 @@
 """Llama 2 and 3, SmolLM 2 and 3, and any other `llama`; Mistral (all layers have a window), Ministral (some have), and Mixtral
 (mixtures of experts); and what is nearly Llama: Seed-OSS (biases of q, k and v), Arcee (MLPs without a gate), Helium
-(interleaved rotary embedding), InternLM 3, nanochat (norms without weights)."""
+(interleaved rotary embedding), InternLM 3, nanochat (norms without weights), CWM, IQuest-Coder, Jais 2, EXAONE 3."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from slipstream.spec.families.builders import (
     gated,
     heads,
     kinds_of_layers,
+    layer_norm,
     plain,
     rms,
+    windows,
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
@@ -24,17 +26,17 @@ from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec
 
 def read(c: ConfigReader) -> ModelSpec:
     """llama.cpp writes Mixtral as a `llama` with experts."""
-    return read_mixtral(c) if "num_local_experts" in c else _read(c, "llama", windows=False)
+    return read_mixtral(c) if "num_local_experts" in c else _read(c, "llama", has_windows=False)
 
 
 def read_mistral(c: ConfigReader) -> ModelSpec:
     if not c.says("sliding_window"):
         c.assume(sliding_window=4096)
-    return _read(c, "mistral", windows=True)
+    return _read(c, "mistral", has_windows=True)
 
 
 def read_ministral(c: ConfigReader) -> ModelSpec:
-    return _read(c, "ministral", windows=True)
+    return _read(c, "ministral", has_windows=True)
 
 
 def read_smollm3(c: ConfigReader) -> ModelSpec:
@@ -45,7 +47,7 @@ def read_smollm3(c: ConfigReader) -> ModelSpec:
     c.ignore("max_window_layers")  # of windows that are off
     if len(rotated) != count or not set(rotated) <= {0, 1}:
         raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
-    return _read(c, "smollm3", windows=False, rotated=rotated, tied=True, theta=2e6)
+    return _read(c, "smollm3", has_windows=False, rotated=rotated, tied=True, theta=2e6)
 
 
 def read_mixtral(c: ConfigReader) -> ModelSpec:
@@ -57,7 +59,7 @@ def read_mixtral(c: ConfigReader) -> ModelSpec:
         normalize=True,
     )
     c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-    return _read(c, "mixtral", windows=True, mlp=moe, eps=1e-5, theta=1e6)
+    return _read(c, "mixtral", has_windows=True, mlp=moe, eps=1e-5, theta=1e6)
 
 
 def read_seed_oss(c: ConfigReader) -> ModelSpec:
@@ -110,11 +112,63 @@ def read_nanochat(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_cwm(c: ConfigReader) -> ModelSpec:
+    """CWM: windows in three layers of four."""
+    c.assume_missing(num_key_value_heads=8, head_dim=128)
+    return decoder(
+        c,
+        "cwm",
+        max_position=131072,
+        eps=1e-5,
+        bias=(False, False),
+        positions={"theta": 1e6, "default": CWM_ROPE},
+        **windows(c, lambda i: "sliding_attention" if i % 4 else "full_attention", 8192),
+    )
+
+
+def read_iquestcoder(c: ConfigReader) -> ModelSpec:
+    c.assume_missing(num_key_value_heads=8, head_dim=128)
+    c.require("clip_qkv")
+    c.require("use_sliding_window", False)
+    return decoder(c, "iquestcoder", max_position=131072, eps=1e-5)
+
+
+def read_jais2(c: ConfigReader) -> ModelSpec:
+    """Jais 2: layer norms, biases, and MLPs without a gate."""
+    act, bias = activation(c, "hidden_act", "relu2"), c.take("mlp_bias", bool, True)
+    return decoder(
+        c,
+        "jais2",
+        max_position=8192,
+        norm=layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5)),
+        bias=(c.take("attention_bias", bool, True),) * 2,
+        mlp=plain(c.size("intermediate_size"), act, bias=bias),
+    )
+
+
+def read_exaone(c: ConfigReader) -> ModelSpec:
+    """EXAONE 3 and 3.5, whose config and tensors have GPT-2's names."""
+    c.alias(EXAONE_KEYS)
+    c.assume_missing(num_key_value_heads=8, intermediate_size=14336)
+    return decoder(c, "exaone", max_position=4096, eps=1e-5, positions={"theta": 5e5})
+
+
+EXAONE_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
+CWM_ROPE = {
+    **dict(rope_type="llama3", factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0),
+    "original_max_position_embeddings": 8192,
+}
+
+
 def _read(
     c: ConfigReader,
     family: str,
     *,
-    windows: bool,
+    has_windows: bool,
     mlp: MLPSpec | None = None,
     rotated: list[int] | None = None,
     tied: bool = False,
@@ -123,7 +177,7 @@ def _read(
 ) -> ModelSpec:
     """`rotated`: 1 for layers with rotary embedding, 0 for others; None: all have it. `tied`, `eps` and `theta` are
     defaults."""
-    window = c.maybe("sliding_window", int) if windows else None
+    window = c.maybe("sliding_window", int) if has_windows else None
     kinds = kinds_of_layers(c, "full_attention" if window is None else "sliding_attention")
     if window is None and "sliding_attention" in kinds:
         raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
@@ -167,6 +221,18 @@ MIXTRAL: dict[str, Theirs] = {
     "experts.up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     "experts.down": "block_sparse_moe.experts.{e}.w2",
 }
+EXAONE: dict[str, Theirs] = {
+    "embed": "transformer.wte",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+    "classifier.out": "score",
+    "pre_attention": "ln_1",
+    "attention.qkv": tuple(f"attn.attention.{x}_proj" for x in "qkv"),
+    "attention.out": "attn.attention.out_proj",
+    "pre_mlp": "ln_2",
+    "mlp.up": ("mlp.c_fc_0", "mlp.c_fc_1"),
+    "mlp.down": "mlp.c_proj",
+}
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 # The default of smollm3, not its file, says that every fourth layer has no position embedding.
 GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
@@ -177,6 +243,7 @@ GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
         config=seed_oss_gguf_config,
         names=gguf_table({"pre_mlp": "post_attention_norm"}),
     ),
+    read_exaone: GGUFFamily(architecture="exaone", config=llama_gguf_config, names=gguf_table()),
     read_arcee: GGUFFamily(
         architecture="arcee",
         config=arcee_gguf_config,
@@ -186,8 +253,11 @@ GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
 NAMES = {
     read_mixtral: table(MIXTRAL),
     read_arcee: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
+    read_jais2: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
+    read_exaone: table(EXAONE, layer="transformer.h.{i}."),
     read_nanochat: table({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
 }
+AS_LLAMA = (read_internlm3, read_iquestcoder, read_exaone)
 
 FAMILIES = tuple(
     Family(
@@ -195,7 +265,7 @@ FAMILIES = tuple(
         architectures=(
             architecture,
             architecture.replace("CausalLM", "SequenceClassification"),
-            *(("LlamaForCausalLM",) if reader is read_internlm3 else ()),  # as transformers has it
+            *(("LlamaForCausalLM",) if reader in AS_LLAMA else ()),  # as transformers has it
         ),
         read=reader,
         names=NAMES.get(reader, names),
@@ -212,5 +282,9 @@ FAMILIES = tuple(
         ("helium", "HeliumForCausalLM", read_helium),
         ("internlm3", "InternLM3ForCausalLM", read_internlm3),
         ("nanochat", "NanoChatForCausalLM", read_nanochat),
+        ("cwm", "CwmForCausalLM", read_cwm),
+        ("iquestcoder", "IQuestCoderForCausalLM", read_iquestcoder),
+        ("jais2", "Jais2ForCausalLM", read_jais2),
+        ("exaone", "ExaoneForCausalLM", read_exaone),
     )
 )

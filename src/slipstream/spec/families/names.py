@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from slipstream.spec.families.base import Names
-from slipstream.spec.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.model import (
+    AttentionSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    LightningSpec,
+    ModelSpec,
+    MoESpec,
+)
 from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
@@ -209,6 +216,8 @@ def of_conv(layer: LayerSpec, part: int) -> Transform:
 def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int, ...]:
     if stem.startswith("recurrent."):
         r = layer.recurrent
+        if isinstance(r, LightningSpec):  # z, then v, k and q
+            return r.v_size, r.conv_channels
         assert isinstance(r, GatedDeltaSpec)
         if stem == "recurrent.gates":
             return r.num_heads, r.decay_size
@@ -219,6 +228,8 @@ def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int,
         return whole // 2, whole // 2
     a = layer.attention
     assert isinstance(a, AttentionSpec)
+    if a.gated and num_parts == 4:
+        return a.gate_size, a.q_size, a.kv_size, a.kv_size
     return a.qkv_rows
 
 
@@ -254,6 +265,13 @@ WRITTEN_AS = (
     ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP, by transformers 4
     ("feedforward_layer_norm", "post_attention_layernorm"),  # OLMo Hybrid's attention, by 5
     (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
+    ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
+    (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
+    # EXAONE 3, by 5
+    *((".o_proj.", ".out_proj."), (".self_attn.", ".attn.attention."), (".gate_proj.", ".c_fc_0.")),
+    *((".input_layernorm.", ".ln_1."), (".post_attention_layernorm.", ".ln_2.")),
+    *((".up_proj.", ".c_fc_1."), (".down_proj.", ".c_proj."), ("model.layers.", "transformer.h.")),
+    *(("layers.", "h."), ("embed_tokens.", "wte."), ("norm.", "ln_f.")),
 )
 """Parts of names that transformers writes in the place of the usual ones."""
 

@@ -17,8 +17,9 @@ from slipstream.spec.families.deepseek import (
     gguf_latent_names,
     read_latent,
 )
+from slipstream.spec.families.mtp import DEEPSEEK, Config
 from slipstream.spec.families.names import Theirs, table
-from slipstream.spec.model import IndexSpec, ModelSpec, RopeSpec
+from slipstream.spec.model import IndexSpec, LatentAttentionSpec, LayerSpec, ModelSpec, RopeSpec
 
 FULL, SHARED = "full", "shared"
 
@@ -122,18 +123,31 @@ def glm_gguf_names(spec: ModelSpec) -> Names:
     )
 
 
+def drafting(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
+    """The layer that drafts: like the last one, with an index of its own."""
+    first, last = spec.layers[0].attention, spec.layers[-1]
+    assert isinstance(first, LatentAttentionSpec)
+    assert isinstance(last.attention, LatentAttentionSpec)
+    own = dataclasses.replace(last.attention, index=first.index)
+    return (dataclasses.replace(last, attention=own),)
+
+
+MTP = dataclasses.replace(DEEPSEEK, layers=drafting)
+
 FAMILIES = (
     Family(
         model_type="deepseek_v32",
         architectures=("DeepseekV32ForCausalLM",),
         read=read_v32,
         names=table(NAMES_WITH_INDEX),
+        mtp=MTP,
     ),
     Family(
         model_type="glm_moe_dsa",
         architectures=("GlmMoeDsaForCausalLM",),
         read=read_glm,
         names=table(NAMES_WITH_INDEX),
+        mtp=MTP,
         gguf=GGUFFamily(architecture="glm-dsa", config=glm_gguf_config, names=glm_gguf_names),
     ),
 )

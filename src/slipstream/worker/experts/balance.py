@@ -53,7 +53,7 @@ is made even if it is larger.
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Swap: TypeAlias = tuple[int, int]
-"""Two places."""
+"""A pair of places whose experts are exchanged."""
 
 LayerSwap: TypeAlias = tuple[int, int, int]
 """(layer, place, place)."""

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.encoder import Dense
+from slipstream.model.encoder import TextHeads
 from slipstream.model.layers import AnyTap
 from slipstream.platform import Event
 from slipstream.platform.base import Values
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape
+from slipstream.types import StepPlan, StepShape, TextTask
 from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import shape_of
@@ -282,7 +282,7 @@ class ForwardTable(Protocol):
     """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
 
     decoder: Decoder
-    dense: tuple[Dense, ...]  # steps behind the pooling
+    heads: TextHeads  # behind an encoder
 
     @property
     def num_cold(self) -> int:
@@ -303,8 +303,10 @@ class ForwardTable(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, E]."""
 
-    def vectors(self, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Compute the texts' vectors or a classifier's scores, float32 [S, …].
+    def vectors(
+        self, how: PoolingSpec, hidden: Tensor, starts: Tensor, task: TextTask = "embed"
+    ) -> Tensor:
+        """Compute the texts' vectors or a classifier's scores, float32 [S, …]; for other tasks those of tokens, [T, …].
 
         `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
         """

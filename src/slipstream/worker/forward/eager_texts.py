@@ -10,7 +10,7 @@ from slipstream.kernels.metadata import LayerKV
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan
 from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.input_batch import text_batch
+from slipstream.worker.text_inputs import text_batch
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,11 @@ class EagerTexts:
         self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
         self.device = device
 
+    def covers(self, plan: TextsPlan) -> bool:
+        return True
+
     def run(self, plan: TextsPlan) -> Tensor:
-        """Vectors [S, …] of a step, valid until the next step."""
+        """Vectors [S, …] of a step, or [T, …], valid until the next step."""
         token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
         hidden = self.forwards.hidden(token_ids, self.kv, meta)
-        return self.forwards.vectors(self.how, hidden, meta.query_start_loc)
+        return self.forwards.vectors(self.how, hidden, meta.query_start_loc, plan.task)

@@ -25,12 +25,13 @@ from torch import Tensor
 from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.encoder import Dense, normalized, pool
+from slipstream.model.encoder import TextHeads, normalized, pool
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import compile_program
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
+from slipstream.types import TextTask
 from slipstream.worker.forward.base import HAS_ADAPTERS as HAS_ADAPTERS
 from slipstream.worker.forward.base import BegunStep, PlainForward
 from slipstream.worker.forward.base import Forward as Forward
@@ -231,7 +232,7 @@ class Forwards:
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         self.takes_images = False
-        self.dense: tuple[Dense, ...] = ()
+        self.heads = TextHeads()
         self._build()
 
     def take_adapters(self, adapters: Adapters) -> None:
@@ -342,8 +343,10 @@ class Forwards:
         """Bytes that a step takes per token; None if they must be measured."""
         return self.base.program.token_bytes if isinstance(self.base, ProgramForward) else None
 
-    def vectors(self, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Compute the texts' vectors or a classifier's scores, float32 [S, …].
+    def vectors(
+        self, how: PoolingSpec, hidden: Tensor, starts: Tensor, task: TextTask = "embed"
+    ) -> Tensor:
+        """Compute the texts' vectors or a classifier's scores, float32 [S, …]; for other tasks those of tokens, [T, …].
 
         `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
         """
@@ -354,7 +357,11 @@ class Forwards:
             return logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
         if decoder.classifier is not None:
             return decoder.classifier(decoder.ops, hidden, starts).float()
+        if task != "embed":
+            rows = self.heads.of_tokens(hidden.float(), task, torch)
+            return normalized(rows) if task == "token_embed" and how.normalize else rows
+        assert how.kind != "tokens"
         vectors = pool(decoder.ops, hidden, starts, how.kind)
-        for step in self.dense:
+        for step in self.heads.dense:
             vectors = step(vectors, torch)
         return normalized(vectors) if how.normalize else vectors

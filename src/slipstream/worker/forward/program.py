@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from slipstream.kernels.cpu.host_texts import HostTextOps
-from slipstream.kernels.cpu.native import RunningStep, ThreadPool
+from slipstream.kernels.cpu.native import ThreadPool
+from slipstream.kernels.cpu.native_program import RunningStep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.encoder import Dense
+from slipstream.model.encoder import TextHeads
 from slipstream.model.encoder import pool as pooled
 from slipstream.model.layers import AnyTap
 from slipstream.model.program import CpuProgram
@@ -19,6 +20,7 @@ from slipstream.model.step_program import compile_step
 from slipstream.platform import Event, platform_of
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import NotCovered, Reason
+from slipstream.types import TextTask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainForward, StateCache
 from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.thread_governor import ThreadGovernor
@@ -138,7 +140,7 @@ class HostForwards:
     ) -> None:
         self._decoder, self._pool, self._governor = decoder, pool, governor
         self._states: StateCache | None = None
-        self.dense: tuple[Dense, ...] = ()
+        self.heads = TextHeads()
         self._build()
 
     def _build(self) -> None:
@@ -173,7 +175,7 @@ class HostForwards:
         """Token ids [T] to hidden states [T, E]."""
         return self.base.program.forward(token_ids, kv, meta)
 
-    def vectors(self, how: PoolingSpec, hidden: Any, starts: Any) -> Any:
+    def vectors(self, how: PoolingSpec, hidden: Any, starts: Any, task: TextTask = "embed") -> Any:
         """See `Forwards.vectors`."""
         decoder: Any = self.decoder
         if how.score_tokens is not None:
@@ -182,9 +184,14 @@ class HostForwards:
             return logits[:, [yes]] - (np.float32(0.0) if no is None else logits[:, [no]])
         if decoder.classifier is not None:
             return decoder.classifier(decoder.ops, hidden, starts)
-        found: Any = pooled(decoder.ops, hidden, starts, how.kind)
-        for step in self.dense:
-            found = step(found, np)
-        if not how.normalize:
+        found: Any
+        if task != "embed":
+            found = self.heads.of_tokens(hidden, task, np)
+        else:
+            assert how.kind != "tokens"
+            found = pooled(decoder.ops, hidden, starts, how.kind)
+            for step in self.heads.dense:
+                found = step(found, np)
+        if not how.normalize or task == "sparse_embed":
             return found
         return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), np.float32(1e-12))

@@ -21,9 +21,9 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.types import TextsPlan
+from slipstream.types import TextsPlan, TextTask
 from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.graphs.step_graphs import Captured, Graphs
+from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.rows import IntArray
 
 
@@ -44,16 +44,22 @@ def most_texts(config: EngineConfig, num_tokens: int) -> int:
     return min(config.scheduling.max_num_seqs, num_tokens)
 
 
-class TextGraphs(Graphs):
+class TextGraphs(GraphStore):
     """Runs steps of whole texts as graphs."""
 
     def __init__(
-        self, forwards: ForwardTable, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig
+        self,
+        forwards: ForwardTable,
+        how: PoolingSpec,
+        kv: Sequence[LayerKV],
+        config: EngineConfig,
+        task: TextTask = "embed",
     ) -> None:
         decoder = forwards.decoder
         super().__init__(decoder.device)
         self.forwards = forwards
         self.how = how
+        self.task = task
         self.kv = kv
         self.config = config
         self.sizes = text_ladder(config.scheduling.max_num_batched_tokens)
@@ -71,8 +77,12 @@ class TextGraphs(Graphs):
         for size in (self.sizes[-1], self.sizes[0]):
             self._of(size)
 
+    def covers(self, plan: TextsPlan) -> bool:
+        """Whether the graphs have the plan's task. They have the model's own."""
+        return plan.task == self.task
+
     def run(self, plan: TextsPlan) -> Tensor:
-        """Vectors [S, …] of a step, valid until the next step."""
+        """Vectors [S, …] of a step with `task`, or [T, …], valid until the next step."""
         size = next(n for n in self.sizes if n >= plan.num_tokens)
         captured = self._of(size)
         inputs = text_inputs(
@@ -80,7 +90,8 @@ class TextGraphs(Graphs):
         )
         self.platform.upload_into(captured.inputs, inputs)
         captured.graph.replay()
-        return captured.output[: len(plan.lengths) // 4]
+        rows = len(plan.lengths) // 4 if self.task == "embed" else plan.num_tokens
+        return captured.output[:rows]
 
     def _of(self, size: int) -> Captured:
         known = self._captured.get((0, size))
@@ -101,7 +112,7 @@ class TextGraphs(Graphs):
             pairs=self.pairs,
         )
         hidden = self.forwards.hidden(token_ids, self.kv, meta)
-        return self.forwards.vectors(self.how, hidden, meta.query_start_loc)
+        return self.forwards.vectors(self.how, hidden, meta.query_start_loc, self.task)
 
 
 def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:

@@ -34,7 +34,7 @@ from slipstream.costs.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.kernels.chains import ChainPlaces
 from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.types import ScheduledRequest
-from slipstream.worker.graphs.step_graphs import Captured, Graphs
+from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.input_batch import gather_inputs
 from slipstream.worker.rows import RowTable
 
@@ -61,7 +61,7 @@ class ChainPasses(Protocol):
         """
 
 
-class ChainGraphs(Graphs):
+class ChainGraphs(GraphStore):
     """Graphs of chains.
 
     `depths` are the chain lengths, ascending. `max_model_len` is the longest sequence in tokens.

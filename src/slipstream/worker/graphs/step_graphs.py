@@ -28,10 +28,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +39,6 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.layers import one_of_each_kind
-from slipstream.platform import Graph, platform_of
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
@@ -53,6 +50,7 @@ from slipstream.worker.forward.forwards import (
     Output,
 )
 from slipstream.worker.graphs.graph_inputs import GraphInput
+from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder
 from slipstream.worker.graphs.mixed_inputs import (
     MAX_MARKS,
@@ -74,45 +72,6 @@ _logger = logging.getLogger("slipstream.engine")
 TOO_MANY_MARKS = Reason("more kept states than a graph has room for")
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    graph: Graph
-    inputs: Tensor  # int32, in the layout that the captured work reads
-    output: Tensor  # the graph's own; every replay overwrites it
-
-
-class Graphs:
-    """Captured steps, by size."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.platform = platform_of(device)
-        self._recorder = self.platform.graphs() if device.type != "cpu" else None
-        self._captured: dict[Size, Captured] = {}
-        self.num_cold = 0
-
-    def _capture(
-        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
-    ) -> Captured:
-        """Capture a step. `idle` are the inputs of a step that is all padding."""
-        inputs = self.platform.upload(idle)  # waits for no running step
-        graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
-        captured = self._captured[size] = Captured(graph, inputs, output)
-        self.num_cold += 1
-        return captured
-
-    def _record(
-        self,
-        work: Callable[[], Any],
-        compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> tuple[Graph, Any]:
-        assert self._recorder is not None
-        return self._recorder.capture(work, compiling)
-
-    def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
-        """Context around the run that compiles kernels before a capture."""
-        return contextlib.nullcontext()
-
-
 class StagePipe(Pipe):
     """A pipe that sends nothing, for captured steps.
 
@@ -130,7 +89,7 @@ class StagePipe(Pipe):
         return x
 
 
-class StepGraphs(Graphs, Forward):
+class StepGraphs(GraphStore, Forward):
     """Graphs of decodes and mixed steps. `forwards` run what is captured, and compute `logits`."""
 
     def __init__(

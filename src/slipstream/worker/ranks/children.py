@@ -21,7 +21,8 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 LAST_WORDS_S = 0.2
 """Seconds that ranks have to report why they end, after the first rank has ended.
 
-Among several reasons, the one reported is not a consequence of another.
+A rank also fails when another has gone. So the reports of all are awaited, and the one that is no
+consequence of another is passed on.
 """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config.settings import ModelConfig
+from slipstream.config.sections import ModelConfig
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.states import state_metadata
 from slipstream.platform import Platform

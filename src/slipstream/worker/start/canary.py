@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.config.engine_folder import is_engine_folder
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.files import parse_json
 from slipstream.kernels.metadata import LayerKV
 from slipstream.platform import platform_of
+from slipstream.spec.description import ModelDescription
 from slipstream.stats import CanaryResult
 from slipstream.worker.forward.base import ForwardTable
 from slipstream.worker.start.cache_scales import single_sequence
@@ -149,6 +150,36 @@ def _logits(
         if not spec.has_last:  # the last stage computes them
             return np.zeros((len(token_ids), spec.vocab_size), np.float32)
         return platform.values.floats(forwards.logits(hidden))
+
+
+def canary_of(description: ModelDescription, wanted: str) -> Canary | None:
+    """The checkpoint's canary, if it has one. ConfigError if it has none and must have one (`wanted` is "refuse")."""
+    path, spec = description.path, description.spec
+    if spec.kind != "a decoder":
+        if wanted == "refuse":
+            raise ConfigError(
+                f"canary='refuse', but {path} is {spec.kind}, and only decoders have canaries; leave it at "
+                "'warn', or set 'off'",
+                field="canary",
+            )
+        log_no_canary(path, spec.kind)
+        return None
+    canary = read_canary(path, spec.vocab_size)
+    if canary is None and wanted == "refuse":
+        raise ConfigError(
+            f"canary='refuse', but {path} has no {CANARY_NAME}; leave it at 'warn', or let `slipstream compress` "
+            "write one",
+            field="canary",
+        )
+    return canary
+
+
+def refuse_bad(result: CanaryResult, wanted: str) -> None:
+    """Raise ModelError if the result is bad and must be good (`wanted` is "refuse")."""
+    if wanted == "refuse" and not result.ok:
+        raise ModelError(
+            f"{result.describe()}; use other kernels or another kv_cache_dtype, or set canary='warn'"
+        )
 
 
 def log_no_canary(model: Path, kind: str) -> None:

@@ -21,7 +21,6 @@ PACKAGES = (
     "numpy",
     "safetensors",
     "tokenizers",
-    "huggingface-hub",
     "soundfile",
     "transformers",
 )
@@ -200,10 +199,6 @@ def find_missing(
     for name in ("numpy", "safetensors", "tokenizers"):
         if name in packages and packages[name] is None:
             found.append(Missing(what=name, command=f"pip install {name}", needed=True))
-    if packages.get("huggingface-hub") is None:
-        found.append(
-            Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'")
-        )
     if "soundfile" in packages and packages["soundfile"] is None:
         what = "soundfile, for transcriptions of FLAC, MP3 and Ogg (WAV needs none)"
         found.append(Missing(what=what, command="pip install 'slipstream[audio]'"))

@@ -22,16 +22,10 @@ from slipstream.costs.hardware import host_memory
 from slipstream.costs.operators import attention_bytes, attention_operations
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import (
-    Arena,
-    Operator,
-    Packed,
-    PackedExperts,
-    Program,
-    StepInputs,
-    ThreadPool,
-)
+from slipstream.kernels.cpu.native import Arena, StepInputs, ThreadPool
+from slipstream.kernels.cpu.native_program import Operator, Program
 from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.packed import Packed, PackedExperts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec

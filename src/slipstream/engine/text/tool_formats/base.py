@@ -72,27 +72,25 @@ class _Text:
 
     def __init__(self, make: Callable[[str], Event], events: list[Event]) -> None:
         self._make, self._events = make, events
-        self._held = ""
+        self._held = list[str]()  # pieces, since a model may write whitespace without end
         self.strips_begin = False
 
     def add(self, text: str) -> None:
-        text = self._held + text
         if self.strips_begin:
             text = text.lstrip()
-        body = text.rstrip()
-        self._held = text[len(body) :]
-        if body:
-            self.strips_begin = False
-            self._events.append(self._make(body))
+        if body := text.rstrip():
+            self._events.append(self._make("".join((*self._held, body))))
+            self._held, self.strips_begin = [], False
+        self._held.append(text[len(body) :])
 
     def cut(self) -> None:
         """Something else follows: whitespace on both of its sides is dropped."""
-        self._held, self.strips_begin = "", True
+        self._held, self.strips_begin = [], True
 
     def end(self) -> None:
-        if self._held:
-            self._events.append(self._make(self._held))
-        self._held = ""
+        if held := "".join(self._held):
+            self._events.append(self._make(held))
+        self._held = []
 
 
 class Parser:
@@ -226,16 +224,24 @@ class Parser:
 
     def opens_with(self, marker: str, *, take: bool = True) -> Generator[None, None, bool]:
         """Whether the text begins with whitespace and `marker`, which are taken then, unless `take` is false."""
+        spaces = list[str]()
         while True:
             text = self._buffer.lstrip()
-            if text.startswith(marker):
-                if take:
-                    self._buffer = text[len(marker) :]
-                return True
-            if self._ended or not marker.startswith(text):
-                if text and self._cut and marker.startswith(text):
-                    self._buffer = ""
+            if not text and not self._ended:
+                spaces.append(self._buffer)
+                self._buffer = ""
+                yield
+                continue
+            is_begun = marker.startswith(text)
+            if is_begun and text and self._ended and self._cut and text != marker:
+                self._buffer = ""
                 return False
+            if text.startswith(marker) and take:
+                self._buffer = text[len(marker) :]
+                return True
+            if self._ended or not is_begun or text == marker:
+                self._buffer = "".join((*spaces, self._buffer))
+                return text.startswith(marker)
             yield
 
     def spaces(self, out: Callable[[str], None]) -> Script:

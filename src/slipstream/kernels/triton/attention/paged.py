@@ -55,7 +55,9 @@ HOPPER_MIN_ROWS = 64
 HOPPER_MIN_KEYS = 1024
 """Keys from which it is faster with fewer rows as well, if sequences are so few that keys must be
 split to fill the chip: 16 new tokens after 100,000 take 0.13 ms a layer on an H200, not 3.0."""
-THRESHOLDS = Thresholds(queries=(HOPPER_MIN_ROWS,), keys=(HOPPER_MIN_KEYS,))
+HOPPER_FP8_KEYS = 8192
+"""Keys of the longest sequence of a step from which `hopper.py` multiplies an e4m3 cache in 8 bits."""
+THRESHOLDS = Thresholds(queries=(HOPPER_MIN_ROWS,), keys=(HOPPER_MIN_KEYS, HOPPER_FP8_KEYS))
 
 
 @triton.jit
@@ -624,7 +626,8 @@ def paged_attention(
         from slipstream.kernels.triton.attention import hopper
 
         if hopper.covers(q, kv):
-            hopper.prefill(q, kv, meta, s, out, first_seq=num_decodes)
+            fp8 = meta.max_seq_len >= HOPPER_FP8_KEYS
+            hopper.prefill(q, kv, meta, s, out, first_seq=num_decodes, fp8=fp8)
             return out
     default = (64, 32, 8, 2)
     if block_d <= 128 and not deterministic and num_rows <= 64:

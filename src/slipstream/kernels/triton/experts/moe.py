@@ -24,14 +24,15 @@ from slipstream.kernels import reference
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.thresholds import Thresholds
+from slipstream.kernels.triton import gguf
 from slipstream.kernels.triton.experts import grouped_gemm
 from slipstream.kernels.triton.experts.gathered import expert_gemm
-from slipstream.kernels.triton.experts.moe_permute import sort_pairs, unsorted_pairs
+from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, sort_pairs, unsorted_pairs
 from slipstream.kernels.triton.experts.moe_small_batch import moe_small_batch
 from slipstream.kernels.triton.experts.mxfp4 import mxfp4_mlp
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
-from slipstream.kernels.weights import Activations, Float4Linear, Linear
+from slipstream.kernels.weights import Activations, CodedLinear, Float4Linear, Linear
 from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512
@@ -89,6 +90,12 @@ def moe_of_choice(
         )
         return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
+    if isinstance(up, CodedLinear) or isinstance(down, CodedLinear):
+        expert = spec.expert
+        h = _one_product(x.contiguous(), up, tiles, spec, expert.up_rows, gather=True)
+        inner = activation(h, expert.activation, gated=expert.gated)
+        y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False)
+        return combine(y, weights, tiles.inverse, added)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if grouped_gemm.covers(inputs, up, down, tiles):
         y = grouped_gemm.grouped_mlp(inputs, up, down, tiles, spec, x.dtype)
@@ -97,6 +104,16 @@ def moe_of_choice(
         inner = activation(h, spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs)
         y = expert_gemm(inner, down, tiles, spec, x.shape[1], x.dtype, gather=False)
     return combine(y, weights, tiles.inverse, added)
+
+
+def _one_product(
+    x: Activations, w: Linear, tiles: ExpertTiles, spec: MoESpec, num_rows: int, *, gather: bool
+) -> Tensor:
+    """A product of experts of which some have weights in a GGUF type."""
+    assert isinstance(x, Tensor)
+    if isinstance(w, CodedLinear):
+        return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather)
+    return expert_gemm(x, w, tiles, spec, num_rows, x.dtype, gather=gather)
 
 
 def is_small_batch(num_tokens: int, spec: MoESpec) -> bool:

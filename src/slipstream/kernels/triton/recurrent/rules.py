@@ -81,7 +81,7 @@ def gated_delta(
 def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params) -> Tensor:
     """`OpSet.mamba2`."""
     s = params.spec
-    z, rows, raw = x.split([s.v_size, s.conv_channels, s.num_heads], dim=1)
+    z, rows, raw = x, x[:, s.v_size :], x[:, s.time_at :]
     size = s.num_groups * s.key_dim
     sizes = dict(
         H=s.num_heads, R=s.num_heads // s.num_groups, K=s.key_dim, V=s.value_dim, Q_AT=s.v_size + size, K_AT=s.v_size,
@@ -89,10 +89,10 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
     )  # fmt: skip
     low, high = s.time_limit
     stages = _stages(meta, x, s.key_dim, s.value_dim, False)
-    in_one = not stages and s.norm is None
+    in_one = not stages and s.norm is None and params.gated
     out = _tokens(
         rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
-        low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=False,
+        low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=s.gate == "sigmoid",
         SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
     if stages:
@@ -101,10 +101,11 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
         _chunks(
             mixed, raw, raw, state, meta, params, sizes, out, low=low, high=high, stages=stages, TWICE=False
         )  # fmt: skip
-    if not in_one:
+    if not in_one and params.gated:
         groups = s.num_heads if s.norm is None else s.norm_groups
         _finish(
-            out, z, params.norm, s.eps, groups, SHARED=False, FIRST=s.norm == "gate_first", SIGMOID=False
+            out, z, params.norm, s.eps, groups, SHARED=False, FIRST=s.norm == "gate_first",
+            SIGMOID=s.gate == "sigmoid",
         )  # fmt: skip
     return out
 

@@ -1,9 +1,10 @@
-"""GPT-2 (learned positions, transposed weights), GPT-J (parallel attention and MLP, interleaved rotary embedding of a part of
-each head), CodeGen (a GPT-J whose q, k and v are in parts), GPT-Neo (a GPT-2 with windows), and StarCoder (GPT-BigCode: GPT-2
-with one kv head)."""
+"""GPT (norms after additions), GPT-2 (learned positions, transposed weights), GPT-J (parallel attention and MLP, interleaved
+rotary embedding of a part of each head), CodeGen (a GPT-J whose q, k and v are in parts), GPT-Neo (a GPT-2 with windows), and
+StarCoder (GPT-BigCode: GPT-2 with one kv head)."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
@@ -27,6 +28,7 @@ from slipstream.spec.model import (
     ModelSpec,
     NormSpec,
     ParallelBlock,
+    PostNormBlock,
     RopeSpec,
 )
 from slipstream.spec.parameters import Regroup
@@ -81,6 +83,25 @@ def read_gpt2(c: ConfigReader) -> ModelSpec:
     c.require("scale_attn_by_inverse_layer_idx", False)
     c.require("reorder_and_upcast_attn", False)
     return _learned(c, "gpt2", _heads(c))
+
+
+def read_gpt1(c: ConfigReader) -> ModelSpec:
+    """GPT: a GPT-2 with norms after each addition, and none at the end."""
+    c.assume(n_inner=4 * c.size("n_embd"))
+    norm, mlp = _norm(c), plain(c.size("n_inner"), activation(c, "afn", "gelu_new"))
+    if c.value("afn") == "gelu":  # as transformers has it
+        mlp = dataclasses.replace(mlp, activation="gelu_tanh")
+    layer = LayerSpec(
+        attention=attention(_heads(c), None, qkv_bias=True, out_bias=True),
+        mlp=mlp,
+        block=PostNormBlock(attention_norm=norm, mlp_norm=norm),
+    )
+    longest = c.size("n_positions", 512)
+    positions = LearnedPositionSpec(num_positions=longest)
+    c.require("n_ctx", longest)
+    c.ignore("n_special", "predict_special_tokens")
+    sizes: dict[str, Any] = {"hidden": "n_embd", "num_layers": "n_layer", "tied": True}
+    return model(c, "openai-gpt", layer, None, longest, learned_positions=positions, **sizes)
 
 
 def read_bigcode(c: ConfigReader) -> ModelSpec:
@@ -170,6 +191,13 @@ GPT2 = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+GPT1 = {
+    **GPT2,
+    "embed": "transformer.tokens_embed",
+    "positions": "transformer.positions_embed",
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+}
 GPTJ: dict[str, Theirs] = {
     "embed": "transformer.wte",
     "final_norm": "transformer.ln_f",
@@ -230,6 +258,15 @@ def gguf_starcoder_config(m: ConfigReader) -> dict[str, Any]:
 MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 
 FAMILIES = (
+    Family(
+        model_type="openai-gpt",
+        architectures=("OpenAIGPTLMHeadModel",),
+        read=read_gpt1,
+        names=table(
+            GPT1, layer="transformer.h.{i}.", changes=dict.fromkeys(TRANSPOSED, "transpose")
+        ),
+        prefixes=("", "transformer."),
+    ),
     Family(
         model_type="gpt2",
         architectures=("GPT2LMHeadModel",),

@@ -5,9 +5,10 @@ they score pairs of texts (cross-encoders)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
-from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
     activation,
     attention,
@@ -15,6 +16,7 @@ from slipstream.spec.families.builders import (
     layer_norm,
     model,
     num_labels,
+    num_token_labels,
     plain,
 )
 from slipstream.spec.families.metadata import encoder_gguf_config
@@ -32,6 +34,8 @@ from slipstream.spec.model import (
 
 
 def bert_classifier(c: ConfigReader, act: Literal["tanh", "relu", "gelu"]) -> ClassifierSpec | None:
+    if (of_tokens := num_token_labels(c)) is not None:
+        return ClassifierSpec(num_labels=of_tokens, activation=None, pooling="tokens")
     labels = num_labels(c)
     return None if labels is None else ClassifierSpec(num_labels=labels, activation=act)
 
@@ -196,14 +200,31 @@ UNREAD = (
 def _architectures(name: str) -> tuple[str, ...]:
     return tuple(
         name + end
-        for end in ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
+        for end in (
+            "Model",
+            "ForMaskedLM",
+            "ForPreTraining",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+        )
     )
+
+
+def encoder_table(theirs: dict[str, Theirs], layer: str) -> Callable[[ModelSpec], Names]:
+    """The table of names. A classifier of tokens is `classifier` in all families."""
+
+    def names(spec: ModelSpec) -> Names:
+        of_tokens = spec.classifier is not None and spec.classifier.pooling == "tokens"
+        own = {**theirs, "classifier.out": "classifier"} if of_tokens else theirs
+        return table(own, layer=layer)(spec)
+
+    return names
 
 
 FAMILIES = (
     Family(
         model_type="bert",
-        architectures=_architectures("Bert"),
+        architectures=(*_architectures("Bert"), "HF_ColBERT"),
         read=read_bert,
         names=table(BERT, layer="encoder.layer.{i}."),
         prefixes=("", "bert."),
@@ -219,7 +240,7 @@ FAMILIES = (
             model_type=kind,
             architectures=_architectures(name),
             read=read,
-            names=table(theirs, layer=layer),
+            names=encoder_table(theirs, layer),
             prefixes=("", prefix),
             ignored=(*UNREAD, r"(generator|discriminator)_\w+\..*")
             if kind == "electra"

@@ -16,6 +16,7 @@ from slipstream.spec.families.builders import (
     layer_norm,
     model,
     num_labels,
+    num_token_labels,
     rms,
     rope,
     rope_of_kind,
@@ -124,7 +125,8 @@ def _classifier(c: ConfigReader, norm: NormSpec) -> ClassifierSpec | None:
         c.take("classifier_bias", bool, False),
     )
     pooling = c.take("classifier_pooling", str, "cls")
-    if (labels := num_labels(c)) is None:
+    of_tokens = num_token_labels(c)
+    if (labels := num_labels(c) if of_tokens is None else of_tokens) is None:
         return None
     if act != "gelu" or pooling not in ("cls", "mean"):
         field = "classifier_pooling" if act == "gelu" else "classifier_activation"
@@ -134,7 +136,7 @@ def _classifier(c: ConfigReader, norm: NormSpec) -> ClassifierSpec | None:
         activation="gelu",
         norm=norm,
         bias=bias,
-        pooling=pooling,  # type: ignore[arg-type]
+        pooling=pooling if of_tokens is None else "tokens",  # type: ignore[arg-type]
     )
 
 
@@ -177,6 +179,7 @@ FAMILIES = (
         model_type="modernbert",
         architectures=(
             "ModernBertModel",
+            "ModernBertForTokenClassification",
             "ModernBertForMaskedLM",
             "ModernBertForSequenceClassification",
         ),

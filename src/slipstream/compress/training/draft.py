@@ -5,7 +5,7 @@ such heads are published.
    to the result, so that an interrupted run can continue.
 2. The head's inputs and targets are computed once for every answer, and cached if they fit in
    memory.
-3. The head is trained (`compress.heads`) for a number of steps, or until the time is up.
+3. The head is trained (`compress.training.heads`) for a number of steps, or until the time is up.
 4. The engine runs with the head on questions that it was not trained on, for the receipt.
 
 `speculative_config` takes the folder: {"method": "eagle3", "model": FOLDER}."""
@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.checkpoint import claim, fingerprint, work_folder
-from slipstream.compress.heads import (
+from slipstream.compress.steps import DraftHead, warmup_cosine
+from slipstream.compress.training.common import in_bfloat16, parameter_groups, write_receipt
+from slipstream.compress.training.heads import (
     EagleNet,
     MedusaNet,
     eagle_for,
@@ -34,15 +36,13 @@ from slipstream.compress.heads import (
     medusa_for,
     medusa_start,
 )
-from slipstream.compress.steps import DraftHead, warmup_cosine
-from slipstream.compress.teacher import (
+from slipstream.compress.training.teacher import (
     Example,
     read_examples,
     read_questions,
     teacher_examples,
     write_examples,
 )
-from slipstream.compress.training import in_bfloat16, parameter_groups, write_receipt
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.states import TextStates

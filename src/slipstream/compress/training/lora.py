@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.steps import LoRA, warmup_cosine
-from slipstream.compress.training import (
+from slipstream.compress.training.common import (
     Epochs,
     in_bfloat16,
     read_state,

@@ -24,9 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.compress.curves import curves
 from slipstream.compress.dense import DenseModel, load_dense
-from slipstream.compress.objective import (
+from slipstream.compress.steps import DistillSettings, Divergence
+from slipstream.compress.training.common import (
+    Epochs,
+    full,
+    parameter_groups,
+    read_state,
+    restore_state,
+    save_state,
+)
+from slipstream.compress.training.curves import curves
+from slipstream.compress.training.objective import (
     LayerOutputs,
     Matching,
     TappedOps,
@@ -34,21 +43,12 @@ from slipstream.compress.objective import (
     layer_pairs,
     token_losses,
 )
-from slipstream.compress.steps import DistillSettings, Divergence
-from slipstream.compress.teacher import (
+from slipstream.compress.training.teacher import (
     Example,
     LogitCache,
     check_examples,
     fingerprint,
     read_examples,
-)
-from slipstream.compress.training import (
-    Epochs,
-    full,
-    parameter_groups,
-    read_state,
-    restore_state,
-    save_state,
 )
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.compress.objective import TopK
+from slipstream.compress.training.objective import TopK
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evals.text import Part, read_documents
 from slipstream.files import digest

@@ -1,7 +1,6 @@
-"""Decides how many prompt tokens a step may contain alongside decodes.
+"""Decides how many prompt tokens a step may contain alongside decodes, to keep an objective for the time between tokens.
 
-Without an objective for the time between tokens, `chunk_with_decodes` decides. With one, `Pace`
-does:
+Without an objective `core.step.chunk_with_decodes` decides alone. With one, `Pace` does, too:
 
 1. Two running averages tell what fits: the time of steps with decodes alone, and the time that a
    prompt token adds. The latter is kept by the power of two of the token's position, because
@@ -20,11 +19,9 @@ No clock is read here: the same times give the same budgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from slipstream.core.request import Request
 from slipstream.costs.graph_sizes import Padding
 from slipstream.types import ScheduledRequest
 
@@ -32,9 +29,6 @@ MIN_CHUNK = 32
 PATIENCE_S = 0.5
 MIN_SHARE = 0.25
 PROBE_EVERY = 64
-
-FEW_CHUNKS, FEW_REQUESTS = 4, 64
-"""Bounds on a small backlog: at most this many chunks of prompt tokens, of this many requests."""
 
 MEMORY = 1 / 8
 """Weight of the latest step in the running averages."""
@@ -57,22 +51,6 @@ UNTRIED = 0.6
 Larger graphs take less where their tokens fit into the same tiles. A size that is never tried would
 never be measured.
 """
-
-
-def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
-    """Maximum number of prompt tokens in a step with `num_decodes` decodes; None for no limit.
-
-    With a small backlog it is one chunk, or twice the number of decodes, since a step with many
-    decodes takes long anyway. With a large backlog there is no limit: the sooner the prompts are
-    computed, the better for all. `waiting` are requests with prompt tokens left, and perhaps some
-    that have ended since.
-    """
-    num_tokens = 0
-    for i, request in enumerate(islice(waiting, FEW_REQUESTS + 1)):
-        num_tokens += request.num_tokens - request.num_computed_tokens
-        if i == FEW_REQUESTS or num_tokens > FEW_CHUNKS * chunk:
-            return None
-    return max(chunk, 2 * num_decodes)
 
 
 class TokenCost:

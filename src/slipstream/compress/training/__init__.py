@@ -1,0 +1,1 @@
+"""Trainings: a student, a draft head, an adapter."""

@@ -1,0 +1,287 @@
+"""The settings of a running engine (`EngineConfig`), section by section, as frozen dataclasses.
+
+`resolve` makes them of what the user wrote (`settings.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.config.forms import (
+    MAX_DRAFTS,
+    MAX_STEP_DRAFTS,
+    DraftSettings,
+    HeadDrafts,
+    ModelDrafts,
+    MTPDrafts,
+    NoDrafts,
+    Offload,
+    ParallelConfig,
+    SpeculationConfig,
+)
+from slipstream.config.settings import (
+    DeviceInfo,
+    DType,
+    Kernels,
+    KVDType,
+    LoadFormat,
+    Policy,
+    WeightsCache,
+)
+from slipstream.errors import OutOfMemoryError
+from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
+from slipstream.types import LoRARequest
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The origin of a value: who chose it and why."""
+
+    value: Any
+    source: Literal["user", "model", "device", "default", "memory"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str
+    path: Path
+    tokenizer: str | None
+    dtype: DType
+    quantization: str | None  # a name in spec.scheme.SCHEMES
+    max_model_len: int
+    load_format: LoadFormat
+    weights_cache: WeightsCache
+    seed: int
+    skip_tokenizer_init: bool
+    offload: Offload
+
+
+STATES_TO_FIT = 1
+"""Number of state slots that stands for as many as memory allows, until the cache is sized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    dtype: KVDType
+    block_size: int
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+    enable_prefix_caching: bool
+    groups: tuple[CacheGroup, ...]  # of the model's layers, each with a block table
+    host_bytes: int | None = None  # of the tiers below the device's cache
+    disk_bytes: int | None = None
+    disk_path: str | None = None
+    state_slots: int = (
+        0  # for states of recurrent layers, the null slot included; 0 without such layers
+    )
+    state_interval: int = 0  # tokens of a prompt between kept states
+    eviction: str = "value"  # or "lru"
+    attention_tokens: float = math.inf  # `spec.cache.attention_depth`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    policy: Policy
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_mixed_tokens: int  # in steps in which sequences decode
+    enable_chunked_prefill: bool
+    batch_window_s: float
+    max_queue: int | None
+    target_itl_ms: float | None = None
+    # Prompt tokens of a step in which sequences decode, while few requests wait; None: unlimited.
+    mixed_chunk: int | None = None
+    # Stages of a pipeline, which work on this many steps at once, of different requests; 1: no
+    # pipeline.
+    pipeline_steps: int = 1
+    # Each has its own requests and KV cache; the other numbers are totals of all ranks.
+    num_ranks: int = 1
+
+    @property
+    def seqs_of_rank(self) -> int:
+        """Most sequences in one step of a rank."""
+        return -(-self.max_num_seqs // self.num_ranks)
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Most tokens in one step of a rank."""
+        return -(-self.max_num_batched_tokens // self.num_ranks)
+
+    @property
+    def mixed_tokens_of_rank(self) -> int:
+        """Most tokens of a rank in a step in which sequences decode, on any rank."""
+        return -(-self.max_num_mixed_tokens // self.num_ranks)
+
+
+def drafts_with_states(num_states: int, num_seqs: int) -> int:
+    """Most drafts of a sequence in a step of a model with recurrent layers: a sequence has two states and one for each draft.
+    A quarter of the states stays for prompts to continue from, unless that leaves no draft."""
+    return max(1, num_states * 3 // 4 // num_seqs - 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASettings:
+    """Bounds of adapters: in a step, of their ranks, and on the host."""
+
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 32
+    modules: tuple[tuple[str, str], ...] = ()  # (name, folder) from the start
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        """The adapters that are loaded at the start."""
+        return [LoRARequest(name, i, path) for i, (name, path) in enumerate(self.modules, 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """Bounds of pictures: of a prompt, and of their cached embeddings."""
+
+    max_images: int = 16
+    cache_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    info: DeviceInfo
+    kernels: Kernels
+    tile_table: str  # auto, shipped, none, or a path; "none" for devices without tiles
+    enforce_eager: bool
+    deterministic: bool
+    dense_copies: bool  # of 4-bit weights (GPU) and of sparse ones (CPU), for steps of many tokens
+    num_threads: int
+    fixed_threads: bool  # the user chose the number, so it does not change while running
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps run in graphs of certain sizes (`costs/graph_sizes.py`)."""
+        return self.info.is_cuda and not self.enforce_eager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduling: SchedulingConfig
+    device: DeviceConfig
+    speculation: SpeculationConfig
+    lora: LoRASettings | None = None  # None: no adapters
+    images: ImageSettings | None = None  # None: the model takes no pictures
+    parallel: ParallelConfig
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    @property
+    def state_columns(self) -> int:
+        """Slots that a row names: the one to read, and one to write for each token that a step samples; 0 without states."""
+        return 2 + self.speculation.limit if self.cache.state_slots else 0
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The width of a block table: a prompt with its answer, or the longer of the two if an
+        encoder reads the prompt."""
+        longest = max(self.model.max_model_len, *(g.num_read or 0 for g in self.cache.groups))
+        return -(-longest // self.cache.block_size)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the drafter continues before the host knows which drafts were right: a chain in a
+        graph, on a GPU."""
+        match self.speculation:
+            case ModelDrafts() | MTPDrafts() | HeadDrafts(method="eagle" | "eagle3"):
+                return self.device.has_graphs
+        return False
+
+    def with_most_drafts(self, most: int | None) -> EngineConfig:
+        """The settings with at most `most` drafts of a request in a step, if the number is
+        chosen."""
+        if most is None or isinstance(self.speculation, NoDrafts):
+            return self
+        fewer = dataclasses.replace(self.speculation, most_drafts=min(most, MAX_DRAFTS))
+        return dataclasses.replace(self, speculation=fewer)
+
+    @property
+    def of_rank(self) -> EngineConfig:
+        """The settings of one rank: if requests are distributed, its share of a step."""
+        whole = self.scheduling
+        if whole.num_ranks == 1:
+            return self
+        share = dataclasses.replace(
+            whole,
+            max_num_seqs=whole.seqs_of_rank,
+            max_num_batched_tokens=whole.tokens_of_rank,
+            max_num_mixed_tokens=whole.mixed_tokens_of_rank,
+            num_ranks=1,
+        )
+        return dataclasses.replace(self, scheduling=share)
+
+    @property
+    def max_num_sampled(self) -> int:
+        """Most tokens that a step samples: one for each sequence, and one for each draft."""
+        num_seqs = self.scheduling.max_num_seqs
+        return min(
+            num_seqs + min(num_seqs * self.speculation.limit, MAX_STEP_DRAFTS),
+            self.scheduling.max_num_mixed_tokens,
+        )
+
+    @property
+    def longest_seq_blocks(self) -> int:
+        """Most blocks that a sequence holds, in all groups together."""
+        step = self.scheduling.tokens_of_rank
+        return blocks_of_sequence(
+            self.cache.groups, self.model.max_model_len, self.cache.block_size, step
+        )
+
+    def with_memory_limits(
+        self, num_blocks: int, block_bytes: int, num_states: int = 0
+    ) -> EngineConfig:
+        """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left
+        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots, which
+        bound the drafts of a step if their number is chosen."""
+        if num_states != self.cache.state_slots:
+            cache = dataclasses.replace(self.cache, state_slots=num_states)
+            return dataclasses.replace(self, cache=cache).with_memory_limits(
+                num_blocks, block_bytes, num_states
+            )
+        if num_states and isinstance(drafts := self.speculation, DraftSettings):
+            most = drafts_with_states(num_states, self.scheduling.seqs_of_rank)
+            if drafts.num_speculative_tokens is None and most < drafts.most_drafts:
+                return self.with_most_drafts(most).with_memory_limits(
+                    num_blocks, block_bytes, num_states
+                )
+        wanted, groups = self.model.max_model_len, self.cache.groups
+        step = self.scheduling.tokens_of_rank
+        capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)
+        if capacity >= wanted:
+            return self
+        need = self.longest_seq_blocks * block_bytes
+        more = (
+            "gpu_memory_utilization or kv_cache_bytes"
+            if self.device.info.is_cuda
+            else "kv_cache_bytes"
+        )
+        have = num_blocks * block_bytes
+        each = " of prompt and of answer" if any(group.kind == "cross" for group in groups) else ""
+        if self.origins["max_model_len"].source == "user":
+            raise OutOfMemoryError(
+                f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
+                f"{have / 2**30:.2f} GiB ({capacity} tokens{each}); lower max_model_len or give the cache more memory ({more})",
+                field="max_model_len",
+            )
+        if capacity < self.cache.block_size:
+            raise OutOfMemoryError(
+                f"no memory is left for the KV cache; use a smaller model or dtype, or raise {more}",
+                field="kv_cache_bytes",
+            )
+        origin = Origin(
+            capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens{each}"
+        )
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, max_model_len=capacity),
+            origins={**self.origins, "max_model_len": origin},
+        )

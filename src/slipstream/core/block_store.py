@@ -1,0 +1,42 @@
+"""Interface of the store of tiers: the worker implements it, and carries out their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.types import BlockCopy
+
+
+class DiskInfo(Protocol):
+    num_bytes: int
+    limit_bytes: int
+
+    @property
+    def is_writer(self) -> bool:
+        """True if this engine may write to the disk tier."""
+
+
+class BlockStore(Protocol):
+    """The worker's side of the tiers: it carries out copies."""
+
+    block_bytes: int  # 0: blocks hold nothing
+    num_slots: int  # slots in host memory; 0 if there is no host tier
+    state_bytes: int  # of the recurrent states in a slot of the device
+    num_state_slots: int  # the same for states
+
+    @property
+    def disk(self) -> DiskInfo | None:
+        """The disk tier; None if there is none."""
+
+    def on_disk(self, key: bytes) -> bool:
+        """True if the disk probably has the block. The block may be gone when it is read."""
+
+    def submit(self, copies: Sequence[BlockCopy]) -> None:
+        """Start copies. A copy from or to the device runs after all steps launched so far."""
+
+    def finished(self) -> list[tuple[int, bool]]:
+        """Copies that ended since the last call, as (number, success)."""
+
+    def clear(self) -> None:
+        """Delete the contents of the disk tier."""

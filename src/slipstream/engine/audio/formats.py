@@ -1,0 +1,53 @@
+"""Transcriptions as subtitles (SubRip, WebVTT) and as OpenAI's `verbose_json`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from slipstream.engine.audio.transcription import Task
+from slipstream.outputs import TranscriptionSegment
+
+
+def subtitles(segments: Sequence[TranscriptionSegment], kind: Literal["srt", "vtt"]) -> str:
+    """The text of an .srt or .vtt file."""
+    point, numbered = (",", True) if kind == "srt" else (".", False)
+    cues = (
+        f"{i}\n" * numbered
+        + f"{_clock(s.start, point)} --> {_clock(s.end, point)}\n{s.text.strip()}\n\n"
+        for i, s in enumerate(segments, 1)
+    )
+    return "WEBVTT\n\n" * (not numbered) + "".join(cues)
+
+
+def verbose(
+    task: Task,
+    language: str | None,
+    duration_s: float,
+    text: str,
+    segments: Sequence[TranscriptionSegment],
+) -> dict[str, Any]:
+    """The object of `verbose_json`."""
+    return {
+        "task": task,
+        "language": "english" if task == "translate" else language,
+        "duration": round(duration_s, 3),
+        "text": text,
+        "segments": [_segment(i, s) for i, s in enumerate(segments)],
+    }
+
+
+def _segment(index: int, s: TranscriptionSegment) -> dict[str, Any]:
+    return {
+        "id": index, "seek": s.seek, "start": s.start, "end": s.end, "text": s.text, "tokens": list(s.tokens),
+        "temperature": s.temperature, "avg_logprob": s.avg_logprob, "compression_ratio": s.compression_ratio,
+        "no_speech_prob": s.no_speech_prob,
+    }  # fmt: skip
+
+
+def _clock(seconds: float, point: str) -> str:
+    """A time of subtitles: hours, minutes, seconds and milliseconds."""
+    ms = round(seconds * 1000)
+    return (
+        f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}{point}{ms % 1000:03d}"
+    )

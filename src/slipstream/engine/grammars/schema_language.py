@@ -1,0 +1,265 @@
+"""Places that a text may be at in an expression of a schema. No torch.
+
+A `SchemaPlace` is a part with what follows after it: a list of parts, like a stack. `Language.after` says which
+places a byte leads to from some places. Places are made once each, so they compare by identity.
+
+An item of a list, or a character of a string, is counted. Counts that are further from a bound than any
+token is long allow the same tokens: such a count is far. The text's own count is then kept beside the
+places, one for each place in `slots`. A place whose count is n more than that of its slot has it as
+`_far(kind, n)`: where a number may go on, or may be over, the text is at two places with different counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from slipstream.engine.grammars.schema_expressions import (
+    LEADS,
+    NARROW,
+    Expression,
+    SchemaUnknownError,
+    expression_of,
+)
+
+MAX_PLACES = 64
+"""Places that a text may be at, at once."""
+
+MAX_REACHED = 2048
+"""Places that are looked at to find those."""
+
+FAR_BELOW, FAR = -1, -2
+"""Counts that are far below the least, and between least and most but far below the most."""
+
+MAX_AHEAD = 8
+"""How much more than its slot's a place's count may be."""
+
+
+class SchemaPlace:
+    """A part at which a text is, and the place after it. `count`: how often a repeated part was there."""
+
+    __slots__ = "after", "count", "number", "part"
+
+    def __init__(
+        self, part: Expression, count: int, after: SchemaPlace | None, number: int
+    ) -> None:
+        self.part, self.count, self.after, self.number = part, count, after, number
+
+
+Source: TypeAlias = "tuple[SchemaPlace | None, int]"
+"""Source of a count: that of a slot before and what is added to it, or a count of its own."""
+
+_Begun: TypeAlias = "tuple[tuple[SchemaPlace, int], ...]"
+"""Slots whose count begins, with the count."""
+
+END = SchemaPlace(Expression("end"), 0, None, 0)
+"""The place after the whole text."""
+
+
+def _far(kind: int, ahead: int) -> int:
+    return kind - 2 * ahead
+
+
+def _kind(count: int) -> int:
+    return FAR if count % 2 == 0 else FAR_BELOW
+
+
+def _ahead(count: int) -> int:
+    return (-1 - count) // 2
+
+
+class Places(NamedTuple):
+    """Places, and the `slots` whose counts the text keeps. `sources` of the counts, in the order of `slots`."""
+
+    places: frozenset[SchemaPlace]
+    slots: tuple[SchemaPlace, ...]
+    sources: tuple[Source, ...]
+
+
+class Language:
+    """The texts of a part. `longest`: bytes of the longest token."""
+
+    def __init__(self, whole: Expression, longest: int) -> None:
+        self.horizon = longest + MAX_AHEAD + 1
+        self._made: dict[tuple[Expression, int, SchemaPlace], SchemaPlace] = {}
+        self._whole = whole
+        self.num_places = 1
+
+    def start(self) -> Places | None:
+        return self._closed([self._place(self._whole, 0, END)])
+
+    def after(self, places: frozenset[SchemaPlace], byte: int) -> Places | None:
+        """The places after one more byte. None if there are none."""
+        new = [place.after for place in places if place.part.bits >> byte & 1]
+        return self._closed([place for place in new if place is not None]) if new else None
+
+    def settled(
+        self, places: frozenset[SchemaPlace], counts: Mapping[SchemaPlace, int]
+    ) -> Places | None:
+        """The same places, where counts that are no longer far are exact. `sources` are the counts. None if one slot would have
+        two counts."""
+        exact = {slot: (None, count) for slot, count in counts.items()}
+        return self._renamed(places, dict.fromkeys(counts, 0), exact, settle=True)
+
+    def limit(self, slot: SchemaPlace) -> int:
+        """The least count that is no longer far."""
+        most = slot.part.least if slot.count == FAR_BELOW else slot.part.most
+        assert most is not None
+        return most - self.horizon
+
+    def _place(self, part: Expression, count: int, after: SchemaPlace) -> SchemaPlace:
+        key = part, count, after
+        if (found := self._made.get(key)) is None:
+            found = self._made[key] = SchemaPlace(part, count, after, self.num_places)
+            self.num_places += 1
+        return found
+
+    def _near(self, part: Expression, count: int) -> int:
+        """The count as a place has it: equal ones allow the same."""
+        if count < part.least:
+            return FAR_BELOW if part.least - count > self.horizon else count
+        if part.most is None:
+            return part.least
+        return FAR if part.most - count > self.horizon else count
+
+    def _slot(self, place: SchemaPlace) -> SchemaPlace:
+        assert place.after is not None
+        return self._place(place.part, _kind(place.count), place.after)
+
+    def _slots(self, place: SchemaPlace) -> list[tuple[SchemaPlace, int]]:
+        """The slots of a place and of those after it, and by how much each count is more."""
+        found: list[tuple[SchemaPlace, int]] = []
+        at: SchemaPlace | None = place
+        while at is not None:
+            if at.count < 0:
+                found.append((self._slot(at), _ahead(at.count)))
+            at = at.after
+        return found
+
+    def _closed(self, places: Iterable[SchemaPlace]) -> Places | None:
+        """The places with a set of bytes, and the end, that are reached without a byte. None if they are too many, or if one
+        slot would have two counts."""
+        seen: dict[SchemaPlace, _Begun] = {}
+        todo: list[tuple[SchemaPlace, _Begun]] = [(place, ()) for place in places]
+        found: list[SchemaPlace] = []
+        while todo:
+            place, begun = todo.pop()
+            if (old := seen.get(place)) is not None:
+                slots = {slot for slot, _ in self._slots(place)} if old != begun else ()
+                if any(slot in slots for slot, _ in set(old) ^ set(begun)):
+                    return None
+                continue
+            seen[place] = begun
+            if len(seen) > MAX_REACHED:
+                return None
+            part, after, count = place.part, place.after, place.count
+            if after is None or part.kind == "set":
+                found.append(place)
+            elif part.kind == "all":
+                for own in reversed(part.parts):
+                    after = self._place(own, 0, after)
+                todo.append((after, begun))
+            elif part.kind in ("any", "later"):
+                todo += [(self._place(own, 0, after), begun) for own in part.parts]
+            elif count == 0 and (near := self._near(part, 0)) < 0:
+                slot = self._place(part, near, after)
+                todo.append((slot, _with(begun, slot, 0)))
+            elif count < 0:
+                if _kind(count) == FAR:
+                    todo.append((after, begun))
+                if _ahead(count) == MAX_AHEAD:
+                    return None
+                again = self._place(part, _far(_kind(count), _ahead(count) + 1), after)
+                todo.append((self._place(part.parts[0], 0, again), begun))
+            else:
+                if count >= part.least:
+                    todo.append((after, begun))
+                if part.most is None or count < part.most:
+                    again = self._place(part, self._near(part, count + 1), after)
+                    own_begun = _with(begun, again, count + 1) if again.count < 0 else begun
+                    todo.append((self._place(part.parts[0], 0, again), own_begun))
+        if len(found) > MAX_PLACES:
+            return None
+        least, sources = dict[SchemaPlace, int](), dict[SchemaPlace, Source]()
+        for place in found:
+            counts = dict(seen[place])
+            for slot, ahead in self._slots(place):
+                source: Source = (None, counts[slot]) if slot in counts else (slot, 0)
+                if sources.setdefault(slot, source) != source:
+                    return None
+                least[slot] = min(ahead, least.get(slot, ahead))
+        return self._renamed(found, least, sources)
+
+    def _renamed(
+        self,
+        places: Iterable[SchemaPlace],
+        least: Mapping[SchemaPlace, int],
+        sources: Mapping[SchemaPlace, Source],
+        *,
+        settle: bool = False,
+    ) -> Places | None:
+        """The places where each slot's count is `least` more. If they `settle`, counts are exact that are no longer far."""
+        made: dict[SchemaPlace, SchemaPlace] = {END: END}
+        new: dict[SchemaPlace, Source] = {}
+        is_twice = False
+
+        def rename(place: SchemaPlace) -> SchemaPlace:
+            nonlocal is_twice
+            if (found := made.get(place)) is None:
+                assert place.after is not None
+                after, count = rename(place.after), place.count
+                if count < 0:
+                    slot = self._slot(place)
+                    (of, add), ahead = sources[slot], _ahead(count) - least[slot]
+                    add += least[slot]
+                    if settle and self._near(place.part, add) >= 0:
+                        count, add, ahead = self._near(place.part, add + ahead), add + ahead, 0
+                    if count < 0:
+                        own = self._place(place.part, _kind(count), after)
+                        is_twice |= new.setdefault(own, (of, add)) != (of, add)
+                        count = _far(_kind(count), ahead)
+                found = made[place] = self._place(place.part, count, after)
+            return found
+
+        found = frozenset([rename(place) for place in sorted(places, key=lambda each: each.number)])
+        if is_twice:
+            return None
+        in_order = {
+            slot: new[slot]
+            for place in sorted(found, key=lambda each: each.number)
+            for slot, _ in self._slots(place)
+        }
+        return Places(found, tuple(in_order), tuple(in_order.values()))
+
+
+def _with(begun: _Begun, slot: SchemaPlace, count: int) -> _Begun:
+    return (*[each for each in begun if each[0] is not slot], (slot, count))
+
+
+def is_inside(places: frozenset[SchemaPlace]) -> bool:
+    """Whether the text is inside a string, where any plain character leads to the same places as any other."""
+    narrow = [place.part.bits for place in places if place.part.bits & NARROW]
+    leads = [place.part.bits & LEADS for place in places]
+    return (
+        len(narrow) == 1
+        and narrow[0] & NARROW == NARROW
+        and following(places) & LEADS == LEADS
+        and sum(bits.bit_count() for bits in leads) == LEADS.bit_count()
+    )
+
+
+def following(places: frozenset[SchemaPlace]) -> int:
+    """Bytes that may follow, as bits."""
+    found = 0
+    for place in places:
+        found |= place.part.bits
+    return found
+
+
+def language_of(grammar: str, longest: int) -> Language | None:
+    """The texts of a schema, given as llguidance's grammar. None if something of it can't be written. `longest`: bytes of
+    the longest token."""
+    try:
+        return Language(expression_of(grammar), longest)
+    except (SchemaUnknownError, RecursionError):
+        return None

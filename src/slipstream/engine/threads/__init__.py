@@ -1,0 +1,1 @@
+"""Threads for blocking work, shared by clients in turns."""

@@ -1,0 +1,55 @@
+"""The store of captured work, by size: graphs of one memory pool, whose inputs stay in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.platform import Graph, platform_of
+from slipstream.worker.graphs.mixed_inputs import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: Graph
+    inputs: Tensor  # int32, in the layout that the captured work reads
+    output: Tensor  # the graph's own; every replay overwrites it
+
+
+class GraphStore:
+    """Captured work by size. What is captured, and when, its owner decides."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.platform = platform_of(device)
+        self._recorder = self.platform.graphs() if device.type != "cpu" else None
+        self._captured: dict[Size, Captured] = {}
+        self.num_cold = 0
+
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
+        """Capture a step. `idle` are the inputs of a step that is all padding."""
+        inputs = self.platform.upload(idle)  # waits for no running step
+        graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
+        captured = self._captured[size] = Captured(graph, inputs, output)
+        self.num_cold += 1
+        return captured
+
+    def _record(
+        self,
+        work: Callable[[], Any],
+        compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> tuple[Graph, Any]:
+        assert self._recorder is not None
+        return self._recorder.capture(work, compiling)
+
+    def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
+        """Context around the run that compiles kernels before a capture."""
+        return contextlib.nullcontext()

@@ -1,0 +1,59 @@
+"""The size of the KV cache: what a device's memory holds next to the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.costs.memory import (
+    MemoryLedger,
+    block_bytes,
+    peer_copy_bytes,
+    size_cache,
+    staged_blocks,
+)
+from slipstream.worker.loaded_runner import LoadedRunner
+from slipstream.worker.model_runner import Runner
+from slipstream.worker.rows import rows_bytes
+
+
+def fit_cache(
+    config: EngineConfig, loaded: LoadedRunner, activation_bytes: int
+) -> tuple[EngineConfig, MemoryLedger, Runner]:
+    """Size the KV cache by the memory that is left, allocate it, and account for all of it."""
+    spec, ranks = loaded.model.spec, loaded.partition
+    one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
+    weights, rows = loaded.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
+    if loaded.draft is not None:
+        one_block += loaded.draft.block_bytes
+        weights += loaded.draft.weights_bytes
+    slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
+    rows += sum(staged_blocks(config, size) * size for size in (one_block, slot))
+    graphs = 0 if config.device.enforce_eager else loaded.graph_reserve_bytes(activation_bytes)
+    loaded.platform.release_unused()
+    free, total = loaded.platform.memory()  # measured with the weights loaded
+    config, ledger = size_cache(
+        config,
+        spec,
+        one_block,
+        total_bytes=total,
+        free_bytes=free,
+        weights_bytes=weights,
+        activation_bytes=activation_bytes,
+        graph_bytes=graphs,
+        rows_bytes=rows,
+        taken_bytes=activation_bytes + graphs + rows,
+        adapter_bytes=0 if loaded.adapters is None else loaded.adapters.num_bytes,
+        peer_copy_bytes=0
+        if ranks is None or ranks.group.beside is None
+        else peer_copy_bytes(config, spec),
+        forms=loaded.model.forms,
+        agree=(lambda blocks: blocks)
+        if ranks is None
+        else lambda blocks: ranks.all_ranks.least(blocks)[0],
+    )
+    runner = loaded.allocate(config, ledger.num_blocks)
+    ledger = replace(
+        ledger, graph_bytes=runner.graph_bytes, host_expert_bytes=loaded.model.host_bytes
+    )
+    return config, ledger, runner
