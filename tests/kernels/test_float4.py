@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,15 @@ def test_expanded_weights_are_the_same_numbers_bit_for_bit(kind, inner, divides,
     packed = float4.pack_float4(w)
     assert (packed.out_features, packed.inner, packed.group_size) == (48, inner, w.group_size)
     assert torch.equal(float4.expanded(packed, dtype), dequantize(w, dtype))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4-all"])
+def test_a_described_gpus_weight_is_packed_without_numbers(kind):
+    w = random_weight(64, 256, kind)
+    names = ("weight", "scales", "row_scales")
+    given = {n: getattr(w, n) for n in names if getattr(w, n) is not None}
+    packed = float4.pack_float4(replace(w, **{n: x.to("meta") for n, x in given.items()}))
+    assert packed.weight.shape == float4.pack_float4(w).weight.shape
 
 
 def test_every_scale_of_e4m3_is_packed():

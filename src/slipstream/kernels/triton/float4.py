@@ -47,7 +47,7 @@ def pack_float4(w: GroupedLinear) -> Float4Linear:
     assert rows % SLAB == 0, "`check_scheme` and `native_group_size` see to it"
     is_nvfp4 = size == 16
     # so ranks with different experts have the same factor, and can exchange experts
-    factor = 256.0 if is_nvfp4 else max(1.0, float(w.scales.max()))
+    factor = 256.0 if is_nvfp4 or w.scales.is_meta else max(1.0, float(w.scales.max()))
     words = torch.empty(rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=device)
     exponents = torch.empty(rows // SLAB, chunks, SLAB * parts, dtype=torch.int32, device=device)
     step = max(1, CODES_AT_ONCE // inner // SLAB) * SLAB
@@ -87,7 +87,7 @@ def _five_exponent_bits(scales: Tensor) -> Tensor:
     The exponent's bias is 21: with 0x7000 above it, 16 times the byte is the number · 2^118 as a
     bfloat16."""
     bits = (scales * 2.0**118).bfloat16().view(torch.int16).int()
-    if not ((bits & 0xF00F == 0x7000) | (scales == 0)).all():
+    if not bits.is_meta and not ((bits & 0xF00F == 0x7000) | (scales == 0)).all():
         raise CheckpointError(
             "scales of nvfp4 must be numbers of e4m3 from 0 on", field="weight_scale"
         )
