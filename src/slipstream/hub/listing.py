@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import DownloadError
-from slipstream.hub import MODELS, TABLE, cache_folder, hub_folder, use_mark
-from slipstream.hub.names import HubModel, named, parse_name, quant_of
+from slipstream.hub import MODELS, cache_folder, hub_folder, use_mark
+from slipstream.hub.names import TABLE, HubModel, named, parse_name, quant_of
 from slipstream.hub.packages import Packaged
 from slipstream.hub.store import HubStore, files_below, is_complete, quants
 
