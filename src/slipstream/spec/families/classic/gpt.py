@@ -193,8 +193,8 @@ GPT2 = {
 }
 GPT1 = {
     **GPT2,
-    "embed": "transformer.tokens_embed",
-    "positions": "transformer.positions_embed",
+    "embed": "tokens_embed",
+    "positions": "positions_embed",
     "attention_norm": "ln_1",
     "mlp_norm": "ln_2",
 }
@@ -262,9 +262,7 @@ FAMILIES = (
         model_type="openai-gpt",
         architectures=("OpenAIGPTLMHeadModel",),
         read=read_gpt1,
-        names=table(
-            GPT1, layer="transformer.h.{i}.", changes=dict.fromkeys(TRANSPOSED, "transpose")
-        ),
+        names=table(GPT1, layer="h.{i}.", changes=dict.fromkeys(TRANSPOSED, "transpose")),
         prefixes=("", "transformer."),
     ),
     Family(
