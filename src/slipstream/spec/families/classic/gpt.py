@@ -87,8 +87,7 @@ def read_gpt2(c: ConfigReader) -> ModelSpec:
 
 def read_gpt1(c: ConfigReader) -> ModelSpec:
     """GPT: a GPT-2 with norms after each addition, and none at the end."""
-    c.assume(n_inner=4 * c.size("n_embd"))
-    norm, mlp = _norm(c), plain(c.size("n_inner"), activation(c, "afn", "gelu_new"))
+    norm, mlp = _norm(c), plain(4 * c.size("n_embd"), activation(c, "afn", "gelu_new"))
     if c.value("afn") == "gelu":  # as transformers has it
         mlp = dataclasses.replace(mlp, activation="gelu_tanh")
     layer = LayerSpec(
