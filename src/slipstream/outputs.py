@@ -145,6 +145,32 @@ class RequestTimes:
     last_token: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of a request by vLLM's names. Those that end with `_time` or `_ts` are of
+    time.monotonic(), so that only their differences mean something."""
+
+    arrival_time: float
+    first_token_time: float | None
+    last_token_time: float | None
+    finished_time: float | None
+    num_generation_tokens: int
+
+    @property
+    def first_token_ts(self) -> float | None:
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        return self.last_token_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        first = self.first_token_time
+        return None if first is None else first - self.arrival_time
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` it has
@@ -159,6 +185,19 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """The request's `times` as vLLM has them. Tokens are those of `outputs`."""
+        if (times := self.times) is None:
+            return None
+        return RequestMetrics(
+            arrival_time=times.arrival,
+            first_token_time=times.first_token,
+            last_token_time=times.last_token,
+            finished_time=times.last_token if self.finished else None,
+            num_generation_tokens=sum(len(output.token_ids) for output in self.outputs),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

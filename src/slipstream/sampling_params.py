@@ -354,3 +354,27 @@ class BeamSearchParams:
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}',
                 field="early_stopping",
             )
+
+
+@suggesting_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """Parameters of vectors and scores, by vLLM's names: `pooling_params` of `LLM.embed`,
+    `encode`, `classify` and `score`."""
+
+    dimensions: int | None = None
+    task: str | None = None
+    truncate_prompt_tokens: int | None = None  # -1: cut texts to the model's length
+    use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.truncate_prompt_tokens not in (None, -1):
+            raise RequestError(
+                f"truncate_prompt_tokens={self.truncate_prompt_tokens!r}: only -1 (the model's length) is supported here",
+                field="truncate_prompt_tokens",
+            )
+        if self.use_activation is False:
+            raise RequestError(
+                "use_activation=False: LLM.encode gives a classifier's scores as they are; leave it out",
+                field="use_activation",
+            )

@@ -23,6 +23,7 @@ from slipstream.errors import AdapterError, RequestError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
 from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
+from slipstream.sampling_params import PoolingParams as PoolingParams
 from slipstream.sampling_params import ReasoningMarkers as ReasoningMarkers
 from slipstream.sampling_params import SamplingParams as SamplingParams
 from slipstream.sampling_params import SpeechRules as SpeechRules

@@ -509,7 +509,7 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
 @pytest.mark.parametrize(
     ("settings", "error", "field"),
     [
-        ({"gpu_memory_utilization": 0.5}, ConfigError, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
         ({"batch_window_s": 0.1}, ConfigError, "batch_window_s"),
         ({"max_model_len": 100_000}, ConfigError, "max_model_len"),
         ({"kv_cache_bytes": 2**50}, ConfigError, "kv_cache_bytes"),

@@ -79,7 +79,7 @@ def test_text_tokens_and_lists_of_them(server, expected):
     ("more", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": ["a", 5]}, "input"),
+        ({"input": [[5], 5]}, "input"),
         ({"input": "the " * 80}, "input"),
         ({"input": [5000]}, "input"),
         ({"dimensions": 16}, "dimensions"),

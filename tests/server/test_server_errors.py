@@ -59,7 +59,7 @@ def test_a_body_in_another_coding_is_told_so(http, coded, told):
         ({"prompt": None}, "prompt"),
         ({"prompt": 3}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], 1]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [999]}, "prompt"),

@@ -4,6 +4,8 @@ each section of `EngineConfig`."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,8 @@ DENSE_SHARE = 0.25
 
 FEW_SEQUENCES = 8
 """Number of tokens of a step up to which a CPU's sparse weights are the faster form."""
+
+_logger = logging.getLogger("slipstream.config")
 
 
 def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:
@@ -582,13 +586,18 @@ def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
     return not device.is_cuda or args.host_experts is not None or args.cpu_layers is not None
 
 
+@functools.cache
+def _say_once(notice: str) -> None:
+    """Log a notice to the user, once in a process: settings are resolved several times."""
+    _logger.warning("%s", notice)
+
+
 def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
+    if args.gpu_memory_utilization is not None and not device.is_cuda:
+        _say_once(
+            "gpu_memory_utilization has no effect on a CPU, where kv_cache_bytes sizes the cache"
+        )
     for name, applies, where in (
-        (
-            "gpu_memory_utilization",
-            device.is_cuda,
-            "a GPU; on a CPU kv_cache_bytes sizes the cache",
-        ),
         (
             "num_threads",
             _computes_on_host(args, device),

@@ -88,6 +88,7 @@ from slipstream.types import (
     BeamsOutput,
     EngineOutput,
     LoRARequest,
+    PoolingParams,
     Prompt,
     RequestOptions,
     SamplingParams,
@@ -434,11 +435,13 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> list[EmbeddingOutput]:
         """A vector for each text, pooled and normalised as the model's files say; a decoder gives its last token's state.
         `dimensions` asks for shorter vectors, of models trained to give them. A text that is too long is a ContextLengthError;
-        with `truncate` its end is cut off."""
-        prompts = _listed(prompts)
+        with `truncate` its end is cut off. `pooling_params` say the same by vLLM's names."""
+        prompts, asked = _listed(prompts), pooling_params or PoolingParams()
+        dimensions, truncate = dimensions or asked.dimensions, truncate or _truncates(asked)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
         found: dict[int, list[EmbeddingOutput]] = {}  # by the first one's place
@@ -475,6 +478,7 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> list[ScoreOutput]:
         """How well each of `data_1` goes with the text at its place in `data_2`; one text of `data_1` goes with all. By the
         model's scores of pairs, or by the cosine of their vectors, as `rerank`."""
@@ -482,6 +486,7 @@ class LLM:
             [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
         )
         texts = score_texts(self.core.description, first, second)
+        truncate = truncate or _truncates(pooling_params)
         shown = progress if use_tqdm is None else use_tqdm
         answer = self._read_pairs(texts, len(first), truncate, shown)
         model, tokenizer = self.core.description, self.tokenizer
@@ -500,11 +505,14 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> list[EncodingOutput]:
         """The model's output for each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
         they become probabilities. With `pooling_task="token_embed"` an encoder gives a vector for each token."""
         prompts, model = _listed(prompts), self.core.description
-        task = text_task(model, pooling_task, "pooling_task")
+        asked = pooling_params or PoolingParams()
+        truncate = truncate or _truncates(asked)
+        task = text_task(model, pooling_task or asked.task, "pooling_task")
         shown = progress if use_tqdm is None else use_tqdm
         return encoded(
             model, self._read(prompts, truncate, progress=shown, task=task).vectors(), task
@@ -530,10 +538,11 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> list[ClassificationOutput]:
         """A classifier's probabilities of its labels for each text, and the name of the likeliest. `problem_type` of its config
         says whether labels exclude each other."""
-        prompts = _listed(prompts)
+        prompts, truncate = _listed(prompts), truncate or _truncates(pooling_params)
         label_names(self.core.description)
         shown = progress if use_tqdm is None else use_tqdm
         answer = self._read(prompts, truncate, progress=shown)
@@ -783,3 +792,7 @@ class LLM:
             check_alive(core)
             core.wait()
         return outputs
+
+
+def _truncates(asked: PoolingParams | None) -> bool:
+    return asked is not None and asked.truncate_prompt_tokens is not None

@@ -8,6 +8,7 @@ event loop, so plain attributes need no locks.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slipstream import __version__
 from slipstream.arguments import suggesting_init, types_of, wrong_type
 from slipstream.config import EngineConfig
 from slipstream.engine.text.tools import Formats
@@ -365,10 +367,23 @@ class ServerState:
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
     watch: Watcher | None = None  # None: without a detector
     created: int = field(default_factory=lambda: int(time.time()))
+    _fingerprint: str = ""
 
     @property
     def metrics(self) -> Metrics:
         return self.observers.metrics
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: equal for equal versions, models and forms of weights."""
+        if self._fingerprint:
+            return self._fingerprint
+        model = self.engine.description
+        facts = (__version__, model.family.model_type, model.spec.num_parameters, model.dtype)
+        form = (model.scheme, model.gguf_type)
+        digest = hashlib.blake2s(repr(facts + form).encode(), digest_size=5).hexdigest()
+        self._fingerprint = f"fp_{digest}"
+        return self._fingerprint
 
     @property
     def model_names(self) -> tuple[str, ...]:

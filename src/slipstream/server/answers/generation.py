@@ -161,12 +161,17 @@ class Answer:
         self.num_reasoning_tokens: int | None = None  # None: the answer is not read for reasoning
         self.stream = bool(body.stream)
         options = body.stream_options
-        self.continuous_usage = options is not None and options.continuous_usage_stats
-        self.include_usage = options is not None and options.include_usage
+        self.include_usage = options is not None and bool(options.include_usage)
+        self.continuous_usage = (
+            options is not None
+            and options.continuous_usage_stats
+            and options.include_usage is not False
+        )
         self.identity = {
             "id": self.id_prefix + record.id,
             "created": record.created,
             "model": body.model,
+            "system_fingerprint": state.fingerprint,
         }
         self._num_running = len(prompts)
         # Wakes the task: something waits to be sent, or the answer is complete, or it failed.

@@ -30,6 +30,7 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # llama.cpp's and Together's, of a json_object
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -54,9 +55,12 @@ class Structured(Struct, kw_only=True):
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     guided_whitespace_pattern: Text | None = None
+    json_schema: Schema | None = None  # llama.cpp's names of two of these
+    grammar: str | None = None  # llama.cpp's clients send "" for none
 
 
 _GUIDED = ("json", "regex", "choice", "grammar")
+_LLAMA = {"json_schema": "json", "grammar": "grammar"}
 
 
 def structured(body: Structured) -> StructuredOutputsParams | None:
@@ -71,7 +75,14 @@ def structured(body: Structured) -> StructuredOutputsParams | None:
     if name == "response_format":
         form = body.response_format
         assert form is not None
+        if form.schema is not None and form.type != "json_object":
+            raise bad_request(
+                "response_format.schema is for the type json_object; here it is json_schema.schema",
+                "response_format.schema",
+            )
         if form.type == "json_object":
+            if form.schema is not None:
+                return StructuredOutputsParams(json=form.schema)
             return StructuredOutputsParams(json_object=True)
         if form.json_schema is None or form.json_schema.schema is None:
             raise bad_request(
@@ -83,6 +94,8 @@ def structured(body: Structured) -> StructuredOutputsParams | None:
         assert given is not None
         fields = {f: v for f in given.__struct_fields__ if (v := getattr(given, f)) is not None}
         return StructuredOutputsParams(**fields)
+    if name in _LLAMA:
+        return StructuredOutputsParams(**{_LLAMA[name]: getattr(body, name)})
     own = {name.removeprefix("guided_"): getattr(body, name)}
     return StructuredOutputsParams(**own, whitespace_pattern=body.guided_whitespace_pattern)
 
@@ -94,11 +107,14 @@ def structured_param(body: Structured, field: str) -> str:
         return field
     if name != "response_format":
         return "guided_whitespace_pattern" if field.endswith("whitespace_pattern") else name
-    return "response_format.json_schema.schema" if field.endswith(".json") else name
+    form = body.response_format
+    inside = "schema" if form is not None and form.type == "json_object" else "json_schema.schema"
+    return f"response_format.{inside}" if field.endswith(".json") else name
 
 
 def _name(body: Structured) -> str | None:
     given = [f"guided_{name}" for name in _GUIDED if getattr(body, f"guided_{name}") is not None]
+    given += [name for name in _LLAMA if getattr(body, name) not in (None, "")]
     if body.structured_outputs is not None:
         given.append("structured_outputs")
     if body.response_format is not None and body.response_format.type != "text":

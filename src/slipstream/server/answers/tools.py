@@ -102,6 +102,11 @@ def call_dict(call: SentToolCall) -> dict[str, Any]:
     }
 
 
+def tool_dicts(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    """Tools as chat templates take them."""
+    return [{"type": "function", "function": msgspec.to_builtins(one.function)} for one in tools]
+
+
 def written_arguments(text: str) -> dict[str, Any]:
     """A call's arguments as an object. Text that is no JSON object, such as half of one, becomes
     `invalid_json`."""

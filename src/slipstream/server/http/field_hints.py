@@ -26,8 +26,6 @@ OTHERS = {
     "do_sample": "temperature",
     "num_beams": "use_beam_search",
     "num_return_sequences": "n",
-    "grammar": "guided_grammar",
-    "json_schema": "guided_json",
     "format": "response_format",
     "guided_decoding": "structured_outputs",
     "mirostat": "mirostat_mode",

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from slipstream.engine.grammars.grammar import check_in_thread
 from slipstream.engine.grammars.reasoning import DONE, ReasoningCounter, counter
 from slipstream.engine.text.tool_formats.base import (
@@ -27,7 +25,7 @@ from slipstream.server.answers.beams import search
 from slipstream.server.answers.context import shorten
 from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.token_details import choice_details, id_name, prompt_details
-from slipstream.server.answers.tools import EFFORT_BUDGETS, reading_of
+from slipstream.server.answers.tools import EFFORT_BUDGETS, reading_of, tool_dicts
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.record import RequestRecord
@@ -139,7 +137,7 @@ class ReadAnswer(ChatAnswer):
         parser = self.parsers[delta.index]
         reason = delta.finish_reason
         events = read_events(parser, delta.text, last=reason is not None, cut=is_cut(reason))
-        told = [encode(self._delta(event)) for event in events]
+        told = [encode(self._delta(event)) for event in events if self._shows(event)]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
             told.append(b"{}")
@@ -159,16 +157,29 @@ class ReadAnswer(ChatAnswer):
     def choice(self, index: int) -> dict[str, Any]:
         answer = super().choice(index)
         message = self.reading.message(answer["message"]["content"], answer["finish_reason"])
-        answer["message"] |= {k: v for k, v in message.to_dict().items() if k != "role"}
+        answer["message"] |= {
+            k: v
+            for k, v in message.to_dict().items()
+            if k != "role" and (k != "reasoning_content" or self.shows_reasoning)
+        }
+        if thought := answer["message"].get("reasoning_content"):
+            answer["message"]["reasoning"] = thought  # newer vLLM's and OpenRouter's name
         answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
         return answer
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return getattr(self.body, "include_reasoning", None) is not False
+
+    def _shows(self, event: Event) -> bool:
+        return self.shows_reasoning or not isinstance(event, Reasoning)
 
     def _delta(self, event: Event) -> dict[str, Any]:
         match event:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return {"reasoning_content": text, "reasoning": text}
             case BeginCall(index, name):
                 function = {"name": name, "arguments": ""}
                 return {
@@ -346,10 +357,7 @@ async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
     )
     variables, hints = template_variables(body, template)
     if uses_tools:
-        variables["tools"] = [
-            {"type": "function", "function": msgspec.to_builtins(tool.function)}
-            for tool in body.tools or ()
-        ]
+        variables["tools"] = tool_dicts(body.tools or ())
     variables["add_special_tokens"] = bool(body.add_special_tokens)
     variables["any_length"] = body.truncate_prompt_tokens is not None
     if body.add_generation_prompt is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.server.answers.beams import search
@@ -12,7 +12,7 @@ from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.token_details import choice_details, id_name, prompt_details
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.protocol import CompletionRequest
-from slipstream.server.openai.tokens import text_prompt
+from slipstream.server.openai.tokens import text_prompt, without_mixes
 from slipstream.server.state import ServerState, TokenizerProtocol
 from slipstream.types import FinishReason, Prompt, TokensPrompt
 
@@ -97,7 +97,7 @@ class CompletionAnswer(Answer):
         """The prompt's text if `echo` asks for it before the answer, otherwise ""."""
         if not self.body.echo:
             return ""
-        prompt = self.body.prompts()[index // self.num_drawn]
+        prompt = _prompts(self.body)[index // self.num_drawn]
         if self.body.truncate_prompt_tokens is not None:
             prompt = self.prompt_info[index // self.num_drawn].token_ids
         if isinstance(prompt, str):
@@ -165,6 +165,11 @@ def _name(token: Logprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a body that `prepare` has read: no texts are among token ids."""
+    return cast("list[str | list[int]]", body.prompts())
+
+
 async def prepare(
     state: ServerState,
     body: CompletionRequest,
@@ -175,16 +180,22 @@ async def prepare(
 ) -> Answer:
     """The `answer` to a body. `max_tokens` applies if the body has none (None: what is left of the
     context)."""
+    special = body.add_special_tokens is not False
+    given = body.prompts()
+    if any(isinstance(prompt, list) and str in map(type, prompt) for prompt in given):
+        body.prompt = cast(
+            Any, await without_mixes(state, given, "prompt", add_special_tokens=special)
+        )
     prompts: list[Prompt] = [
         await text_prompt(
             state,
             prompt,
-            add_special_tokens=body.add_special_tokens is not False,
+            add_special_tokens=special,
             any_length=body.truncate_prompt_tokens is not None,
         )
         if isinstance(prompt, str)
         else TokensPrompt(prompt_token_ids=prompt)
-        for prompt in body.prompts()
+        for prompt in _prompts(body)
     ]
     if body.use_beam_search:
         beams, sampling = search(body, body.max_tokens or DEFAULT_MAX_TOKENS)

@@ -52,6 +52,7 @@ from slipstream.server.openai.protocol import (
     SparseRequest,
     decode,
 )
+from slipstream.server.openai.tokens import conversation, without_mixes
 from slipstream.server.state import ServerState
 from slipstream.types import FinishReason, Prompt, RequestOptions, TextTask, TokensPrompt
 
@@ -122,14 +123,20 @@ async def of_inputs(
     num_queries: int | None = None,
 ) -> Vectors:
     """The engine's vectors for the texts of `input`."""
-    prompts: list[Prompt | tuple[str, str]] = [
-        p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
-    ]
+    prompts: list[Prompt | tuple[str, str]]
+    if body.messages is not None:
+        prompts = [await conversation(state, body)]
+    else:
+        prompts = [
+            p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p)
+            for p in await without_mixes(state, body.prompts(), "input")
+        ]
     try:
         answer = await embed(state, prompts, body, "input", record, task, num_queries)
     except RequestError as error:
         if error.field in ("prompt", "prompt_token_ids"):
-            error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
+            given = "input" if body.messages is None else "messages"
+            error.field = given if len(prompts) == 1 else f"input[{error.text}]"
         raise
     record.num_prompt_tokens = sum(map(len, answer.prompt_token_ids))
     return answer
@@ -180,7 +187,8 @@ async def pooling(
             "only a model of late interaction tells queries from documents; leave it out",
             "input_type",
         )
-    num_queries = None if kind is None else len(body.prompts()) * (kind == "query")
+    count = 1 if body.messages is not None else len(body.prompts())
+    num_queries = None if kind is None else count * (kind == "query")
     answer = await of_inputs(state, body, record, task, num_queries)
     found = rows_of_task(model, answer, task)
     if kind == "document":

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 import msgspec.structs
@@ -67,7 +67,7 @@ OFF = msgspec.field(default_factory=Raw)  # default of fields that must be off
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     hints: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
 
-    include_usage: bool = False
+    include_usage: bool | None = None  # false: not in chunks, either
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage so far
 
@@ -243,8 +243,7 @@ _SAMPLING_FIELDS = tuple(
 class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
-    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list has one kind.
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | list[str | TokenId | list[str | TokenId]]
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
@@ -272,20 +271,24 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
             field or ""
         ) or super().param(field)
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompted]:
         """A list with one entry for each prompt."""
-        return one_kind(self.prompt, "prompt")
+        return each_prompt(self.prompt, "prompt")
 
 
-def one_kind(given: Any, name: str) -> list[str | list[int]]:
-    """Text, token ids, or a list of either, as a list."""
+Prompted: TypeAlias = "str | list[str | int]"
+"""A prompt of a body: a text, or token ids with texts between them, as llama.cpp takes them."""
+
+
+def each_prompt(given: Any, name: str) -> list[Prompted]:
+    """The prompts of a text, of token ids (texts may be among them), or of a list of either."""
     if isinstance(given, str):
         return [given]
     kinds = {type(part) for part in given}
-    if len(kinds) != 1:
-        what = "is an empty list" if not kinds else "mixes strings, token ids and lists"
-        raise bad_request(f"{name} {what}; give text, token ids, or a list of one of them", name)
-    return [given] if kinds == {int} else given
+    if not kinds or kinds >= {int, list}:
+        what = "mixes token ids and lists" if kinds else "is an empty list"
+        raise bad_request(f"{name} {what}; give text, token ids, or a list of these", name)
+    return [given] if int in kinds else given
 
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -357,6 +360,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None  # vLLM's, with the next two
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None  # vLLM's; false: the answer leaves it out
     reasoning_effort: str | None = None  # for templates that know it, like `verbosity`
     verbosity: str | None = None
     max_completion_tokens: Int | None = None
@@ -385,7 +389,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         super().check()
         refuse_unless_off(self, self.off)
         offer_of(self)
-        if taken := _TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
+        if taken := TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
             raise bad_request(
                 f"chat_template_kwargs: {min(taken)} is set by the request's own fields",
                 "chat_template_kwargs",
@@ -419,7 +423,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 
 
-_TEMPLATE_FIELDS = {
+TEMPLATE_FIELDS = {
     "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "any_length", "tokenize",
 }  # fmt: skip
 
@@ -435,41 +439,56 @@ class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None  # no effect
 
 
-class EmbeddingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """Base of embeddings, classes and pooling: texts, or vLLM's `messages`, which are one text
+    through the chat template."""
+
+    input: (
+        str
+        | Annotated[list[str | TokenId | list[str | TokenId]], Meta(max_length=MAX_INPUTS)]
+        | None
+    ) = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = False  # for messages, as the next three
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[Prompted]:
+        """A list with one entry for each text of `input`."""
+        if self.input is None or self.messages is not None:
+            raise bad_request("give either input or messages", "input")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(self, name):
+                raise bad_request(f"{name} is for messages; leave it out", name)
+        if self.add_special_tokens is False:
+            raise bad_request(
+                "add_special_tokens: false is for messages; send token ids", "add_special_tokens"
+            )
+        return each_prompt(self.input, "input")
+
+
+class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/embeddings"""
 
-    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list has one kind.
-    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
 
-    def prompts(self) -> list[str | list[int]]:
-        """A list with one entry for each text."""
-        return one_kind(self.input, "input")
 
-
-class ClassifyRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+class ClassifyRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
     """POST /classify and /v1/classify: vLLM's format. Without `use_activation` scores are not probabilities"""
 
-    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
     use_activation: bool = True
 
-    def prompts(self) -> list[str | list[int]]:
-        return one_kind(self.input, "input")
 
-
-class PoolingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+class PoolingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
     """POST /pooling and /v1/pooling: vLLM's format. A text's vector, those of its tokens, or a classifier's or reward model's
     scores as they are"""
 
-    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
     task: str | None = None  # vLLM's names: embed, classify, score, token_embed, token_classify
     # Whether the texts of a model of late interaction are queries or documents. Without it they are as they are.
     input_type: Literal["query", "document"] | None = None
-
-    def prompts(self) -> list[str | list[int]]:
-        return one_kind(self.input, "input")
 
 
 class SparseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -535,6 +554,9 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     # Default: true for a prompt, false for messages, whose template has them.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None  # for messages; default true
+    continue_final_message: bool = False  # for messages, as the next two
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: ToolSpecs | None = None
     return_token_strs: bool = False
 
 

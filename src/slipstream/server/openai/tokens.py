@@ -16,14 +16,18 @@ from slipstream.engine.vision.pictures import PreparedPicture, with_pictures
 from slipstream.errors import ContextLengthError
 from slipstream.server.answers.changing_lines import in_order
 from slipstream.server.answers.media import read_pictures
+from slipstream.server.answers.tools import tool_dicts
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
 from slipstream.server.openai.models import require_model
 from slipstream.server.openai.protocol import (
+    TEMPLATE_FIELDS,
     DetokenizeRequest,
+    Inputs,
     Message,
     PicturePart,
+    Prompted,
     TokenizeRequest,
     message_dict,
 )
@@ -92,6 +96,69 @@ async def template_tokens(
     return await in_thread_if_long(tokens, len(msgspec.json.encode((plain, variables))), tokenizer)
 
 
+def message_variables(body: TokenizeRequest | Inputs, begins: bool) -> dict[str, Any]:
+    """The arguments of `template_tokens` for the fields of a body with messages. `begins`: an
+    answer's beginning is added, if the last message does not go on."""
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "add_generation_prompt begins a message and continue_final_message continues one; leave one of them out"
+        raise bad_request(message, "continue_final_message")
+    goes_on = {"continue_final_message": True} if body.continue_final_message else {}
+    if taken := TEMPLATE_FIELDS & set(body.chat_template_kwargs or ()):
+        raise bad_request(
+            f"chat_template_kwargs: {min(taken)} is set by the request's own fields",
+            "chat_template_kwargs",
+        )
+    begun = begins and not body.continue_final_message
+    return {**(body.chat_template_kwargs or {}), **goes_on, "add_generation_prompt": begun}
+
+
+async def conversation(state: ServerState, body: Inputs) -> Prompt:
+    """The tokens of a body's `messages`, which is one text."""
+    if body.input is not None:
+        raise bad_request("give either input or messages", "input")
+    assert body.messages is not None
+    plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    variables = message_variables(body, body.add_generation_prompt)
+    tokens = await template_tokens(
+        state,
+        plain,
+        add_special_tokens=bool(body.add_special_tokens),
+        any_length=body.truncate_prompt_tokens is not None,
+        **variables,
+    )
+    return TokensPrompt(prompt_token_ids=tokens)
+
+
+async def without_mixes(
+    state: ServerState, prompts: Sequence[Prompted], param: str, *, add_special_tokens: bool = True
+) -> list[str | list[int]]:
+    """The prompts, those with texts among token ids as ids. Special tokens are added to a text
+    only at the beginning."""
+
+    def ids(parts: list[str | int]) -> list[int]:
+        found = list[int]()
+        for i, part in enumerate(parts):
+            begins = add_special_tokens and i == 0
+            found += (
+                [part]
+                if isinstance(part, int)
+                else _encode(
+                    state, _tokenizer(state, param), part, param, add_special_tokens=begins
+                )
+            )
+        return found
+
+    made = list[str | list[int]]()
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            made.append(prompt)
+        elif length := sum(len(part) for part in prompt if isinstance(part, str)):
+            made.append(await in_thread_if_long(partial(ids, prompt), length))
+        else:
+            made.append([part for part in prompt if isinstance(part, int)])
+    return made
+
+
 async def text_prompt(
     state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False
 ) -> Prompt:
@@ -146,10 +213,12 @@ class Tokens:
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is None:
             assert body.prompt is not None
-            if body.add_generation_prompt is not None:
-                raise bad_request(
-                    "add_generation_prompt is for messages; leave it out", "add_generation_prompt"
-                )
+            for name in (
+                *("add_generation_prompt", "continue_final_message"),
+                *("chat_template_kwargs", "tools"),
+            ):
+                if getattr(body, name) not in (None, False):
+                    raise bad_request(f"{name} is for messages; leave it out", name)
             tokenizer, special = _tokenizer(state, "prompt"), body.add_special_tokens is not False
             encoding = partial(
                 _encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special
@@ -162,8 +231,12 @@ class Tokens:
             )
         else:
             tokenizer = _tokenizer(state, "messages")
-            begins = body.add_generation_prompt is not False
-            tokens, _ = await pictured_tokens(state, body.messages, add_generation_prompt=begins)
+            variables = message_variables(body, body.add_generation_prompt is not False)
+            if body.tools:
+                if "tools" not in (tokenizer.tool_template or ""):
+                    raise bad_request("this model's chat template knows no tools", "tools")
+                variables["tools"] = tool_dicts(body.tools)
+            tokens, _ = await pictured_tokens(state, body.messages, **variables)
         strings = (
             [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         )
