@@ -79,6 +79,7 @@ class FakeEngine:
             encoder=None,
         ),
         pooling=PoolingSpec(kind="mean", normalize=True),
+        text_task="embed",
         family=SimpleNamespace(model_type="fake"),
         path=Path("nowhere"),
         format="safetensors",
