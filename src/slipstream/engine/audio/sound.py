@@ -103,10 +103,11 @@ def resampled(samples: Samples, rate: int) -> Samples:
 def _filter(filters: Samples, part: int, up: int) -> Samples:
     """The filter of the part / up of a sample, between two of the table where it has not all."""
     at, rest = divmod(part * (len(filters) - 1), up)
-    if not rest:
-        return filters[at]
-    weight = np.float32(rest / up)
-    return filters[at] * (1 - weight) + filters[at + 1] * weight
+    found: Samples = filters[at]
+    if rest:
+        weight = np.float32(rest / up)
+        found = found * (1 - weight) + filters[at + 1] * weight
+    return found
 
 
 @lru_cache(maxsize=8)
