@@ -10,8 +10,10 @@ import pytest
 
 from slipstream import hub
 from slipstream.errors import DownloadError
+from slipstream.files import waited_for
 from slipstream.hub import FetchOptions, find_cached, resolve_model
 from slipstream.hub.client import HubClient
+from slipstream.hub.listing import find_models, list_models, remove_model
 from slipstream.hub.names import TABLE, HubModel, parse_name, quant_of
 from slipstream.hub.packages import Packaged
 from slipstream.hub.store import HubStore, choose_quant, quants
@@ -238,6 +240,68 @@ def test_names_that_lead_out_of_the_folder_are_left_out(stand_in, tmp_path):
     assert not list(tmp_path.rglob("evil.json"))
 
 
+@pytest.mark.parametrize("name", ["\ud800.json", "a\x1b[2J.json", "./a.json", "b//a.json"])
+def test_names_that_are_no_files_are_left_out(stand_in, name):
+    stand_in.extra_siblings = [{"rfilename": name, "size": 2, "blobId": "0" * 40}]
+    assert {f.name for f in pull(stand_in, "org/name").iterdir()} == set(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "siblings",
+    [3, {"a": 1}, ["config.json"], [{"rfilename": "config.json", "lfs": "x"}]],
+    ids=str,
+)
+def test_a_listing_of_another_form_is_told(stand_in, monkeypatch, siblings):
+    made = {"sha": "1" * 40, "siblings": siblings}
+    monkeypatch.setattr(stand_in, "_listing", lambda name: made)
+    with pytest.raises(DownloadError, match="does not speak the hub's API"):
+        pull(stand_in, "org/name")
+
+
+@pytest.mark.parametrize("size", [-1, True, 10**30, 2.0, "2"])
+def test_a_size_that_no_file_has_is_told(stand_in, size):
+    stand_in.extra_siblings = [{"rfilename": "a.json", "size": size, "blobId": "0" * 40}]
+    with pytest.raises(DownloadError, match="states no size or hash of a"):
+        pull(stand_in, "org/name")
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (httpx.Response(200, content=b"[" * 200_000), "does not speak the hub's API"),
+        (httpx.Response(302, headers={"location": "http://[bad"}), "leads to 'http://.bad'"),
+        (httpx.Response(302, headers={"location": "file:///etc/x"}), "leads to 'file:///etc/x'"),
+    ],
+    ids=["deep", "no address", "another scheme"],
+)
+def test_an_answer_that_is_no_hubs_is_told(answer, told):
+    client = HubClient("https://hub.example")
+    client._http = httpx.Client(transport=httpx.MockTransport(lambda request: answer))
+    with pytest.raises(DownloadError, match=told):
+        client.repository("org/name")
+
+
+def test_an_answer_that_is_not_compressed_as_it_says_is_told():
+    def answer(request):
+        stream = httpx.ByteStream(b"plain")
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=stream)
+
+    client = HubClient("https://hub.example")
+    client._http = httpx.Client(transport=httpx.MockTransport(answer))
+    with pytest.raises(DownloadError, match="does not speak the hub's API"):
+        client.repository("org/name")
+
+
+def test_an_address_or_a_token_that_can_not_be_sent_is_told(stand_in, monkeypatch):
+    with pytest.raises(DownloadError, match="no http or https address"):
+        resolve_model("org/name", options=FetchOptions(hub="http://["))
+    monkeypatch.setenv("HF_TOKEN", "\u201chf_x\u201d")
+    with pytest.raises(DownloadError, match="HF_TOKEN") as caught:
+        pull(stand_in, "org/name")
+    assert caught.value.field == "HF_TOKEN"
+    assert "hf_x" not in str(caught.value)
+
+
 def test_a_repository_of_pickles_is_refused(stand_in):
     stand_in.repos["org/name"] = {"config.json": b"{}", "pytorch_model.bin": BIG}
     with pytest.raises(DownloadError, match="pickles"):
@@ -278,6 +342,58 @@ def test_removed_quant_leaves_the_others_and_their_blobs(stand_in):
     assert not store.folder("org/m-GGUF").exists()
 
 
+def test_a_repository_of_both_formats_is_removed_whole(stand_in):
+    stand_in.repos["org/name"]["m-Q8_0.gguf"] = BIG[:5000]
+    pull(stand_in, "org/name")
+    pull(stand_in, "org/name:Q8_0")
+    found = sorted(find_models("org/name"), key=lambda m: m.quant or "")
+    assert [m.quant for m in found] == [None, "Q8_0"]
+    assert sum(map(remove_model, found)) > len(BIG) + 5000
+    assert list_models() == []
+
+
+def test_a_repository_on_another_disk_is_removed_with_its_link(stand_in, tmp_path):
+    pull(stand_in, "org/name")
+    folder = HubStore(hub.hub_folder()).folder("org/name")
+    folder.rename(tmp_path / "disk")
+    folder.symlink_to(tmp_path / "disk")
+    [model] = find_models("org/name")
+    assert remove_model(model) > len(BIG)
+    assert not folder.is_symlink()
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_repository_that_is_being_fetched_is_not_removed(stand_in):
+    path = pull(stand_in, "org/name")
+    [model] = find_models("org/name")
+    with (
+        waited_for(HubStore(hub.hub_folder()).lock("org/name")),
+        pytest.raises(DownloadError, match="org/name is being fetched"),
+    ):
+        remove_model(model)
+    assert (path / "model.safetensors").exists()
+
+
+def test_a_failed_pull_leaves_the_lock_to_those_who_wait(stand_in):
+    lock = HubStore(hub.hub_folder()).lock("org/nothing")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    before = lock.stat().st_ino
+    with pytest.raises(DownloadError, match="not on the hub"):
+        pull(stand_in, "org/nothing")
+    assert lock.stat().st_ino == before
+
+
+def test_a_commit_that_leads_out_of_the_cache_is_none(stand_in, tmp_path):
+    folder = pull(stand_in, "org/name").parents[1]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (folder / "refs" / "main").write_text("../" * 5 + "other")
+    assert (folder / "snapshots" / ("../" * 5 + "other")).is_dir()
+    assert find_cached("org/name") is None
+
+
 def test_blob_that_another_commit_needs_stays(stand_in):
     pull(stand_in, "org/name")
     stand_in.commit, stand_in.repos["org/name"]["config.json"] = "2" * 40, b'{"new": 1}'
@@ -312,6 +428,8 @@ def test_names_are_read(name, source):
         ("org/name:Q4 K", "is no quant"),
         ("../x/y", "ORG/NAME on a hub"),
         ("org/name/../x.gguf", "ORG/NAME on a hub"),
+        ("org/name//etc/x.gguf", "ORG/NAME on a hub"),
+        ("org--a/name", "ORG/NAME on a hub"),
     ],
 )
 def test_wrong_names_are_answered(name, told):
@@ -336,10 +454,10 @@ def test_quants_are_read_from_file_names(file, quant):
 
 
 def test_types_that_are_not_read_are_not_chosen():
-    there = quants({"m-IQ4_XS.gguf": 5, "m-Q4_K_S.gguf": 4, "m-UD-Q4_K_XL.gguf": 6})
+    there = quants({"m-IQ3_M.gguf": 5, "m-Q4_K_S.gguf": 4, "m-UD-Q4_K_XL.gguf": 6})
     assert choose_quant("org/m", there, None, 100).name == "Q4_K_S"
     with pytest.raises(DownloadError, match="not read here"):
-        choose_quant("org/m", quants({"m-IQ2_XXS.gguf": 5}), None, 100)
+        choose_quant("org/m", quants({"m-Q1_0.gguf": 5}), None, 100)
 
 
 def test_table_has_a_size_a_licence_and_a_use_for_each_name():

@@ -83,8 +83,8 @@ NOT_YET = (
     "axk1",
     "mimo_v2_flash",
 )
-HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx"}
-CHANNELS_REFUSED = {"dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}
+HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx", "openai_gpt"}
+CHANNELS_REFUSED = {"openai_gpt", "dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}
 CHANNELS_REFUSED |= {"granitemoeshared", "granitemoe_swa", "hunyuan_v1_moe"}
 CHANNELS_REFUSED |= {"cohere2_moe", "cohere2-moe-summed", "llama4_text", "llama4-maverick"}
 LAYERS_REFUSED = {"gpt_neo", "ernie-moe-some", "xglm"}

@@ -566,7 +566,7 @@ def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
 @pytest.mark.parametrize(
     ("settings", "there_is"),
     [
-        ({"quantization": "fp8"}, "'int8', 'int8-head', 'int4', 'int4-g32', for experts 'mxfp4'"),
+        ({"quantization": "fp8"}, "'int8', 'int8-head', 'int4', 'int4-g32', 'mxfp4', 'mxfp4-all'"),
         ({"kv_cache_dtype": "fp8"}, "'int8': take that"),
     ],
     ids=str,

@@ -52,6 +52,9 @@ SCHEMAS = {
     "pattern": {"type": "array", "items": {"type": "string", "pattern": r"^(?:[a-f]{2}\.)+x?$"}},
     "prefixes": {"type": "object", "properties": {"a": {}, "ab": {}, "abc": {}}},
     "listed": {"enum": ["é!", "e", -15, 0, 20, None, True]},
+    "long constant": {"type": "array", "items": {"const": "x" * 3000}, "minItems": 1},
+    "long pattern": {"type": "string", "pattern": "^" + "ab?" * 1500 + "$"},
+    "repeated types": {"type": ["string", "null", "string"]},
     "constants": {"type": "array", "items": {"const": "abcabc"}, "minItems": 400},
 }  # fmt: skip
 UNKNOWN = (
@@ -176,6 +179,48 @@ def test_shared_masks_of_random_schemas_are_those_of_each_matcher(grammars, seed
 @pytest.mark.parametrize("schema", UNKNOWN, ids=json.dumps)
 def test_schemas_with_other_keywords_have_no_states(schema):
     assert language_of(compose(StructuredOutputsParams(json=json.dumps(schema))), 16) is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": 5},
+        {"type": 5},
+        {"type": "string", "pattern": 3},
+        {"type": "string", "pattern": "^a{" + "9" * 5000 + "}$"},
+        {"type": "object", "properties": ["a"]},
+        {"type": "object", "required": [{}]},
+        {"type": "array", "minItems": "3"},
+        {"$ref": "#/$defs/a", "$defs": 5},
+    ],
+    ids=lambda schema: json.dumps(schema)[:60],
+)
+def test_values_of_wrong_types_are_left_to_the_library_to_refuse(schema):
+    schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    assert language_of(json.dumps({"grammars": [{"json_schema": schema}]}), 16) is None
+
+
+def test_a_text_nested_ever_deeper_goes_on_by_its_own_matcher(grammars, tokenizer):
+    grammars.clear()
+    begin(grammars, ["a"], StructuredOutputsParams(json="{}"))
+    [token] = tokenizer.encode("[", add_special_tokens=False)
+    for i in range(1500):
+        if i % 100 == 0:
+            masks_of(grammars, ["a"])
+        grammars.accept("a", [token])
+    assert grammars._states["a"].spot is None
+    _, bits, _ = masks_of(grammars, ["a"])
+    assert token in allowed(bits[0])
+    grammars.clear()
+
+
+def test_a_type_given_many_times_is_written_once():
+    inner = {"enum": ["x" * 2000]}
+    for name in "abc":
+        inner = {"type": ["object"] * 200, "properties": {name: inner}}
+    language = language_of(compose(StructuredOutputsParams(json=json.dumps(inner))), 16)
+    assert language is not None
+    assert language.start() is not None
 
 
 def test_rows_far_apart_in_a_long_list_share_their_masks(grammars, tokenizer):

@@ -16,7 +16,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.generation import WhisperTimeStampLogitsProcessor
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.audio.sound import decode_audio, resampled
+from slipstream.engine.audio.sound import _filters, decode_audio, resampled
 from slipstream.engine.audio.spectrogram import log_mel, mel_bands
 from slipstream.engine.audio.transcription import Transcription, TranscriptionOptions
 from slipstream.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
@@ -105,7 +105,14 @@ def test_float_wav_with_a_longer_header_is_decoded():
     assert np.array_equal(decode_audio(data, max_s=1.0), samples)
 
 
-@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000])
+def test_a_rate_without_a_common_divisor_takes_a_small_table():
+    """A WAV of 64 bytes may name any rate."""
+    filters, half = _filters(16_000, 767_999)
+    assert filters.nbytes < 8 << 20
+    assert half < 1300
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 12_345, 44_100, 48_000, 96_001])
 def test_other_rates_are_resampled(rate):
     t = np.arange(rate) / rate
     own = resampled((0.5 * np.sin(2 * np.pi * 440 * t)).astype(np.float32), rate)

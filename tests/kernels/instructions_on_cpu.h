@@ -263,6 +263,7 @@ inline float exp2_fast(float x) { return exp2f(x); }
 // --- memory
 #define SHARED_MEMORY(name) u8* name = now->block->base()
 inline u32 smem_address(const void* p) { return (u32)((const u8*)p - now->block->base()); }
+inline uint2 load_smem8(u32 address) { uint2 v; memcpy(&v, now->block->base() + address, 8); return v; }
 inline uint4 load_smem16(u32 address) { uint4 v; memcpy(&v, now->block->base() + address, 16); return v; }
 inline uint4 load_cg16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
 inline u16 load_cg2(const u16* p) { return *p; }

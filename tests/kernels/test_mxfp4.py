@@ -18,10 +18,10 @@ from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton import TritonOps, float4
 from slipstream.kernels.triton.experts import mxfp4
-from slipstream.kernels.triton.experts.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
-from slipstream.kernels.weights import GroupedLinear, Linear
+from slipstream.kernels.triton.experts.mxfp4 import Tile
+from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear
 from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
@@ -97,7 +97,7 @@ def test_a_checkpoint_with_blocks(rounded, ops):
     elif (
         ops == "triton"
     ):  # in the kernel's order, a byte a scale, and inputs up to a multiple of 128
-        assert isinstance(up, Mxfp4Linear)
+        assert isinstance(up, Float4Linear)
         experts = [w for layer in model.decoder.layers for w in (layer.mlp.up, layer.mlp.down)]
         held = sum(w.weight.nbytes + w.exponents.nbytes + w.bias.nbytes for w in experts)
         dense = sum(weights_bytes(model.spec, 4).values()) - sum(
@@ -205,7 +205,7 @@ def test_only_mixtures_are_rounded(tmp_path):
         scheme=SCHEMES["mxfp4"],
     )
     layer = model.decoder.layers[0]
-    assert isinstance(layer.mlp.up, Mxfp4Linear)
+    assert isinstance(layer.mlp.up, Float4Linear)
     assert type(layer.attention.qkv) is Linear
 
 
@@ -219,14 +219,14 @@ def random_weight(rows, inner, bias=None):
 
 
 def unpacked(w):
-    """The numbers, as the docstrings of `Mxfp4Linear` say where they are."""
+    """The numbers, as the docstrings of `Float4Linear` say where they are."""
     bytes_ = torch.stack(
         [w.exponents >> 8 * i & 255 for i in range(4)], dim=-1
     )  # [slabs, chunks, 8, 4]
     numbers = torch.tensor((*E2M1, *(-x for x in E2M1)))
     codes = [
         sum((w.weight.int() >> at & 1) << bit for at, bit in zip(p, (3, 2, 1, 0), strict=True))
-        for p in mxfp4._PLACES
+        for p in float4.PLACES
     ]
     made = (
         numbers[torch.stack(codes, dim=-2)] * (w.factor * 2.0 ** (bytes_.double() - 253))[..., None]
@@ -238,7 +238,7 @@ def unpacked(w):
 def test_packed_weights_are_the_same_numbers(inner):
     w = random_weight(48, inner)
     w.scales[0, :2] = torch.tensor([2.0**-60, 2.0**60])
-    packed = pack_mxfp4(w)
+    packed = float4.pack_float4(w)
     assert packed.out_features == 48
     assert torch.equal(unpacked(packed), dequantize(w))
 
@@ -283,12 +283,12 @@ def test_the_instructions_that_expand_codes():
                 return product(halves(a), halves(b))
 
     found = re.findall(
-        r"^(\w+)\.[\w.]+ ([$\w]+), ([$\w]+), ([$\w]+);$", mxfp4.INSTRUCTIONS, re.MULTILINE
+        r"^(\w+)\.[\w.]+ ([$\w]+), ([$\w]+), ([$\w]+);$", float4.INSTRUCTIONS, re.MULTILINE
     )
     for name, target, *sources in found:
         registers[target] = result(name, *map(value, sources))
     numbers = torch.tensor((*E2M1, *(-x for x in E2M1)))
-    for i, places in enumerate(mxfp4._PLACES):
+    for i, places in enumerate(float4.PLACES):
         code = sum(
             (words >> place & 1) << bit for place, bit in zip(places, (3, 2, 1, 0), strict=True)
         )
@@ -336,7 +336,7 @@ def test_products_of_packed_weights(monkeypatch, shape, num_tokens, tiles):
     expected = ReferenceOps().moe(x, logits, Experts(*weights, spec))
     ops = TritonOps()
     packed = [ops.pack_experts(w, num_experts=9) for w in weights]
-    assert all(isinstance(w, Mxfp4Linear) for w in packed)
+    assert all(isinstance(w, Float4Linear) for w in packed)
     ours = ops.moe(x, logits, Experts(*packed, spec))
     assert (ours - expected).norm() <= 2e-5 * expected.norm()
 
@@ -349,5 +349,5 @@ def test_products_in_float16():
     weights = [random_weight(5 * n, 64) for n in (128, 64)]
     x, logits = torch.randn(9, 64).half(), torch.randn(9, 5)
     expected = ReferenceOps().moe(x, logits, Experts(*weights, spec)).float()
-    ours = TritonOps().moe(x, logits, Experts(*map(pack_mxfp4, weights), spec))
+    ours = TritonOps().moe(x, logits, Experts(*map(float4.pack_float4, weights), spec))
     assert (ours.float() - expected).norm() <= 2e-3 * expected.norm()

@@ -17,7 +17,7 @@ from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps, one_token
-from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
+from slipstream.kernels.triton.float4 import pack_float4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.layers import Partition
 from slipstream.model.load.loader import load_model
@@ -400,7 +400,13 @@ class OnCpuOps(ReferenceOps):
 
     def quantize_experts(self, weight, scheme=None, bias=None, *, num_experts):
         made = super().quantize_experts(weight, scheme, bias, num_experts=num_experts)
-        return pack_mxfp4(made) if scheme is not None and scheme.name == "mxfp4" else made
+        return self.pack_weight(made)
+
+    def pack_weight(self, w):
+        return pack_float4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
+
+    def quantize_weight(self, weight, bias, scheme=None):
+        return self.pack_weight(super().quantize_weight(weight, bias, scheme))
 
     def one_token(self, shape, layers, product, cos_sin, group=None, experts=None):
         assert (
@@ -525,6 +531,18 @@ def eight_bits(layer, dtype, turned):
         ),
         ("gpt_oss", OSS, None, torch.int8),
         ("gpt_oss", OSS, "mxfp4", None),
+        ("llama", SMALL, "nvfp4", None),
+        ("llama", {**SMALL, "hidden_size": 320, "intermediate_size": 576}, "nvfp4", torch.int8),
+        ("llama", {**SMALL, "hidden_size": 320, "intermediate_size": 576}, "mxfp4-all", None),
+        ("phi", {**SMALL, "partial_rotary_factor": 0.5}, "nvfp4", None),
+        ("qwen3_moe", {**SMALL, **MANY, "moe_intermediate_size": 192}, "nvfp4", None),
+        (
+            "qwen2_moe",
+            {**SMALL, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320},
+            "nvfp4",
+            None,
+        ),
+        ("qwen3_5_text", HYBRID, "mxfp4-all", None),
         ("qwen3_5_text", HYBRID, None, None),
         ("qwen3_5_text", HYBRID, "int4", torch.int8),
         (

@@ -33,6 +33,7 @@ def tied(path, family, **more):
         "embed_tokens.weight",
         "wte.weight",
         "word_embeddings.weight",
+        "tokens_embed.weight",
         "backbone.embeddings.weight",
     )
     embed = embed or next(n for n in tensors if n.endswith(ends))

@@ -59,10 +59,13 @@ def test_what_is_read_is_written_again(name, tmp_path):
         description = read_spec(tmp_path / "model")
         names = description.family.names(description.spec)
         before = {canonical(name, ("",), names): x for name, x in before.items()}
+    if family == "minimax":  # transformers stores what it makes from the config, too
+        made = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+        before = {name: x for name, x in before.items() if not name.endswith(made)}
     assert before.keys() == after.keys()
     for key, value in before.items():  # multipliers were folded into weights, and taken out again
         torch.testing.assert_close(
-            after[key], value, rtol=1e-6 if family == "falcon_h1" else 0, atol=0
+            after[key], value, rtol=1e-6 if family in ("falcon_h1", "mimo_v2_flash") else 0, atol=0
         )
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits

@@ -21,7 +21,7 @@ from slipstream.kernels.expert_rows import (
     swap_rows,
 )
 from slipstream.kernels.select import select_ops
-from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
+from slipstream.kernels.triton.float4 import pack_float4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.layers import MoE
 from slipstream.platform import collectives, platform_of
@@ -157,7 +157,7 @@ def of_groups(weight, bias, scheme, zeros=False):
         lambda w, bias: Linear(weight=w.clone(), bias=bias),
         lambda w, bias: of_groups(w, bias, "int4-g32"),
         lambda w, bias: of_groups(w, bias, "int4", zeros=True),
-        lambda w, bias: pack_mxfp4(of_groups(w, bias, "mxfp4")),
+        lambda w, bias: pack_float4(of_groups(w, bias, "mxfp4")),
         *[
             lambda w, bias, s=s: select_ops(CPU, "reference").quantize_experts(
                 w, SCHEMES[s], bias, num_experts=4

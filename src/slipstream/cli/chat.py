@@ -258,8 +258,8 @@ class Conversation:
             say(f"/set has no {name}{hint}")
         else:
             try:
-                number = None if value == "none" else json.loads(value)
-                self.sampling = dataclasses.replace(self.sampling, **{name: number})
+                changed: dict[str, Any] = {name: None if value == "none" else json.loads(value)}
+                self.sampling = dataclasses.replace(self.sampling, **changed)
             except (RequestError, ConfigError) as error:
                 say(f"/set {name}: {error}")
             except ValueError:

@@ -2,10 +2,11 @@
 the quality that it costs.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq,
-int4-learned, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa, lora) or a
-YAML file. DIR appears whole or not at all. Finished work of an interrupted run is stored next to
-it, and the same command continues from there. The exit code is 1 if the result is broken: its
-perplexity or its agreement with MODEL is outside the limits. DIR and the report in it are written
+int4-learned, nvfp4, nvfp4-gptq, mxfp4, mxfp4-gptq, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3,
+draft:eagle3, draft:medusa, lora) or a YAML file. DIR appears whole or not at all. Finished work of
+an interrupted run is stored next to it, and the same command continues from there. The exit code is
+1 if the result is broken: its perplexity or its agreement with MODEL is outside the limits. DIR and
+the report in it are written
 all the same."""
 
 from __future__ import annotations

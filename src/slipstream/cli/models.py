@@ -35,7 +35,8 @@ def fetch_model(
     """The model's folder or file, fetched if necessary, with progress on standard error."""
     import dataclasses
 
-    from slipstream.hub import FetchOptions, HubModel, check_name, find_cached, resolve_model
+    from slipstream.hub import FetchOptions, check_name, find_cached, resolve_model
+    from slipstream.hub.names import HubModel
 
     source = check_name(name)
     if isinstance(source, Path):

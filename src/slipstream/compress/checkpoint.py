@@ -23,6 +23,7 @@ from slipstream.compress.quantize.rounding import QuantGrid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.files import digest, write_whole
+from slipstream.kernels.quantize import e2m1_codes
 from slipstream.model.load.checkpoint import place
 from slipstream.model.load.weights import transform
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
@@ -152,6 +153,9 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
     fmt, grid = rounded.fmt, rounded.grid
     codes = stored(rounded.codes.view(torch.int8), at)
     scales = grid.scales if fmt.whole else stored(grid.scales, at)
+    if fmt.in_pairs:
+        yield from _float4_tensors(module, fmt, codes.view(rounded.codes.dtype), scales, grid, at)
+        return
     if fmt.packed:
         yield f"{module}.weight_packed", pack_words(codes, fmt.bits)
         yield f"{module}.weight_shape", torch.tensor(codes.shape)
@@ -163,6 +167,20 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
             f"{module}.weight_zero_point",
             pack_words(stored(grid.zeros, at).T.contiguous(), fmt.bits).T.contiguous(),
         )
+
+
+def _float4_tensors(
+    module: str, fmt: WeightFormat, numbers: Tensor, scales: Tensor, grid: QuantGrid, at: Placement
+) -> Iterator[tuple[str, Tensor]]:
+    """NVFP4 or MXFP4 as compressed-tensors has them."""
+    codes = e2m1_codes(numbers.float()).to(torch.uint8)
+    yield f"{module}.weight_packed", codes[:, ::2] | codes[:, 1::2] << 4
+    if grid.factors is None:
+        yield f"{module}.weight_scale", (scales.log2().round() + 127).to(torch.uint8)
+        return
+    factors = stored(grid.factors[:, None], at)
+    yield f"{module}.weight_scale", (scales * factors).to(torch.float8_e4m3fn)
+    yield f"{module}.{fmt.factor}", factors[0].clone()
 
 
 # --- The config -------------------------------------------------------------------------------------------------------
@@ -220,6 +238,8 @@ def cache_config(form: RowFormat, per: str) -> dict[str, Any]:
 
 
 def _format_name(fmt: WeightFormat) -> str:
+    if fmt.in_pairs:
+        return f"{fmt.product}-pack-quantized"
     return (
         "float-quantized"
         if fmt.kind == "float"
@@ -231,7 +251,8 @@ def _format_name(fmt: WeightFormat) -> str:
 
 def _weights(fmt: WeightFormat) -> dict[str, Any]:
     strategy = "tensor" if fmt.whole else "channel" if fmt.group_size is None else "group"
-    return {
+    strategy = "tensor_group" if fmt.factor else strategy
+    found = {
         "num_bits": fmt.bits,
         "type": fmt.kind,
         "symmetric": fmt.symmetric,
@@ -239,6 +260,8 @@ def _weights(fmt: WeightFormat) -> dict[str, Any]:
         "group_size": fmt.group_size,
         "dynamic": False,
     }
+    kinds = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
+    return found | ({"scale_dtype": kinds[fmt.scale_type]} if fmt.scale_type in kinds else {})
 
 
 def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ from slipstream.compress.steps import (
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
 from slipstream.files import parse_json, read_yaml
-from slipstream.spec.scheme import RowFormat, WeightFormat
+from slipstream.spec.scheme import FORMATS, RowFormat, WeightFormat
 
 RECIPE_NAME = "slipstream-recipe.json"
 """File in a compressed checkpoint with the recipe that made it."""
@@ -329,6 +329,14 @@ PRESETS: dict[str, list[Any]] = {
     "int4-awq-gptq": [
         {"quantize": {"bits": 4, "scaling": "awq", "rounding": "gptq", "symmetric": False}}
     ],
+    "nvfp4": [{"quantize": {"bits": 4, "kind": "float", "group_size": 16}}],
+    "nvfp4-gptq": [
+        {"quantize": {"bits": 4, "kind": "float", "group_size": 16, "rounding": "gptq"}}
+    ],
+    "mxfp4": [{"quantize": {"bits": 4, "kind": "float", "group_size": 32}}],
+    "mxfp4-gptq": [
+        {"quantize": {"bits": 4, "kind": "float", "group_size": 32, "rounding": "gptq"}}
+    ],
     "2:4": [{"sparsify": {"pattern": "2:4"}}],
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
@@ -436,6 +444,8 @@ def more_bits(recipe: Recipe) -> list[Recipe]:
         steps = tuple(own if step is quantize else step for step in recipe.steps)
         return dataclasses.replace(recipe, steps=steps, name=f"{recipe.name} with {shown} bits")
 
+    if quantize.kind == "float":
+        return []
     if isinstance(quantize.bits, int):
         return [changed(bits, str(bits)) for bits in range(quantize.bits + 1, 9)]
     budget, found = quantize.bits, []
@@ -499,6 +509,10 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
             raise ConfigError(
                 "qat needs a quantize step before it, with scales by row or group and without static_inputs",
                 field="qat",
+            )
+        if quantize.kind == "float" and quantize.bits == 4:
+            raise ConfigError(
+                "qat trains integers and 8-bit floats; leave it out, or round to those", field="qat"
             )
         least = recipe.calibration.num_windows
         if qat.num_windows is not None and qat.num_windows < least:
@@ -603,10 +617,12 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
     bits = bits if bits is not None else q.bits if isinstance(q.bits, int) else 4
     if not 2 <= bits <= 8:
         raise ConfigError(f"bits={bits} must lie between 2 and 8", field="bits")
-    if q.kind == "float" and bits != 8:
-        raise ConfigError("kind: float has bits: 8", field="bits")
+    if q.kind == "float" and bits not in (4, 8):
+        raise ConfigError("kind: float has bits: 8 or 4", field="bits")
     if q.kind == "float" and not q.symmetric:
         raise ConfigError("kind: float is symmetric", field="symmetric")
+    if q.kind == "float" and bits == 4:
+        return _float4(q)
     if isinstance(q.group_size, int) and q.group_size not in GROUP_SIZES:
         raise ConfigError(
             f"group_size={q.group_size} must be 128, 64, 32, auto, channel or tensor",
@@ -634,6 +650,25 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
         inputs=q.inputs,
         static_inputs=q.static_inputs,
     )
+
+
+def _float4(q: Quantize) -> WeightFormat:
+    """NVFP4, or with groups of 32 MXFP4."""
+    if q.group_size not in ("auto", 16, 32):
+        raise ConfigError(
+            f"group_size={q.group_size} of 4-bit floats must be 16 (NVFP4) or 32 (MXFP4)",
+            field="group_size",
+        )
+    for name, value in (("inputs", q.inputs), ("outliers", q.outliers)):
+        if value is not None:
+            raise ConfigError(
+                f"{name}: inputs of 4-bit floats keep the model's type; leave it out", field=name
+            )
+    if q.rounding == "learned":
+        raise ConfigError(
+            "rounding: learned is for integers and 8-bit floats; use gptq", field="rounding"
+        )
+    return FORMATS["mxfp4-all" if q.group_size == 32 else "nvfp4"]
 
 
 def _shallow(q: Quantize) -> dict[str, Any]:

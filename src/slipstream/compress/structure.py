@@ -294,6 +294,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 HEADS_SHARE_WIDTH = frozenset(
     (
+        "openai-gpt",
         "gpt2",
         "gpt_bigcode",
         "gptj",

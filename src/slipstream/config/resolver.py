@@ -519,7 +519,7 @@ def _parameters_of_4_bits(
     if scheme is None and model.gguf_type in GPU_BLOCK_BYTES:
         own = (n for n in model.shapes if is_product(n) and ".experts." not in n)
         return sum(math.prod(model.shapes[name]) for name in own)
-    if scheme is None or scheme.inputs is not None or scheme.experts_only:
+    if scheme is None or scheme.name != "int4":
         return 0
     spec = model.spec
     return sum(
@@ -631,7 +631,7 @@ def _check_formats(
         else "set it to the model's type, such as 'bfloat16'"
     )
     named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
-    weights = f"{named}, for experts 'mxfp4', and GGUF's blocks as they are: take one"
+    weights = f"{named}, and GGUF's blocks as they are: take one"
     for name, given, here, off in (
         ("quantization", quantization, weights, "leave it at None"),
         ("kv_cache_dtype", kv_dtype, "'int8': take that", kv_off),
@@ -639,7 +639,6 @@ def _check_formats(
         if _on_cpu(args, device) and given not in (
             None,
             *CPU_SCHEMES,
-            "mxfp4",
             "float32",
             "bfloat16",
             "float16",
@@ -662,7 +661,7 @@ def _check_formats(
             field="quantization",
         )
     held = model.native_formats(native_products(args.kernels, device))
-    if eight := [name for name, fmt in held.items() if fmt.kind == "float"]:
+    if eight := [name for name, fmt in held.items() if fmt.kind == "float" and fmt.bits == 8]:
         raise ConfigError(
             f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "
             f"capability {needed} or more; {has}: take a checkpoint in int8, int4 or 16 bits",

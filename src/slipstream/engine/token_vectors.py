@@ -57,7 +57,7 @@ def text_task(model: ModelDescription, asked: str | None, field: str = "task") -
         if model.spec.is_encoder:
             names |= {"token_embed": "token_embed"}
         if model.pooling.lexical is not None:
-            names |= dict.fromkeys(("sparse_embed", "token_classify"), "sparse_embed")  # type: ignore[arg-type]
+            names |= dict.fromkeys(("sparse_embed", "token_classify"), "sparse_embed")
     if asked is None:
         return own
     if asked not in names:

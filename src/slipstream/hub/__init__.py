@@ -213,13 +213,21 @@ def _from_hub(model: HubModel, download_dir: str | None, options: FetchOptions) 
 
     client = HubClient(options.hub, hub_token(), options.say)
     folder = store.folder(model.repo)
+    lock = store.lock(model.repo)
     try:
-        for below in ("blobs", "refs", "snapshots"):
-            (folder / below).mkdir(parents=True, exist_ok=True)
-        with waited_for(folder / ".slipstream.lock"):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with waited_for(lock):
             if not options.refresh and (cached := store.cached(model)) is not None:
                 return cached  # another process fetched it meanwhile
-            return _fetch(client, store, model, options)
+            try:
+                for below in ("blobs", "refs", "snapshots"):
+                    (folder / below).mkdir(parents=True, exist_ok=True)
+                return _fetch(client, store, model, options)
+            finally:
+                if not (folder / "refs" / "main").exists():
+                    for below in ("blobs", "refs", "snapshots", ""):
+                        with suppress(OSError):  # something of it was fetched
+                            (folder / below).rmdir()
     except OSError as error:
         remedy = "make room there" if error.errno == errno.ENOSPC else "make it writable"
         raise DownloadError(
@@ -229,14 +237,6 @@ def _from_hub(model: HubModel, download_dir: str | None, options: FetchOptions) 
         ) from error
     finally:
         client.close()
-        for below in ("blobs", "refs", "snapshots", ""):
-            if not (folder / "refs" / "main").exists():
-                with suppress(OSError):
-                    (folder / ".slipstream.lock").unlink() if not below else (
-                        folder / below
-                    ).rmdir()
-        with suppress(OSError):
-            folder.rmdir()  # nothing of it was fetched
 
 
 def _fetch(client: HubClient, store: HubStore, model: HubModel, options: FetchOptions) -> Path:

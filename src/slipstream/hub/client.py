@@ -36,6 +36,7 @@ MAX_FAILURES = 5
 MAX_WAIT_S = 300.0
 MAX_REDIRECTS = 5
 MAX_LISTING_BYTES = 1 << 26
+MAX_FILE_BYTES = 1 << 50
 UNREACHED = (
     "{name} can't be fetched from the hub: check the network, give the path of a folder that you have, "
     "or use smollm2 ({error})"
@@ -96,8 +97,14 @@ class HubClient:
         say: Callable[[str], None] = lambda _: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        if not _is_address(url):
             raise DownloadError(f"the hub {url!r} is no http or https address", field="hub")
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise DownloadError(
+                "the hub's token (HF_TOKEN, or the one that `hf auth login` keeps) has characters that no token has: copy "
+                "it again",
+                field="HF_TOKEN",
+            )
         self.url, self._token, self._say, self._sleep = url.rstrip("/"), token, say, sleep
         self._http = httpx.Client(timeout=TIMEOUT, follow_redirects=False)
 
@@ -110,14 +117,21 @@ class HubClient:
         commit, files = listed.get("sha"), {}
         if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
             raise DownloadError(f"the hub at {self.url} names no commit of {name}", field="model")
-        for entry in listed.get("siblings") or ():
-            large = entry.get("lfs") or {}
+        siblings = listed.get("siblings", [])
+        if not isinstance(siblings, list):
+            raise self._no_hub()
+        for entry in siblings:
+            large = (entry.get("lfs") or {}) if isinstance(entry, dict) else None
+            if not isinstance(large, dict):
+                raise self._no_hub()
             path, size = entry.get("rfilename"), large.get("size", entry.get("size"))
             digest = large.get("sha256") or entry.get("blobId")
             if not _is_safe(path):
                 continue
-            if not isinstance(size, int) or not re.fullmatch(
-                r"[0-9a-f]{64}|[0-9a-f]{40}", str(digest)
+            if (
+                type(size) is not int
+                or not 0 <= size <= MAX_FILE_BYTES
+                or not re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", str(digest))
             ):
                 raise DownloadError(
                     f"the hub at {self.url} states no size or hash of {path} of {name}",
@@ -212,14 +226,19 @@ class HubClient:
             ) from error
         except httpx.TransportError as error:
             raise _TryAgainError(str(error) or type(error).__name__) from error
+        except httpx.DecodingError:
+            raise self._no_hub() from None
 
         try:
             found = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise DownloadError(f"{self.url} does not speak the hub's API", field="hub")
+            raise self._no_hub()
         return found
+
+    def _no_hub(self) -> DownloadError:
+        return DownloadError(f"{self.url} does not speak the hub's API", field="hub")
 
     @contextmanager
     def _get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
@@ -232,7 +251,15 @@ class HubClient:
                 if response.status_code not in (301, 302, 303, 307, 308):
                     yield response
                     return
-                target = urljoin(url, response.headers.get("location", ""))
+                where = response.headers.get("location", "")
+            try:
+                target = urljoin(url, where)
+            except ValueError:
+                target = where
+            if not _is_address(target):
+                raise DownloadError(
+                    f"the hub at {self.url} leads to {where!r}, which is no address", field="hub"
+                )
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https":
                 raise DownloadError(
                     f"the hub at {self.url} leads to an address without encryption", field="hub"
@@ -301,8 +328,17 @@ def _retry_after(response: httpx.Response) -> float | None:
         return float(text)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _is_address(url: str) -> bool:
+    """Whether this is an address of http or https that httpx takes."""
+    try:
+        made = httpx.URL(url)
+        return made.scheme in ("http", "https") and bool(urlsplit(url).netloc and made.host)
+    except (ValueError, httpx.InvalidURL):
+        return False
 
 
 def _origin(url: str) -> tuple[str, str]:
@@ -311,12 +347,10 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _is_safe(path: object) -> bool:
-    """Whether a file's name stays below its folder."""
+    """Whether a file's name stays below its folder, and can be printed."""
     return (
         isinstance(path, str)
-        and bool(path)
-        and not path.startswith("/")
+        and path.isprintable()  # no surrogates, and nothing that moves a terminal's cursor
         and "\\" not in path
-        and "\0" not in path
-        and ".." not in path.split("/")
+        and not {"", ".", ".."} & set(path.split("/"))
     )

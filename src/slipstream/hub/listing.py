@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream import locks
 from slipstream.errors import DownloadError
-from slipstream.hub import MODELS, TABLE, cache_folder, hub_folder, use_mark
-from slipstream.hub.names import HubModel, named, parse_name, quant_of
+from slipstream.files import open_private
+from slipstream.hub import MODELS, cache_folder, hub_folder, use_mark
+from slipstream.hub.names import TABLE, HubModel, named, parse_name, quant_of
 from slipstream.hub.packages import Packaged
 from slipstream.hub.store import HubStore, files_below, is_complete, quants
 
@@ -133,11 +136,34 @@ def _model(
 
 def remove_model(model: CachedModel, download_dir: str | None = None) -> int:
     """Remove a model's files, and return the bytes that became free. Content that another model
-    shares stays."""
-    use_mark(model.path).unlink(missing_ok=True)
+    shares stays. DownloadError if it can't be removed, or is being fetched."""
+    try:
+        num_bytes = _removed(model, download_dir)
+        use_mark(model.path).unlink(missing_ok=True)
+    except OSError as error:
+        raise DownloadError(
+            f"{model.name} can't be removed: {error.filename or model.path}: {error.strerror or error}",
+            field="models",
+        ) from error
+    return num_bytes
+
+
+def _removed(model: CachedModel, download_dir: str | None) -> int:
     if isinstance(model.source, HubModel):
-        return HubStore(hub_folder(download_dir)).remove(model.source.repo, model.files)
-    if model.path.is_dir():
+        store = HubStore(hub_folder(download_dir))
+        lock = store.lock(model.source.repo)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = open_private(lock)
+        try:
+            if not locks.take(held):
+                raise DownloadError(
+                    f"{model.source.repo} is being fetched: wait until that has ended, or end it",
+                    field="models",
+                )
+            return store.remove(model.source.repo, model.files)
+        finally:
+            os.close(held)
+    if model.path.is_dir() and not model.path.is_symlink():
         import shutil
 
         shutil.rmtree(model.path)

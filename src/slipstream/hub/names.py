@@ -22,7 +22,7 @@ HOSTS = ("hf.co/", "huggingface.co/")
 """Beginnings of a hub's name that may be left out, as in links that users copy."""
 
 QUANT = re.compile(r"(?:IQ|Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|F16|F32|MXFP4(?:_MOE)?|NVFP4", re.IGNORECASE)
-_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
+_PART = re.compile(r"(?!.*--)[A-Za-z0-9][\w.-]*")  # the cache writes the slash of ORG/NAME as --
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _hub_model(name: str, rest: str) -> HubModel:
     org, _, rest = rest.partition("/")
     repository, _, file = rest.partition("/")
     repository, colon, quant = repository.partition(":")
-    if file and (colon or not file.endswith(".gguf") or ".." in file.split("/")):
+    if file and (colon or not file.endswith(".gguf") or {"", ".", ".."} & set(file.split("/"))):
         raise DownloadError(_unknown(name), field="model")
     if not _PART.fullmatch(org) or not _PART.fullmatch(repository):
         raise DownloadError(_unknown(name), field="model")

@@ -3,6 +3,7 @@
     models--ORG--NAME/refs/main                 the commit that was fetched last
     models--ORG--NAME/blobs/HASH                each content once
     models--ORG--NAME/snapshots/COMMIT/FILE     a link to the content
+    .locks/models--ORG--NAME/slipstream.lock    held by who fetches or removes; it stays
 
 A file is linked only after its content was checked, so an interrupted download never looks
 finished. `blobs/HASH.incomplete` is what a later download goes on with.
@@ -11,6 +12,7 @@ finished. `blobs/HASH.incomplete` is what a later download goes on with.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ MEMORY_SHARE = 0.8
 
 _WIDE = ("F32", "BF16", "F16")
 """Types that are taken only where there is nothing smaller."""
+_LATTICES = ("IQ1", "IQ2", "IQ3")
+"""Types that need another package, and are taken only where there is nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Quant:
         """Whether this program reads the type."""
         types = {t.name for t in TYPES.values()}
         plain = self.name.removeprefix("UD-")
-        return plain.removesuffix("_MOE") in types or plain[:4] in types
+        return plain.removesuffix("_MOE") in types or plain[:4] in {t[:4] for t in types}
 
 
 def quants(sizes: Mapping[str, int]) -> list[Quant]:
@@ -78,6 +82,7 @@ def choose_quant(repo: str, there: list[Quant], wanted: str | None, memory_bytes
             f"{repo} has only GGUF types that are not read here: {listed}", field="model"
         )
     narrow = [q for q in readable if q.name not in _WIDE] or readable
+    narrow = [q for q in narrow if not q.name.startswith(_LATTICES)] or narrow
     # a repository's own quants before its dynamic ones, which mix in types that are not read here
     plain = [q for q in narrow if not q.name.startswith("UD-")] or narrow
     fitting = [q for q in plain if q.num_bytes <= MEMORY_SHARE * memory_bytes]
@@ -126,6 +131,10 @@ class HubStore:
     def folder(self, repo: str) -> Path:
         return self.root / ("models--" + repo.replace("/", "--"))
 
+    def lock(self, repo: str) -> Path:
+        """The lock of who fetches or removes. It is outside the folder, so that removing this frees no second lock."""
+        return self.root / ".locks" / self.folder(repo).name / "slipstream.lock"
+
     def snapshot(self, repo: str) -> Path | None:
         """The folder of the commit that was fetched last."""
         folder = self.folder(repo)
@@ -134,7 +143,7 @@ class HubStore:
         except (OSError, UnicodeDecodeError):
             return None
         found = folder / "snapshots" / commit
-        return found if commit and found.is_dir() else None
+        return found if re.fullmatch("[0-9a-f]{40,64}", commit) and found.is_dir() else None
 
     def cached(self, model: HubModel) -> Path | None:
         """The model's folder or first GGUF file, if all of it is here."""
@@ -185,9 +194,14 @@ class HubStore:
     def remove(self, repo: str, files: tuple[str, ...] | None) -> int:
         """Remove a repository's `files`, or all of it, and return the bytes that became free. A blob
         that another commit links to stays."""
-        folder = self.folder(repo)
+        named = self.folder(repo)
+        folder = named.resolve()  # which users put on another disk
+        if not folder.exists():
+            return 0
         before = _disk_bytes(folder)
         snapshot = self.snapshot(repo)
+        if snapshot is not None:
+            snapshot = snapshot.resolve()
         if files is not None and snapshot is not None:
             for file in files:
                 (snapshot / file).unlink(missing_ok=True)
@@ -201,6 +215,8 @@ class HubStore:
         others = [s for s in (folder / "snapshots").glob("*") if s != snapshot and files_below(s)]
         if snapshot is None or not others:
             shutil.rmtree(folder)
+            if named.is_symlink():
+                named.unlink()
             return before
         if snapshot is not None and snapshot.exists():
             shutil.rmtree(snapshot)

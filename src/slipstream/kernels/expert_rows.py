@@ -19,15 +19,15 @@ from slipstream.kernels.cpu.native import Array
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.torch_ops import PACK_BATCH, PackedLinear
 from slipstream.kernels.weights import (
+    Float4Linear,
     GroupedLinear,
     Linear,
-    Mxfp4Linear,
     ScaledLinear,
     TileScaledLinear,
 )
 from slipstream.spec.scheme import FP8_TILE
 
-BY_ROWS = (Linear, ScaledLinear, TileScaledLinear, GroupedLinear, Mxfp4Linear)
+BY_ROWS = (Linear, ScaledLinear, TileScaledLinear, GroupedLinear, Float4Linear)
 """Layouts whose tensors have a weight's rows, tiles or slabs of rows in the first dimension.
 
 The exception is the scales of groups, which have the rows in the second.

@@ -82,6 +82,17 @@ def round_linear(
     assert size is not None
     chunk = chunk_of(weight.shape[1], size)
     kind = scales_dtype or weight.dtype
+    if scheme.name == "nvfp4":
+        parts4 = [round_nvfp4(rows) for rows in weight.split(ROWS_AT_ONCE)]
+        return GroupedLinear(
+            weight=torch.cat([pack4(codes, chunk) for codes, _, _ in parts4]),
+            scales=torch.cat([scales.to(kind).T for _, scales, _ in parts4], dim=1),
+            bias=bias,
+            group_size=size,
+            chunk=chunk,
+            codes="e2m1",
+            row_scales=torch.cat([factors for _, _, factors in parts4]),
+        )
     floats = scheme.name == "mxfp4"
     rounded = _round_floats if floats else _round_groups
     words, scales = zip(
@@ -174,6 +185,54 @@ def _round_floats(
     return pack4(codes.flatten(1), chunk), exponents.exp2().to(kind).T.contiguous()
 
 
+LARGEST_SCALE = 256.0
+"""The e4m3 scale of a row's largest group of `nvfp4` if its largest magnitude becomes 6. It leaves
+room for one half more, if that becomes 4."""
+
+
+def round_nvfp4(
+    weight: Tensor, factors: Tensor | None = None, *, divides: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes a weight [out, in], and returns (codes int32 [out, in], scales float8_e4m3fn
+    [out, in / 16], factors float32 [out]).
+
+    1. Each group's largest magnitude becomes 6 or 4, whichever has the smaller squared error ("four
+       over six", Cook et al. 2025): the codes are wide apart near 6.
+    2. Codes are to nearest, of two equally near the even one.
+    3. Without `factors`, which multiply scales, or with `divides` divide them, each row has its own.
+    """
+    groups = weight.float().unflatten(1, (-1, 16))
+    largest = groups.abs().amax(-1)
+    if factors is None:
+        top = largest.amax(-1).clamp(min=SMALLEST) / (6 * LARGEST_SCALE)
+        factors = top.reciprocal() if divides else top
+    whole = factors[:, None]
+    error = torch.full_like(largest, torch.inf)
+    codes, scales = torch.zeros_like(groups, dtype=torch.int32), torch.zeros_like(largest)
+    for top_code in (6.0, 4.0):
+        wanted = largest / top_code * whole if divides else largest / top_code / whole
+        e4m3 = wanted.clamp(2.0**-9, FORMAT_MAX["fp8"]).to(torch.float8_e4m3fn).float()
+        each = (e4m3 / whole if divides else e4m3 * whole)[..., None]
+        found = e2m1_codes(groups / each)
+        own = (e2m1_values(found) * each - groups).square().sum(-1)
+        better = own < error
+        error, scales = torch.where(better, own, error), torch.where(better, e4m3, scales)
+        codes = torch.where(better[..., None], found, codes)
+    return codes.flatten(1), scales.to(torch.float8_e4m3fn), factors
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """Returns the nearest codes int32, of two equally near ones the even."""
+    edges = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], device=x.device)
+    edges[::2] = torch.nextafter(edges[::2], edges.new_tensor(torch.inf))  # go to the lower code
+    return torch.bucketize(x.abs(), edges, right=True).int() + 8 * (x < 0)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Returns the values float32 of codes 0 … 15."""
+    return torch.tensor((*E2M1, *(-x for x in E2M1)), device=codes.device)[codes]
+
+
 def pack4(codes: Tensor, chunk: int) -> Tensor:
     """Codes 0 … 15 int32 [out, in] → `GroupedLinear.weight`."""
     a, b, c, d = codes.unflatten(1, (-1, chunk)).chunk(4, dim=-1)
@@ -206,7 +265,11 @@ def dequantize(
         return out
     codes: Tensor = unpack4(w.weight, w.chunk).unflatten(1, (-1, w.group_size))
     if w.codes == "e2m1":
-        values = torch.tensor((*E2M1, *(-x for x in E2M1)), device=codes.device)[codes]
+        values = e2m1_values(codes)
     else:
         values = codes - (8.0 if w.zeros is None else w.zeros.float().T[..., None])
-    return (values * w.scales.float().T[..., None]).flatten(1).to(dtype)
+    scales = w.scales.float().T
+    if w.row_scales is not None:
+        factors = w.row_scales[:, None]
+        scales = scales / factors if w.divides else scales * factors
+    return (values * scales[..., None]).flatten(1).to(dtype)

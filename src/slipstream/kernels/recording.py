@@ -380,8 +380,10 @@ class RecordingOps:
         return self.record("columns", (x,), (stop - start,), start=start, stop=stop)
 
     def resized_heads(self, x: Value, *, start: int, count: int, old: int, new: int) -> Value:
-        sizes = {"start": start, "count": count, "old": old, "new": new}
-        return self.record("resized_heads", (x,), (start + count * new,), **sizes)
+        width = start + count * new
+        return self.record(
+            "resized_heads", (x,), (width,), start=start, count=count, old=old, new=new
+        )
 
     def gated_delta(
         self,

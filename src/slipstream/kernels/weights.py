@@ -173,7 +173,10 @@ class GroupedLinear(Linear):
     codes of inputs j, j + C/4, j + C/2 and j + 3C/4.
 
     `mxfp4` (OCP Microscaling Formats 1.0): `codes` is "e2m1", floats from −6 to 6 with a sign bit,
-    two exponent bits and one mantissa bit. Scales are powers of two. Only for experts (`moe`).
+    two exponent bits and one mantissa bit. Scales are powers of two.
+
+    `nvfp4`: the same codes. Scales are e4m3's numbers times `row_scales`, or with `divides` over
+    them, in float32.
     """
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
@@ -182,6 +185,8 @@ class GroupedLinear(Linear):
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
     codes: Literal["int4", "e2m1"] = "int4"
     dense: Tensor | None = None  # the same values [out, in], for steps of many tokens
+    row_scales: Tensor | None = None  # float32 [out]
+    divides: bool = False
 
     def part(self, rows: slice) -> GroupedLinear:
         return GroupedLinear(
@@ -192,30 +197,54 @@ class GroupedLinear(Linear):
             group_size=self.group_size,
             chunk=self.chunk,
             codes=self.codes,
+            row_scales=None if self.row_scales is None else self.row_scales[rows],
+            divides=self.divides,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4Linear(Linear):
-    """A stacked weight of experts [rows, in] in `mxfp4`, as `triton.mxfp4.pack_mxfp4` lays it out.
+class Float4Linear(Linear):
+    """A weight [rows, in] of e2m1 codes, as `triton.float4.pack_float4` lays it out. Those of experts
+    are stacked.
 
-    Rows are a multiple of 8, in of 32. `weight` is int16 [rows / 8, chunks, 8, 32]: word j of a
-    row's chunk has the codes of its inputs j, j + 32, j + 64 and j + 96. A code's bits are placed
-    so that a shift and a mask make them a bfloat16's.
+    Rows are a multiple of 8. `weight` is int16 [rows / 8, chunks, 8, 32]; a chunk is 128 inputs of
+    a row. Four groups, 128 inputs of `mxfp4` or 64 of `nvfp4`, share words: word j of G has the
+    codes of inputs j, j + G, j + 2 G and j + 3 G. A code's bits are placed so that a shift and a
+    mask make them a bfloat16's, 2^126 too small.
     """
 
-    exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte per group, from the low bits up
+    exponents: (
+        Tensor  # int32 [rows / 8, chunks, 8 or of nvfp4 16]: a byte per group, low ones first
+    )
     factor: float
-    """The largest scale, a power of two, and at least 1. Sums are multiplied by it.
+    """Sums are multiplied by it, a power of two.
 
-    A group's scale is factor · 2^(byte − 253). A code's bits are those of its value · 2^-126; times
-    2^(byte − 127) they are the weight / factor. Values below factor · 2^-126 may become 0.
+    `mxfp4`: the largest scale, and at least 1. A group's scale is factor · 2^(byte − 253), and a
+    code's bits times 2^(byte − 127) are the weight / factor. Values below factor · 2^-126 may
+    become 0.
+
+    `nvfp4`: 256. A byte b has five exponent bits and three of a mantissa, so that e4m3's smallest
+    numbers need no case of their own: the bfloat16 with the bits 0x7000 + 16 b is the scale · 2^118.
     """
     inner: int
+    row_scales: Tensor | None = None  # float32 [rows], of `nvfp4`: see `GroupedLinear`
+    divides: bool = False
 
     @property
     def out_features(self) -> int:
         return self.weight.shape[0] * self.weight.shape[2]
+
+    @property
+    def group_size(self) -> int:
+        return 256 // self.exponents.shape[2]
+
+    def row_factors(self) -> Tensor:
+        """Returns float32 [rows], what the sums of each row are multiplied by."""
+        import torch
+
+        if (rows := self.row_scales) is None:
+            return torch.full((self.out_features,), self.factor, device=self.weight.device)
+        return self.factor / rows if self.divides else rows * self.factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.layouts import LayerTensors, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.token_shape import OTHER_RANK, LayerMatch, match_layers
-from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear
+from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason
@@ -96,9 +96,11 @@ def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
 
 
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
-    """Returns one of the experts' weights if they have a format that no other product has (MXFP4),
-    or else None."""
-    return next((w for w in _experts(layers) if isinstance(w, Mxfp4Linear)), None)
+    """Returns one of the experts' weights if they have a format that no other product has (4-bit
+    floats beside 16 bits), or else None."""
+    if isinstance(layers[0].products["qkv"], Float4Linear):
+        return None
+    return next((w for w in _experts(layers) if isinstance(w, Float4Linear)), None)
 
 
 def _tensors(layer: LayerMatch) -> LayerTensors:
@@ -113,8 +115,13 @@ def _tensors(layer: LayerMatch) -> LayerTensors:
         found[name] = w.weight
         found[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
         found[f"{name}_bias"] = w.bias
-        if isinstance(w, Mxfp4Linear):
-            found |= {f"{name}_scales": w.exponents, f"{name}_factor": w.factor}
+        if isinstance(w, Float4Linear):
+            by_row = w.row_scales is not None or isinstance(layer.products["qkv"], Float4Linear)
+            found |= {
+                f"{name}_scales": w.exponents,
+                f"{name}_factor": 1.0 if by_row else w.factor,
+                f"{name}_rows": w.row_factors() if by_row else None,
+            }
     return found
 
 
@@ -129,9 +136,10 @@ def _alike(products: Sequence[Linear]) -> bool:
     def form(w: Linear) -> tuple[object, ...]:
         if isinstance(w, GroupedLinear):
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
-        return type(w), w.weight.dtype
+        size = w.group_size if isinstance(w, Float4Linear) else None
+        return type(w), w.weight.dtype, size
 
-    kinds = Linear, ScaledLinear, GroupedLinear, Mxfp4Linear
+    kinds = Linear, ScaledLinear, GroupedLinear, Float4Linear
     return all(
         type(w) in kinds and form(w) == form(products[0]) and _lies_well(w) for w in products
     )

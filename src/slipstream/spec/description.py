@@ -41,6 +41,7 @@ from slipstream.spec.pooling import (
 )
 from slipstream.spec.quantization_config import (
     COLUMNS_NAME,
+    MODELOPT_CONFIG,
     StoredQuantization,
     read_quantization,
     with_columns,
@@ -308,6 +309,8 @@ def _read_folder(path: Path) -> ModelDescription:
             )
         own = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
     compressed = config.get("quantization_config") or config.get("compression_config")
+    if not compressed and (path / MODELOPT_CONFIG).is_file():
+        compressed = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG)}
     beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
     own = {k: v for k, v in own.items() if k not in beside}
     spec, images = _with_images(

@@ -111,6 +111,8 @@ def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:
         return 0 if inner % FP8_TILE == 0 else None
     if fmt.inputs is not None:
         return None if rows % 16 or inner % 16 else 0
+    if fmt.in_pairs:
+        return None if rows % 16 or inner % 64 else fmt.group_size
     whole = fmt.group_size or inner
     return next(
         (

@@ -268,8 +268,15 @@ def _token_dense(
                 f"{path} lacks linear.weight, by which ColBERT shortens vectors",
                 field="linear.weight",
             )
-        sizes = dict(num_inputs=stored.shape[1], num_outputs=stored.shape[0])
-        return (DenseStep(folder=path, bias=False, activation="identity", **sizes),)
+        num_outputs, num_inputs = stored.shape
+        head = DenseStep(
+            folder=path,
+            bias=False,
+            activation="identity",
+            num_inputs=num_inputs,
+            num_outputs=num_outputs,
+        )
+        return (head,)
     own_head = _product(path / COLBERT_NAME, "identity")
     return () if own_head is None else (own_head,)
 

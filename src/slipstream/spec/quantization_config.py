@@ -13,6 +13,7 @@ are for.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
 from slipstream.spec.scheme import FP8_TILE, SCHEMES, RowFormat, WeightFormat
 
-Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4"]
+Method: TypeAlias = Literal[
+    "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4", "modelopt"
+]
 """A checkpoint's convention for the names and packing of its tensors. `fp8` is DeepSeek V3's and
 Qwen 3's, in tiles. `gptq`, the first version, stores zero points minus one."""
 
@@ -34,6 +37,7 @@ PLAIN_ZEROS: dict[Method, int] = {"gptq": 0x77777777, "gptq_v2": 0x88888888}
 """The 32-bit word of eight zero points that are all 8, by method."""
 
 PREFIX = "quantization_config."
+MXFP8 = WeightFormat(kind="float", group_size=32, scale_type="e8m0")
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
 SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 COLUMNS_NAME = "slipstream-columns.json"
@@ -44,7 +48,10 @@ It lists them for modules with int8 inputs, by the checkpoint's names. Other eng
 round these columns, too.
 """
 
-FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+FORMATS = (
+    *("float-quantized", "int-quantized", "pack-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
 NO_EFFECT = frozenset((
     "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp", "autoround_version", "backend",
     "batch_size", "block_name_to_quantize", "cache_block_outputs", "compute_device_filter", "damp_auto_increment",
@@ -147,6 +154,7 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
         "mxfp4": _mxfp4,
+        **dict.fromkeys(("modelopt", *MODELOPT_ALIASES), _modelopt),
     }
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")
@@ -282,6 +290,76 @@ def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     return StoredQuantization("mxfp4", "mxfp4")
 
 
+MODELOPT_ALIASES = ("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
+MODELOPT = {
+    "FP8": WeightFormat(kind="float", whole=True, inputs="fp8", static_inputs=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(kind="float", inputs="fp8"),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), replace(SCHEME_FORMATS["nvfp4"], by_modelopt=True)),
+    "W4A8_MXFP4_FP8": replace(SCHEME_FORMATS["mxfp4-all"], by_modelopt=True),
+    "MXFP8": replace(MXFP8, by_modelopt=True),
+}
+"""Formats of weights by ModelOpt's names. Inputs of fewer than 16 bits keep the model's type, except
+FP8's."""
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""ModelOpt's file beside the config.json, which has its quantization_config only from newer versions."""
+
+
+def _modelopt(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    """Read NVIDIA ModelOpt's config, or with `quantization` its `MODELOPT_CONFIG`."""
+    read.ignore("producer", "config_groups")  # the groups say the same as `quant_algo`
+    own, inner = read, read.maybe("quantization", dict)
+    if inner is not None:
+        own = _reader(inner, f"{PREFIX}quantization.")
+    kept = own.maybe("exclude_modules", list) or own.maybe("ignore", list) or []
+    ignored = tuple(_of_wildcards(str(name)) for name in kept)
+    algo = own.take("quant_algo", str)
+    layers = own.maybe("quantized_layers", dict) or {}
+    cache: Any = own.maybe("kv_cache_quant_algo", str) or own.maybe("kv_cache_scheme", object)
+    own.require("has_zero_point", False)
+    own.require("pre_quant_scale", False)
+    groups: list[tuple[tuple[str, ...], WeightFormat]] = []
+    if algo == "MIXED_PRECISION":
+        own.ignore("group_size")
+        for name, given in layers.items():
+            layer = _reader(given, f"{PREFIX}quantized_layers.{name}.")
+            groups.append(((_of_wildcards(name),), _modelopt_format(layer)))
+            layer.finish()
+    else:
+        groups.append((("Linear",), _modelopt_format(own, algo)))
+    if inner is not None:
+        own.finish()
+    kv_cache: RowFormat | None = None
+    if cache not in (None, "", {}):
+        fp8 = cache == "FP8" or (
+            isinstance(cache, Mapping)
+            and (cache.get("num_bits"), cache.get("type")) == (8, "float")
+        )
+        if not fp8:
+            raise own.unsupported("kv_cache_quant_algo", "only 'FP8' is supported")
+        kv_cache = "fp8"
+    formats = StoredFormats(tuple(groups), ignored)
+    scheme = _scheme(formats, tied_embeddings)
+    return StoredQuantization("modelopt", scheme, kv_cache, formats=formats)
+
+
+def _modelopt_format(read: ConfigReader, algo: str | None = None) -> WeightFormat:
+    algo = read.take("quant_algo", str) if algo is None else algo
+    found = MODELOPT.get(algo)
+    if found is None:
+        raise read.unsupported("quant_algo", f"only {', '.join(MODELOPT)} are supported")
+    read.require("group_size", found.group_size)
+    return found
+
+
+def _of_wildcards(name: str) -> str:
+    """The target of a name of ModelOpt's, which may have * in it, or names all modules below it."""
+    if name in ("lm_head", "lm_head*", "*lm_head*"):
+        return "lm_head"
+    if any(x in name for x in "*?["):
+        return f"re:{fnmatch.translate(name)}"
+    return rf"re:{re.escape(name)}(?:\.|$)"
+
+
 def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("sym", True)
     _check_method(read, "gptq")
@@ -348,12 +426,19 @@ def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
     ignored = {
         layer
         for layer in formats.ignore
-        if not layer.rstrip("$").endswith("gate") and not _OF_TOWERS.search(layer)
+        if not layer.removesuffix("\\Z").rstrip("$)*.").endswith(("gate", "router"))
+        and not _OF_TOWERS.search(layer)
     }
     if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
         return None
     # A scale for the whole weight or input is repeated for each row or token.
-    held = replace(formats.groups[0][1], whole=False, static_inputs=False, scale="weight_scale")
+    held = replace(
+        formats.groups[0][1],
+        whole=False,
+        static_inputs=False,
+        scale="weight_scale",
+        by_modelopt=False,
+    )
     name = next(
         (n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None
     )
@@ -433,7 +518,7 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     group.finish()
     weights.require("dynamic", False)
     weights.require("actorder", "static", "weight")
-    weights.require("strategy", "group", "channel", "tensor", "block")
+    weights.require("strategy", "group", "channel", "tensor", "block", "tensor_group")
     weights.require("type", "int", "float")
     bits, strategy, size = (
         weights.take("num_bits", int),
@@ -445,6 +530,8 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
         return targets, _block(group, weights, given, f"{prefix}input_activations.")
     weights.require("block_structure")
     weights.finish()
+    if not is_int and strategy in ("group", "tensor_group"):
+        return targets, _float_groups(weights, bits, size, strategy, symmetric)
     if strategy == "group" and (size or 0) < 1:
         raise weights.unsupported("group_size", "a group has at least one input")
     if not 2 <= bits <= 8 or not (is_int or (bits == 8 and symmetric)):
@@ -473,6 +560,24 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     inputs.ignore("strategy", "group_size", "actorder", "block_structure")
     inputs.finish()
     return targets, replace(made, inputs="int8" if is_int else "fp8", static_inputs=static)
+
+
+def _float_groups(
+    weights: ConfigReader, bits: int, size: int | None, strategy: str, symmetric: bool
+) -> WeightFormat:
+    """NVFP4, MXFP4 or MXFP8. Their inputs keep the model's type, whatever `input_activations` says."""
+    kinds = {
+        ("tensor_group", 4, 16): SCHEME_FORMATS["nvfp4"],
+        ("group", 4, 32): SCHEME_FORMATS["mxfp4-all"],
+        ("group", 8, 32): MXFP8,
+    }
+    found = kinds.get((strategy, bits, size or 0))
+    if found is None or not symmetric:
+        raise weights.unsupported(
+            "group_size",
+            "of floats only nvfp4 (4 bits, tensor_group of 16), mxfp4 and mxfp8 (groups of 32) are supported",
+        )
+    return found
 
 
 def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) -> WeightFormat:

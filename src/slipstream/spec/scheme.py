@@ -6,7 +6,9 @@
 | `fp8-block` | float8 e4m3 | float8 e4m3 | one a tile of 128 × 128 weights, one for each 128 numbers of a token |
 | `int8` | int8 | int8 | one a row, one a token |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
+| `nvfp4` | 4-bit floats (e2m1) | the model's type | one a row and group of 16, in float8 e4m3, and one a row |
 | `mxfp4` | 4-bit floats (e2m1) | the model's type | one a row and group of 32, a power of two; only for experts |
+| `mxfp4-all` | the same for all products | | |
 
 1. Quantisation at load is symmetric: value = code · scale. A 4-bit checkpoint may have zero points.
 2. Codes are rounded to nearest. The largest magnitude of a row becomes the largest code. That of a
@@ -49,7 +51,7 @@ class Scheme:
     - `experts_only`: only the products of experts are quantised.
     """
 
-    name: Literal["fp8", "fp8-block", "int8", "int4", "mxfp4"]
+    name: Literal["fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"]
     weight_bits: int
     inputs: InputFormat | None
     group_size: int | None = None
@@ -67,12 +69,12 @@ class Scheme:
 
         1. A CPU's `int4` has a scale and a minimum for each group, in float16, or in float32 for
            groups of 128 inputs.
-        2. An `mxfp4` scale is stored as its exponent. A GPU pads a row's inputs to a multiple of
-           128.
+        2. A scale of `mxfp4` and `nvfp4` has a byte, and an `nvfp4` row a float32. A GPU pads a row's
+           inputs to a multiple of 128.
         """
-        if self.name == "mxfp4":
+        if self.name in ("mxfp4", "nvfp4"):
             inner = inner if on_cpu else -(-inner // 128) * 128
-            return rows * inner * 17 // 32
+            return rows * (inner * 17 // 32 if self.name == "mxfp4" else inner * 9 // 16 + 4)
         groups = 1 if self.group_size is None else inner // self.group_size
         scale_bytes = 4 if self.inputs is not None else 2
         if on_cpu and self.inputs is None:
@@ -101,15 +103,18 @@ SCHEMES: dict[str, Scheme] = {
     "int8-head": Scheme("int8", 8, "int8", head=True),
     "int4": Scheme("int4", 4, None, group_size=128),
     "int4-g32": Scheme("int4", 4, None, group_size=32),
+    "nvfp4": Scheme("nvfp4", 4, None, group_size=16),
     "mxfp4": Scheme("mxfp4", 4, None, group_size=32, experts_only=True),
+    "mxfp4-all": Scheme("mxfp4", 4, None, group_size=32),
 }
 """Schemes by their name in `quantization=`."""
 
 NATIVE_PRODUCTS: dict[str, frozenset[str]] = {
-    "cpu": frozenset(("int8", "int4")),
+    "cpu": frozenset(("int8", "int4", "mxfp4")),
     "torch": frozenset(),
     **dict.fromkeys(
-        ("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))
+        ("reference", "triton"),
+        frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4", "nvfp4", "mxfp4")),
     ),
 }
 """Products for weights that a checkpoint stores quantised, by op set. Experts have no
@@ -129,6 +134,10 @@ class WeightFormat:
       scale (`static_inputs`).
     - `split`: some columns of int8 inputs keep the model's type
       (`quantization_config.COLUMNS_NAME`).
+    - `scale_type`: e8m0 is a byte with the exponent of a power of two. With e4m3 there is a factor
+      for the whole weight, too.
+    - `by_modelopt`: ModelOpt's names. Its factor multiplies the scales; that of compressed-tensors
+      divides them.
     """
 
     kind: Literal["int", "float"] = "int"
@@ -141,6 +150,8 @@ class WeightFormat:
     inputs: InputFormat | None = None
     static_inputs: bool = False
     split: bool = False
+    scale_type: Literal["float", "e4m3", "e8m0"] = "float"
+    by_modelopt: bool = False
 
     def __str__(self) -> str:
         """The format in words, for messages."""
@@ -151,6 +162,7 @@ class WeightFormat:
             if self.group_size is None
             else f"by {self.group_size}"
         )
+        scales += "" if self.scale_type == "float" else f" in {self.scale_type}"
         kind = f"{self.kind}{self.bits} {scales}" + ("" if self.symmetric else ", zero points")
         if self.inputs is None:
             return kind
@@ -165,12 +177,26 @@ class WeightFormat:
         return -(1 << self.bits - 1)
 
     @property
-    def product(self) -> InputFormat | Literal["int8-split", "int4"] | None:
+    def product(self) -> InputFormat | Literal["int8-split", "int4", "nvfp4", "mxfp4"] | None:
         """The product that computes with the stored weight; None: it is expanded to the model's
         type."""
         if self.inputs is not None:
             return "int8-split" if self.split else self.inputs
+        if self.in_pairs:
+            return "nvfp4" if self.scale_type == "e4m3" else "mxfp4"
         return "int4" if self.kind == "int" and self.bits <= 4 else None
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether a byte has two codes, the first in its low half."""
+        return self.kind == "float" and self.bits == 4
+
+    @property
+    def factor(self) -> str | None:
+        """The end of the name of the factor for the whole weight; None if there is none."""
+        if self.scale_type != "e4m3":
+            return None
+        return "weight_scale_2" if self.by_modelopt else "weight_global_scale"
 
     @property
     def packed(self) -> bool:
@@ -189,6 +215,9 @@ class WeightFormat:
     def num_bytes(self, rows: int, inner: int, scale_bytes: int = 2) -> int:
         """Bytes of a weight [rows, inner] in a checkpoint: codes, scales and zero points."""
         codes = rows * -(-inner * self.bits // 32) * 4 if self.packed else rows * inner
+        if self.scale_type != "float":
+            codes = codes * self.bits // 8
+            return codes + self.num_scales(rows, inner) + (4 if self.factor else 0)
         groups = self.groups(inner)
         zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * 4 * groups
         return codes + (1 if self.whole else self.num_scales(rows, inner)) * scale_bytes + zeros
@@ -204,6 +233,8 @@ FORMATS: dict[str, WeightFormat] = {
     "int8-head": WeightFormat(inputs="int8"),
     "int4": WeightFormat(bits=4, group_size=128),
     "int4-g32": WeightFormat(bits=4, group_size=32),
+    "nvfp4": WeightFormat(kind="float", bits=4, group_size=16, scale_type="e4m3"),
+    "mxfp4-all": WeightFormat(kind="float", bits=4, group_size=32, scale_type="e8m0"),
 }
 """Checkpoints' format of the weights of each scheme."""
 

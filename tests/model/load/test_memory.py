@@ -24,6 +24,7 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
+from tests.model.test_float4_checkpoints import by_compressed_tensors, rewrite
 
 CPU = torch.device("cpu")
 SIZES = dict(
@@ -75,7 +76,7 @@ def sizes(path, element_bytes):
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4-g32"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4-g32", "nvfp4"])
 @pytest.mark.parametrize("way", ["whole", "offloaded"])
 def test_peak_of_a_load_is_the_quantized_model_and_few_modules(tmp_path, load_format, scheme, way):
     tiny_models.write(tmp_path, "llama", **SIZES)
@@ -91,6 +92,31 @@ def test_peak_of_a_load_is_the_quantized_model_and_few_modules(tmp_path, load_fo
             load_format=load_format,
             max_model_len=64,
             **more,
+        )
+    bound = model.weights_bytes + MODULES * largest
+    assert bound < dense, "the model is too small to tell"
+    assert model.weights_bytes <= live.peak <= bound
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("kind", ["NVFP4", "MXFP4"])
+def test_peak_of_a_checkpoint_in_4_bit_floats_is_its_own_and_few_modules(
+    tmp_path, load_format, kind
+):
+    """As a GPU packs it."""
+    from slipstream.kernels.triton import TritonOps
+
+    tiny_models.write(tmp_path, "llama", **SIZES)
+    rewrite(tmp_path, kind, by_compressed_tensors(kind))
+    dense, largest = sizes(tmp_path, 4)
+    with LiveBytes() as live:
+        model = load_model(
+            tmp_path,
+            ops=TritonOps(),
+            device=CPU,
+            dtype=torch.float32,
+            load_format=load_format,
+            max_model_len=64,
         )
     bound = model.weights_bytes + MODULES * largest
     assert bound < dense, "the model is too small to tell"

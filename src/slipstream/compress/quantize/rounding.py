@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats
 from slipstream.compress.recipe import Quantize
-from slipstream.kernels.quantize import SMALLEST
+from slipstream.kernels.quantize import LARGEST_SCALE, SMALLEST, e2m1_codes, e2m1_values
 from slipstream.model.stored.packing import numbers
 from slipstream.spec.scheme import WeightFormat
 
@@ -27,6 +27,17 @@ FLOAT_SHRINKS = tuple(2 ** (i / 32) for i in range(32))
 of a float depends on its mantissa, so a scale can put the few weights with large inputs on codes.
 """
 
+NVFP4_SHRINKS = (
+    1.0,
+    1.5,
+    *(0.75 + 0.05 * i for i in range(5)),
+    *(1.05 + 0.05 * i for i in range(9)),
+)
+"""The same for NVFP4: the largest magnitude becomes 6, 4 ("four over six"), or what lies between or
+beside."""
+MXFP4_SHRINKS = (1.0, 2.0, 0.5)
+"""The same for MXFP4, whose scales are powers of two."""
+
 COLUMNS_AT_ONCE = 128
 """Columns that GPTQ rounds one by one before it updates all later columns in one product."""
 
@@ -34,16 +45,20 @@ COLUMNS_AT_ONCE = 128
 @dataclass(frozen=True, slots=True)
 class QuantGrid:
     """Scales and zeros of a weight. `scales` [out, groups] in the type they are written in, or [1,
-    1] for a whole weight; `zeros` int8 [out, groups]."""
+    1] for a whole weight; `zeros` int8 [out, groups]. Those of 4-bit floats are float32, with all
+    factors; NVFP4 is written as scales · `factors` [out] in e4m3, and its weight's factor."""
 
     fmt: WeightFormat
     scales: Tensor
     zeros: Tensor | None
+    factors: Tensor | None = None
 
     def codes(self, weight: Tensor) -> Tensor:
-        """The nearest codes of a float32 weight [out, in]: int8 or float8_e4m3fn."""
+        """The nearest codes of a float32 weight [out, in]: int8, or numbers in float8_e4m3fn."""
         scales = self.scales.float().expand(len(weight), -1)[..., None]
         x = weight.unflatten(1, (scales.shape[1], -1)) / scales
+        if self.fmt.in_pairs:
+            return e2m1_values(e2m1_codes(x)).to(torch.float8_e4m3fn).flatten(1)
         if self.fmt.kind == "float":
             floats: Tensor = x.clamp(-448, 448).to(torch.float8_e4m3fn)
             return floats.flatten(1)
@@ -61,6 +76,8 @@ class QuantGrid:
 
 def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """x rounded to nearest on its grid; all are float32 of one shape."""
+    if fmt.in_pairs:
+        return e2m1_values(e2m1_codes(x / scales)) * scales
     if fmt.kind == "float":
         floats: Tensor = (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
         return floats
@@ -89,10 +106,12 @@ class Rounded:
     def cat(cls, parts: Sequence[Rounded]) -> Rounded:
         """The rows of several weights of one format, concatenated."""
         zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
+        factors = [part.grid.factors for part in parts if part.grid.factors is not None]
         grid = QuantGrid(
             parts[0].fmt,
             torch.cat([p.grid.scales for p in parts]),
             torch.cat(zeros) if zeros else None,
+            torch.cat(factors) if factors else None,
         )
         return cls(
             grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype)
@@ -111,9 +130,14 @@ def fit(
     *,
     clip: bool,
     importance: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> QuantGrid:
     """The grid of a float32 weight [out, in], with scales in `dtype`. With `clip` each scale is the one with the least squared
-    error among `SHRINKS` or `FLOAT_SHRINKS`; `importance` [in] weighs the errors of inputs."""
+    error among the format's shrinks; `importance` [in] weighs the errors of inputs. `factors` of NVFP4 are the weight's own
+    unless given."""
+    if fmt.factor is not None and factors is None:
+        top = weight.abs().amax().clamp(min=SMALLEST)
+        factors = (6 * LARGEST_SCALE / top).expand(len(weight)).contiguous()
     whole = (
         weight.reshape(1, 1, -1)
         if fmt.whole
@@ -126,11 +150,11 @@ def fit(
         )
     best: tuple[Tensor, Tensor | None] | None = None
     least = None
-    for shrink in (SHRINKS if fmt.kind == "int" else FLOAT_SHRINKS) if clip else (1.0,):
-        scales, zeros = _range(whole, fmt, shrink, dtype)
+    for shrink in shrinks_of(fmt) if clip else (1.0,):
+        scales, zeros = _range(whole, fmt, shrink, dtype, factors)
+        grid = QuantGrid(fmt, scales, zeros, factors)
         if not clip:
-            return QuantGrid(fmt, scales, zeros)
-        grid = QuantGrid(fmt, scales, zeros)
+            return grid
         rounded = numbers(grid.codes(whole.flatten(1)), scales, zeros).view(whole.shape)
         error = (rounded - whole).square_()
         total = (error if weighed is None else error.mul_(weighed)).sum(-1)
@@ -142,13 +166,25 @@ def fit(
         kept = None if zeros is None or best[1] is None else torch.where(better, zeros, best[1])
         best = torch.where(better, scales, best[0]), kept
     assert best is not None
-    return QuantGrid(fmt, *best)
+    return QuantGrid(fmt, *best, factors)
+
+
+def shrinks_of(fmt: WeightFormat) -> Sequence[float]:
+    if fmt.in_pairs:
+        return MXFP4_SHRINKS if fmt.factor is None else NVFP4_SHRINKS
+    return SHRINKS if fmt.kind == "int" else FLOAT_SHRINKS
 
 
 def _range(
-    groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype
+    groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype, factors: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(scales, zeros) that put the extremes of `groups` [rows, groups, size], times `shrink`, on the ends of the range."""
+    if fmt.in_pairs:
+        largest = groups.abs().amax(-1).clamp(min=SMALLEST)
+        if factors is None:
+            return (largest.log2().floor() - 2).exp2() * shrink, None
+        wanted = (largest * (shrink / 6) * factors[:, None]).clamp(2.0**-9, 448)
+        return wanted.to(torch.float8_e4m3fn).float() / factors[:, None], None
     if fmt.kind == "float":
         return (groups.abs().amax(-1).clamp(min=SMALLEST) * (shrink / 448)).to(dtype), None
     if fmt.symmetric:
@@ -230,6 +266,7 @@ def gptq_trace(
                 dtype,
                 clip=clip,
                 importance=importance[begin : begin + size],
+                factors=grid.factors,
             )
             grid.scales[:, begin // size] = part.scales[:, 0]
             if grid.zeros is not None and part.zeros is not None:

@@ -30,6 +30,10 @@ CROSSINGS = 24
 BETA = 9.0
 ROLLOFF = 0.945
 """Part of the lower rate's band that passes."""
+MAX_PHASES = 1024
+"""Parts of a sample for each of which there is a filter. Rates that need more, such as 767,999 Hz, have NUM_PHASES, and others
+between them: a table for each part would take gigabytes."""
+NUM_PHASES = 512
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
@@ -92,16 +96,27 @@ def resampled(samples: Samples, rate: int) -> Samples:
         # Output phase + i · up lies at input position (phase · down) // up + i · down, and a part of a sample.
         start, own = phase * down // up, len(range(phase, count, up))
         windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)[start::down][:own]
-        out[phase::up] = windows @ filters[phase]
+        out[phase::up] = windows @ _filter(filters, phase * down % up, up)
     return out
+
+
+def _filter(filters: Samples, part: int, up: int) -> Samples:
+    """The filter of the part / up of a sample, between two of the table where it has not all."""
+    at, rest = divmod(part * (len(filters) - 1), up)
+    found: Samples = filters[at]
+    if rest:
+        weight = np.float32(rest / up)
+        found = found * (1 - weight) + filters[at + 1] * weight
+    return found
 
 
 @lru_cache(maxsize=8)
 def _filters(up: int, down: int) -> tuple[Samples, int]:
-    """Filters [up, 2 · half + 1] for each part of a sample, and half."""
+    """Filters [phases + 1, 2 · half + 1] for equal parts of a sample from 0 to 1, and half."""
+    num_phases = up if up <= MAX_PHASES else NUM_PHASES
     cutoff = ROLLOFF * min(1.0, up / down)  # of the input's band
     half = math.ceil(CROSSINGS / cutoff)
-    offsets = np.arange(-half, half + 1)[None] - (np.arange(up) * down % up / up)[:, None]
+    offsets = np.arange(-half, half + 1)[None] - np.linspace(0.0, 1.0, num_phases + 1)[:, None]
     window = np.i0(BETA * np.sqrt(np.maximum(0.0, 1.0 - (offsets / (half + 1)) ** 2))) / np.i0(BETA)
     filters = np.sinc(cutoff * offsets) * cutoff * window
     return (filters / filters.sum(axis=1, keepdims=True)).astype(np.float32), half

@@ -18,6 +18,12 @@ from slipstream.engine.grammars.schema_promises import draft_of
 MAX_PARTS = 20_000
 """Parts of a schema."""
 
+MAX_NAMES = 32_768
+"""Characters of an object's names beside which it may have others."""
+
+MAX_TOGETHER = 32
+"""Parts in order. More are parts of the last one, so that few places stand after a place."""
+
 MAX_BOUND = 10**15
 """The largest bound of a whole number that is written here."""
 
@@ -65,6 +71,11 @@ def _one_of(chars: str) -> Expression:
 
 
 def _all(*parts: Expression) -> Expression:
+    if len(parts) > MAX_TOGETHER:
+        left = list(parts)
+        while len(left) > MAX_TOGETHER:
+            left[-MAX_TOGETHER:] = [Expression("all", tuple(left[-MAX_TOGETHER:]))]
+        parts = tuple(left)
     return parts[0] if len(parts) == 1 else Expression("all", parts)
 
 
@@ -253,7 +264,7 @@ class _Writer:
         if not keys:
             return self._value
         types = schema.get("type", _TYPES)
-        types = [types] if isinstance(types, str) else list(types)
+        types = [types] if isinstance(types, str) else list(dict.fromkeys(types))
         if any(key in keys for key in ("minimum", "maximum")) and "number" in types:
             raise SchemaUnknownError
         return _any(*[self._typed(schema, kind) for kind in types])
@@ -344,13 +355,13 @@ class _Writer:
         """`more`: the value of other properties, None if there are none."""
         space, colon = self._space, _text(":")
         listed = {**properties, **{name: None for name in required if name not in properties}}
-        items: list[tuple[Expression, bool]] = []
+        items, needed = list[tuple[Expression, bool]](), set(required)
         for name, schema in listed.items():
             value = self._of(schema) if name in properties else more
             if value is None:
                 raise SchemaUnknownError
             key = _text(f'"{_plain(name)}"')
-            items.append((_all(key, space, colon, space, value, space), name in required))
+            items.append((_all(key, space, colon, space, value, space), name in needed))
         comma = _all(_text(","), space)
         if more is not None:
             one = _all(self._other_name(list(listed)), space, colon, space, more, space)
@@ -380,7 +391,7 @@ class _Writer:
             parts += [_all(Expression("set", bits=1 << byte), after(own)) for byte, own in by_byte.items()]  # fmt: skip
             return _any(*parts) if "" in endings else _any(_QUOTE, *parts)
 
-        if not all(name.isascii() for name in names):
+        if sum(map(len, names)) > MAX_NAMES or not all(name.isascii() for name in names):
             raise SchemaUnknownError
         return _all(_QUOTE, after(list(names)))
 
@@ -408,8 +419,8 @@ def _from_regex(part: regex_states.Part, within: int) -> Expression:
     if kind == "times":
         inner, least, most = own
         return _times(_from_regex(inner, within), least, most)
-    parts = tuple([_from_regex(each, within) for each in own])
-    return Expression(kind, parts)
+    parts = [_from_regex(each, within) for each in own]
+    return _all(*parts) if kind == "all" else Expression(kind, tuple(parts))
 
 
 def expression_of(grammar: str) -> Expression:

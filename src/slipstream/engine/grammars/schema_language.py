@@ -31,19 +31,24 @@ MAX_REACHED = 2048
 FAR_BELOW, FAR = -1, -2
 """Counts that are far below the least, and between least and most but far below the most."""
 
+MAX_DEEP = 1000
+"""Places after each other. A text nested deeper is not followed, since its places would cost more than a mask."""
+
 MAX_AHEAD = 8
 """How much more than its slot's a place's count may be."""
 
 
 class SchemaPlace:
-    """A part at which a text is, and the place after it. `count`: how often a repeated part was there."""
+    """A part at which a text is, and the place after it. `count`: how often a repeated part was there. `depth`: the number of
+    places after it."""
 
-    __slots__ = "after", "count", "number", "part"
+    __slots__ = "after", "count", "depth", "number", "part"
 
     def __init__(
         self, part: Expression, count: int, after: SchemaPlace | None, number: int
     ) -> None:
         self.part, self.count, self.after, self.number = part, count, after, number
+        self.depth: int = 0 if after is None else after.depth + 1
 
 
 Source: TypeAlias = "tuple[SchemaPlace | None, int]"
@@ -136,8 +141,8 @@ class Language:
         return found
 
     def _closed(self, places: Iterable[SchemaPlace]) -> Places | None:
-        """The places with a set of bytes, and the end, that are reached without a byte. None if they are too many, or if one
-        slot would have two counts."""
+        """The places with a set of bytes, and the end, that are reached without a byte. None if they are too many or too deep,
+        or if one slot would have two counts."""
         seen: dict[SchemaPlace, _Begun] = {}
         todo: list[tuple[SchemaPlace, _Begun]] = [(place, ()) for place in places]
         found: list[SchemaPlace] = []
@@ -149,7 +154,7 @@ class Language:
                     return None
                 continue
             seen[place] = begun
-            if len(seen) > MAX_REACHED:
+            if len(seen) > MAX_REACHED or place.depth > MAX_DEEP:
                 return None
             part, after, count = place.part, place.after, place.count
             if after is None or part.kind == "set":
@@ -204,20 +209,25 @@ class Language:
 
         def rename(place: SchemaPlace) -> SchemaPlace:
             nonlocal is_twice
-            if (found := made.get(place)) is None:
-                assert place.after is not None
-                after, count = rename(place.after), place.count
+            chain, at = list[SchemaPlace](), place
+            while at not in made:
+                assert at.after is not None
+                chain.append(at)
+                at = at.after
+            found = made[at]
+            for own in reversed(chain):
+                after, count = found, own.count
                 if count < 0:
-                    slot = self._slot(place)
+                    slot = self._slot(own)
                     (of, add), ahead = sources[slot], _ahead(count) - least[slot]
                     add += least[slot]
-                    if settle and self._near(place.part, add) >= 0:
-                        count, add, ahead = self._near(place.part, add + ahead), add + ahead, 0
+                    if settle and self._near(own.part, add) >= 0:
+                        count, add, ahead = self._near(own.part, add + ahead), add + ahead, 0
                     if count < 0:
-                        own = self._place(place.part, _kind(count), after)
-                        is_twice |= new.setdefault(own, (of, add)) != (of, add)
+                        slot = self._place(own.part, _kind(count), after)
+                        is_twice |= new.setdefault(slot, (of, add)) != (of, add)
                         count = _far(_kind(count), ahead)
-                found = made[place] = self._place(place.part, count, after)
+                found = made[own] = self._place(own.part, count, after)
             return found
 
         found = frozenset([rename(place) for place in sorted(places, key=lambda each: each.number)])
@@ -236,7 +246,7 @@ def _with(begun: _Begun, slot: SchemaPlace, count: int) -> _Begun:
 
 
 def having(places: frozenset[SchemaPlace], byte: int) -> tuple[SchemaPlace, ...]:
-    """What stands after the places that have a byte."""
+    """Places right after those that have a byte."""
     found = [place.after for place in places if place.part.bits >> byte & 1]
     return tuple([place for place in found if place is not None])
 
@@ -262,9 +272,9 @@ def following(places: frozenset[SchemaPlace]) -> int:
 
 
 def language_of(grammar: str, longest: int) -> Language | None:
-    """The texts of a schema, given as llguidance's grammar. None if something of it can't be written. `longest`: bytes of
-    the longest token."""
+    """The texts of a schema, given as llguidance's grammar. None if something of it can't be written, or has a wrong type,
+    which llguidance will say. `longest`: bytes of the longest token."""
     try:
         return Language(expression_of(grammar), longest)
-    except (SchemaUnknownError, RecursionError):
+    except (SchemaUnknownError, RecursionError, TypeError, AttributeError, ValueError):
         return None

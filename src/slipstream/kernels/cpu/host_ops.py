@@ -113,6 +113,8 @@ class HostOps:
             packed = Packed.empty(four_bits(scheme), weight.shape[0], weight.shape[1], self.arena)
             packed.put_dense(weight)
             return _native(weight, bias, (packed,))
+        if scheme is not None and scheme.name == "mxfp4":
+            return self.pack_weight(round_groups(weight, bias, scheme))
         if scheme is not None and scheme.name != "int8":
             raise _no_product(scheme)
         if scheme is not None:

@@ -33,6 +33,7 @@ from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import (
     drawing,
+    float4,
     fp8_block,
     gguf,
     int4_groupwise,
@@ -58,7 +59,7 @@ from slipstream.kernels.triton.attention import (
 )
 from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.triton.attention.paged import paged_attention
-from slipstream.kernels.triton.experts import moe, mxfp4
+from slipstream.kernels.triton.experts import moe
 from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights import (
     Activations,
@@ -79,7 +80,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 DECLARING = (
-    fp8_block, gguf, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
+    float4, fp8_block, gguf, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
 )  # fmt: skip
 """Kernel files with choices by the size of a step."""
 
@@ -191,6 +192,8 @@ class TritonOps(OpSet):
             self._prepare(made.weight.device)
             return made
         self._prepare(w.weight.device)
+        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
+            return float4.pack_float4(w)
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
@@ -198,7 +201,7 @@ class TritonOps(OpSet):
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
         if isinstance(w, BlockLinear):
             return gguf.pack_experts(w, num_experts)
-        return mxfp4.pack_mxfp4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
+        return float4.pack_float4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
 
     def quantize_experts(
         self,

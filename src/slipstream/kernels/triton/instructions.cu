@@ -76,6 +76,11 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 more) {  // x & mask | more in one instru
 // --- memory
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE uint2 load_smem8(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
 DEVICE uint4 load_smem16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

@@ -8,7 +8,8 @@
 | int8 | `skinny_gemm` | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` | torch's scaled GEMM on Hopper, else `fp8_tile_linear` |
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
-| others, deterministic | `gemm` | `gemm` | `gemm` (int4 dequantised first) |
+| nvfp4, mxfp4 | `float4_linear` | `float4_linear` | to 512 `float4_linear`, else cuBLAS on the expanded weight |
+| others, deterministic | `gemm` | `gemm` | `gemm` (4 bits dequantised first) |
 
 With few tokens a product is bound by reading the weight. All sums have a fixed order. Tiles come
 from `spec.autotune_table`; shapes that it lacks use the heuristics here."""
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.thresholds import Thresholds
+from slipstream.kernels.triton import float4
 from slipstream.kernels.triton.fp8_block import (
     fp8_tile_linear,
     fp8_tile_linear_invariant,
@@ -40,6 +42,7 @@ from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import (
     Activations,
+    Float4Linear,
     GroupedLinear,
     Linear,
     Quantized,
@@ -106,6 +109,11 @@ def linear(
             return _fp8_scaled_mm(q, w)
         return gemm(q, w, tile=tiles.find("gemm", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
+    if isinstance(w, Float4Linear):
+        if x.shape[0] <= float4.MAX_TOKENS:
+            assert scratch is not None
+            return float4.float4_linear(x, w, scratch)
+        return F.linear(x, float4.expanded(w, x.dtype), w.bias)
     if isinstance(w, GroupedLinear):
         if x.shape[0] == 1 and (block_w := gemv_block(w)):
             return int4_gemv(x, w, block_w)
@@ -172,13 +180,15 @@ def _linear_invariant(x: Activations, w: Linear) -> Tensor:
         tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY_TOKENS else (128, 128, 128, 8, 3)
         return gemm(q, w, tile=tile)
     assert isinstance(x, Tensor)
-    if isinstance(w, GroupedLinear):
+    if isinstance(w, GroupedLinear | Float4Linear):
         w = Linear(weight=_dense(w, x.dtype), bias=w.bias)
     tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY_TOKENS else (128, 128, 64, 8, 3)
     return gemm(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
 
 
-def _dense(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
+def _dense(w: GroupedLinear | Float4Linear, dtype: torch.dtype) -> Tensor:
+    if isinstance(w, Float4Linear):
+        return float4.expanded(w, dtype)
     return dequantize_int4(w, dtype) if w.dense is None else w.dense
 
 

@@ -4,8 +4,8 @@ file decides which decoders it can run, and defines the kernel's constants.
 1. All programs (thread blocks) run at once, one per multiprocessor. CUDA refuses the launch if they
    can't.
 2. Weights have 16 bits, are FP8 or INT8 with a scale per row, or INT4 with a scale per group.
-   Experts can't be INT4. With bfloat16 weights they can be MXFP4, in the order in which `mxfp4.py`
-   packs them.
+   Experts can't be INT4. In bfloat16 weights can be NVFP4 or MXFP4, in the order in which
+   `float4.py` packs them, and experts MXFP4 beside 16-bit weights.
 3. Layers may have different windows, in two cache groups.
 4. Layers may have the gated delta rule in place of attention, all with the same sizes."""
 
@@ -27,7 +27,7 @@ from slipstream.kernels.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import activation_arguments
-from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear, chunk_of
+from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform
@@ -46,15 +46,15 @@ SOURCES = tuple(
 """Source files, compiled as one text in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
-GROUPED, MXFP4 = 2, 4
+GROUPED, MXFP4, NVFP4 = 2, 4, 5
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
 """Consumer warps."""
 PRODUCER_WARPS = 2
 """Warps that copy weights."""
-RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
+RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3), 4: (1024, 4), 5: (1024, 4)}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
-in flight. Measured on an H200."""
+in flight. Measured on an H200, except those of 4-bit floats."""
 MAX_SPLITS = 64
 ONE_HEAD_KEYS = 4096
 """Longest sequence for which a thread block attends over latents for one head."""
@@ -96,11 +96,23 @@ POINTERS = (
     *("latent", "latent_scales", "keys", "values"),
     *("sinks", "window", "table", "up_factor", "down_factor"),
     *("gates", "conv", "conv_bias", "decay", "time", "delta_norm", "conv_states", "states"),
+    *(
+        f"{name}_rows"
+        for name in ("qkv", "out", "up", "down", "latent", "shared_up", "shared_down")
+    ),
 )
 """Entries of a layer's row in the kernel's table, in order; 0 for a tensor that the layer lacks.
 With latent attention `qkv` makes queries only, `k_norm` norms the latent, and `v` is a view of `k`.
 Of a recurrent layer `qkv` makes the inputs of the rule and its gate. Not pointers: `window`, `table`
-(number of the block table), and factors of MXFP4 experts."""
+(number of the block table), and factors of MXFP4 experts. `rows` of 4-bit floats: see
+`Float4Linear.row_factors`."""
+
+
+def form_of(product: Linear) -> int:
+    """The kernel's number of a weight's form."""
+    if isinstance(product, Float4Linear):
+        return NVFP4 if product.group_size == 16 else MXFP4
+    return GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
 
 
 def refusal(
@@ -112,20 +124,20 @@ def refusal(
     if isinstance(product, GroupedLinear):
         if product.codes != "int4" or product.zeros is not None:
             return Reason("the one-token kernel has no 4-bit weights with zero points or of floats")
-    elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
+    elif type(product) is not Float4Linear and (
+        type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS
+    ):
         kind = f"{type(product).__name__} of {product.weight.dtype}".replace("torch.", "")
         return Reason(f"the one-token kernel has no product with a {kind}")
-    if s.latent is not None and not covers_latents(
-        s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]
-    ):
+    if s.latent is not None and not covers_latents(s, s.latent, form_of(product)):
         return Reason("the one-token kernel has no latent attention of these sizes")
     if grouped and s.experts is not None:
         return Reason("the one-token kernel has no 4-bit experts")
     if experts is not None and not (
-        isinstance(experts, Mxfp4Linear) and product.weight.dtype == torch.bfloat16
+        isinstance(experts, Float4Linear) and product.weight.dtype == torch.bfloat16
     ):
         return Reason(
-            "the one-token kernel has experts that are held as other products are, or MXFP4 beside bfloat16"
+            "the one-token kernel has experts that are held as other products are, or 4-bit floats beside bfloat16"
         )
     if isinstance(product, GroupedLinear) and not all(
         chunk_of(n, product.group_size) >= 128 for n in inner_sizes(s)
@@ -133,6 +145,8 @@ def refusal(
         return Reason(
             "the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter"
         )
+    if isinstance(product, Float4Linear):  # rows are filled up
+        return size_refusal(s, 16, rotary)
     return size_refusal(s, 4 if grouped else product.weight.dtype.itemsize * 8, rotary)
 
 
@@ -181,11 +195,13 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     s, heads = shape, shape.num_heads // shape.num_kv_heads
     values = 0 if s.delta is None else s.delta.v_size
     widest = max(s.hidden_size, down_inputs(s), s.num_heads * s.head_dim, values)
-    form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
+    form = form_of(product)
     step_bytes = RING[form][0]
     stage, row, sums = 16 * (step_bytes + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
     if isinstance(product, GroupedLinear):
         stage, sums = stage + step_bytes * 2 // product.group_size * 32, widest // 32 * 4
+    if isinstance(product, Float4Linear):
+        stage = step_bytes * (18 if form == NVFP4 else 17)
     attention = 0
     rows = 4 + heads + WARPS * heads  # of float32; and the queries, of 16 bits
     attention = 4 * (heads * s.head_dim // 2 + rows * s.head_dim + (2 * WARPS + 1) * 8)
@@ -263,7 +279,7 @@ def _refusal_here(
         return Reason(
             f"the one-token kernel has {programs} programs here, too few for the states of {d.num_heads} heads"
         )
-    if stages(shape, product, shared_bytes) < 3:
+    if stages(shape, experts or product, shared_bytes) < 3:
         return Reason(
             "the one-token kernel's ring of weights does not fit into shared memory beside rows of this width"
         )
@@ -423,7 +439,7 @@ class OneTokenStep:
         grouped = isinstance(w, GroupedLinear)
         # the other formats do not read it
         size = w.group_size if isinstance(w, GroupedLinear) else 128
-        form = GROUPED if grouped else FORMS[w.weight.dtype]
+        form = form_of(w)
         activate: Any = activation_arguments(s.activation)
         return {
             "E": s.hidden_size,
@@ -435,7 +451,7 @@ class OneTokenStep:
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
             "FORM": form,
-            "EXPERT_FORM": form if self.experts is None else MXFP4,
+            "EXPERT_FORM": form if self.experts is None else form_of(self.experts),
             "STEP_BYTES": RING[form][0],
             "DEPTH": RING[form][1],
             "GROUP": size,

@@ -130,7 +130,7 @@ struct PlainRows {
 // j's sums: its weight times the scale of its row.
 template <int K>
 DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
-    if (FORM == 0) {
+    if (FORM == 0 || is_float4(FORM)) {
         constexpr int VECTORS = TOP * K / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
         uint4 held[TIMES];
 #pragma unroll
@@ -219,10 +219,10 @@ struct Mixture {
         auto tap = [&](int i, float* y) {
             own(i, y);
 #pragma unroll
-            for (int j = 0; j < 8; j++) y[j] *= RAISED;
+            for (int j = 0; j < 8; j++) y[j] *= is_float4(FORM) ? 1.0f : RAISED;  // else they are raised as they are stored
         };
         const float x_scale = load_input<E, MLP_NORM>(residual, norm, norm_bias, MLP_EPS, NORM_OFFSET, memory, tap);
-        const float up_scale = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[UP_FACTOR]) / RAISED : x_scale;
+        const float up_scale = EXPERT_FORM != FORM ? __uint_as_float((u32)row[UP_FACTOR]) / RAISED : x_scale;
         own.write(shared_logits, cta, memory);
         grid_arrive(counters, arrivals);
         if (FS) SharedUp::run(shared_ahead, row, SHARED_UP_S, mid + TOP * FE, x_scale, ring, memory, cta);
@@ -235,7 +235,7 @@ struct Mixture {
         Up::run(Up::first(cta, row, UP_S, x, experts), row, UP_S, mid, up_scale, ring, memory, cta, experts);
         grid_arrive(counters, arrivals);
         if (FS) shared_ahead = SharedDown::first(cta, row, SHARED_DOWN_S, x);
-        const float down_factor = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[DOWN_FACTOR]) / RAISED : 1.0f;
+        const float down_factor = EXPERT_FORM != FORM ? __uint_as_float((u32)row[DOWN_FACTOR]) / RAISED : 1.0f / RAISED;
         Epilogue ahead;
         if (!FS) ahead = Down::first(cta, row, DOWN_S, x, experts);
         grid_wait(counters, arrivals);

@@ -13,14 +13,18 @@ constexpr int DELTA_ROWS = DELTA ? DELTA_CHANNELS + DV : 16;          // and tho
 constexpr int ROW_STRIDE = STEP_BYTES + 64;  // padding puts a stage's rows into different banks
 constexpr int SCALE_BYTES = FORM == 2 ? STEP_BYTES * 2 / GROUP * 32 : 0;  // scales in a stage of 4-bit codes
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
-constexpr int MXFP4 = 4;             // the form of experts whose weights `mxfp4.py` has packed
-constexpr float RAISED = EXPERT_FORM == MXFP4 ? 18446744073709551616.0f : 1.0f;  // 2^64, times which experts' inputs are stored
-constexpr int SLAB = STEP_BYTES * 8;  // such a stage: 8 rows' codes, the other 8 rows', a byte for each 32 codes of either
-constexpr int STAGE_BYTES = max_of(16 * ROW_STRIDE + SCALE_BYTES, EXPERT_FORM == MXFP4 ? SLAB / 16 * 34 : 0);
-static_assert(EXPERT_FORM == FORM || (EXPERT_FORM == MXFP4 && FORM == 0 && !HALF && PRODUCER_WARPS == 2 && !FS),
+constexpr int MXFP4 = 4, NVFP4 = 5;  // the forms of weights that `float4.py` has packed
+__device__ constexpr bool is_float4(int form) { return form == MXFP4 || form == NVFP4; }
+constexpr float RAISED = is_float4(EXPERT_FORM) ? 18446744073709551616.0f : 1.0f;  // 2^64, times which their inputs are stored
+constexpr int SLAB = STEP_BYTES * 8;  // such a stage: 8 rows' codes, the other 8 rows', then both rows' scales
+__device__ constexpr int chunk_scales(int form) { return form == NVFP4 ? 64 : 32; }  // bytes of 8 rows of 128 inputs
+constexpr int STAGE_BYTES = max_of(is_float4(FORM) ? 0 : 16 * ROW_STRIDE + SCALE_BYTES,
+                                   is_float4(EXPERT_FORM) ? 2 * SLAB / 512 * (512 + chunk_scales(EXPERT_FORM)) : 0);
+static_assert(EXPERT_FORM == FORM || (is_float4(EXPERT_FORM) && FORM == 0 && !FS),
               "a form of experts that one_token.py should refuse");
+static_assert(!is_float4(EXPERT_FORM) || (!HALF && PRODUCER_WARPS == 2), "4-bit floats are expanded to bfloat16");
 __device__ constexpr int row_bytes(int inputs, int form = FORM) {
-    return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : form == MXFP4 ? (inputs + 127) / 128 * 64 : inputs;
+    return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : is_float4(form) ? (inputs + 127) / 128 * 64 : inputs;
 }
 constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's down products, all experts together
 constexpr int MAX_INPUTS = max_of(max_of(E, DELTA ? DV : 0), max_of(DOWN_INPUTS, Q));
@@ -56,7 +60,18 @@ enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCAL
        UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
        SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W,
        SINKS, WINDOW, TABLE, UP_FACTOR, DOWN_FACTOR, GATES_W, CONV_W, CONV_B, DECAY_W, TIME_W, DELTA_NORM_W, CONV_STATES, STATES,
-       NUM_POINTERS };
+       QKV_ROW, OUT_ROW, UP_ROW, DOWN_ROW, LATENT_ROW, SHARED_UP_ROW, SHARED_DOWN_ROW, NUM_POINTERS };
+// Where a product's float32 for each row are, by the place of its scales. 4-bit floats have scales by groups as well.
+__device__ constexpr int row_scales(int form, int scales) {
+    return !is_float4(form)          ? scales
+           : scales == QKV_S         ? QKV_ROW
+           : scales == OUT_S         ? OUT_ROW
+           : scales == UP_S          ? UP_ROW
+           : scales == DOWN_S        ? DOWN_ROW
+           : scales == LATENT_S      ? LATENT_ROW
+           : scales == SHARED_UP_S   ? SHARED_UP_ROW
+           : SHARED_DOWN_ROW;
+}
 
 DEVICE u32 pack2(float low, float high) { return from_float(low) | (u32)from_float(high) << 16; }
 DEVICE void unpack8(const uint4& v, float* y) {  // 8 numbers of the model's type
@@ -274,11 +289,13 @@ struct Producer {
         if (more && lane == 0) bulk_copy(to + 16 * ROW_STRIDE, from_more, more, full, policy);
         ring.next();
     }
-    // Fill a stage with chunks of MXFP4 [8, 64] and their scales [8, 4]. Each producer copies those of 8 rows.
+    // Fill a stage with chunks of 4-bit floats [8, 64] and their scales [8, 4 or 8]. Each producer copies those of 8 rows.
+    template <int FORM_>
     DEVICE void copy_chunks(const u8* from, const u8* from_scales, int chunks) {
-        const u32 full = open_stage(chunks * (512 + 32)), to = stage_at();
+        constexpr int SCALES = chunk_scales(FORM_);
+        const u32 full = open_stage(chunks * (512 + SCALES)), to = stage_at();
         if (lane == 0) bulk_copy(to + which * SLAB, from, chunks * 512, full, evict_first);
-        if (lane == 1) bulk_copy(to + 2 * SLAB + which * (SLAB / 16), from_scales, chunks * 32, full, evict_first);
+        if (lane == 1) bulk_copy(to + 2 * SLAB + which * (SLAB / 512 * SCALES), from_scales, chunks * SCALES, full, evict_first);
         ring.next();
     }
 
@@ -293,13 +310,14 @@ struct Producer {
         for (int step = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta) * NUM_EXPERTS; step < end * NUM_EXPERTS; step++) {
             const int tile = step / NUM_EXPERTS;
             const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : step % NUM_EXPERTS);
-            if constexpr (FORM_ == MXFP4) {
+            if constexpr (is_float4(FORM_)) {
                 const int row = weight_row<N, GATES>(expert, tile % MATRIX_TILES, which * 8);
                 const u8* from = weight + (long long)row * BYTES_OF_ROW;
-                const u8* from_scales = scales + (long long)row * (BYTES_OF_ROW / 16);
+                constexpr int SCALES = chunk_scales(FORM_);
+                const u8* from_scales = scales + (long long)row * (BYTES_OF_ROW / 64 * SCALES / 8);
 #pragma unroll 1
                 for (int at = 0; at < BYTES_OF_ROW; at += STEP_BYTES)
-                    copy_chunks(from + at * 8, from_scales + at / 2, min(STEP_BYTES, BYTES_OF_ROW - at) / 64);
+                    copy_chunks<FORM_>(from + at * 8, from_scales + at / 64 * SCALES, min(STEP_BYTES, BYTES_OF_ROW - at) / 64);
                 continue;
             }
             const u8* from = weight + (long long)weight_row<N, GATES>(expert, tile % MATRIX_TILES, row()) * BYTES_OF_ROW;
@@ -334,13 +352,14 @@ template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int
           int FORM_ = FORM>
 struct Product {
     typedef typename Sum<FORM_>::type Total;
-    static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM_ == 1 || FORM_ == 3;
+    static constexpr bool FLOAT4 = is_float4(FORM_), GATES = END == ACTIVATE && GATED;
+    static constexpr bool SCALED = FORM_ == 1 || FORM_ == 3 || FORM_ == NVFP4 || (FLOAT4 && FORM_ == FORM);
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
     static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
     static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
-    // MXFP4: two groups of warps take matrices in turn, so that one computes while the other waits at a tile's end.
-    static constexpr int GROUPS = FORM_ == MXFP4 ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
-    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 ? 1 : FORM_ == MXFP4 ? 2 : TURNS;
+    // 4-bit floats: two groups of warps take matrices in turn, so that one computes while the other waits at a tile's end.
+    static constexpr int GROUPS = FLOAT4 ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
+    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 ? 1 : FLOAT4 ? 2 : TURNS;
     static constexpr int TILES_IN_TURN = OF == SUMMED ? 1 : GROUPS;  // groups share a tile of SUMMED: each has some experts
 
     static DEVICE int group() { return GROUPS == 1 ? 0 : threadIdx.x / (GROUP_WARPS * 32); }
@@ -352,7 +371,7 @@ struct Product {
         const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : nth);
         if (nth < NUM_EXPERTS && tile < end_tile) {
             const int n = weight_row<N, GATES>(expert, tile % MATRIX_TILES, t);
-            if (SCALED) end.scale = ((const float*)row[scales])[n];
+            if (SCALED) end.scale = ((const float*)row[row_scales(FORM_, scales)])[n];
             if (BIASED) end.bias = ((const u16*)row[scales + 1])[n];
             if (END == ADD && nth == 0) {
                 const int at = tile * 16 + t;
@@ -366,7 +385,7 @@ struct Product {
                                  const Ranks& ranks = Ranks()) {
         return load_epilogue(begin(cta) + group() % TILES_IN_TURN, begin(cta + 1), row, scales, residual, experts, ranks);
     }
-    // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes, of MXFP4 the weight's factor; of a SUMMED
+    // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes, of MXFP4 experts the weight's factor; of a SUMMED
     // product, lane j has the factor of expert j. `input`: where the input row lies in shared memory.
     static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring,
                                u8* memory, int cta, TopExperts experts = {}, int input = INPUT_AT,
@@ -404,7 +423,7 @@ struct Product {
                     constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
-                    if constexpr (FORM_ == MXFP4) mma_chunks(sum, stage, from, memory, k_step, bytes);
+                    if constexpr (FLOAT4) mma_chunks(sum, stage, from, memory, k_step, bytes);
                     else
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
@@ -440,9 +459,9 @@ struct Product {
                 if (lane < 16)
 #pragma unroll
                     for (int i = 0; i < TILE_WARPS; i++) y += tiles[(warp + i) * 16 + lane];
-                y = y * ((SCALED || FORM_ == MXFP4) && OF != SUMMED ? now.scale * x_scale : 1.0f);
+                y = y * ((SCALED || FLOAT4) && OF != SUMMED ? now.scale * x_scale : 1.0f);
                 if (BIASED && OF != SUMMED) y += to_float(now.bias);
-                const float by = FORM_ == MXFP4 ? RAISED : 1.0f;
+                const float by = FLOAT4 && OF == CONCAT ? RAISED : 1.0f;  // inputs of experts, which are stored as they are
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
                     if (lane < 8) out[tile * 8 + lane] = from_float(gated(y, up) * by);
@@ -504,30 +523,44 @@ struct Product {
             }
         }
     }
-    // Multiply the first `bytes` of a stage of MXFP4: this warp's chunks of 128 inputs, two at a time so that they don't wait for
-    // one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and a mask
-    // (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. A quarter is a group:
-    // its sums times its power of two are those of the weight / `factor`, RAISED.
+    // Multiply the first `bytes` of a stage of 4-bit floats: this warp's chunks of 128 inputs, two at a time so that they don't
+    // wait for one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and
+    // a mask (`Float4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. MXFP4: a quarter
+    // is a group, whose sums times its power of two are those of the weight / `factor`, RAISED. NVFP4: four words are of the
+    // chunk's first half and four of its second, so each product of tensor cores is a group.
     static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
         const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
-        const u32 own = stage + lane * 16, scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * 4;
+        constexpr bool HALVES = FORM_ == NVFP4;
+        constexpr int SCALES = chunk_scales(FORM_);
+        const u32 own = stage + (HALVES ? lane / 4 * 64 + lane % 4 * 8 : lane * 16);
+        const u32 scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * (SCALES / 8);
         for (int column = warp * 64; column < bytes; column += 2 * GROUP_WARPS * 64) {
-            u32 words[2][8], scales[2][2], inputs[2];
+            u32 words[2][8], scales[2][2][HALVES ? 2 : 1], inputs[2];
             bool has_end[2];  // the chunk at the row's end, which may have fewer than 128 inputs
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const bool is_there = n == 0 || column + GROUP_WARPS * 64 < bytes;
                 const int at = is_there ? column + n * GROUP_WARPS * 64 : column;  // what isn't there has scales 0
-                const uint4 low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
-                const u32* exponents = (const u32*)(memory + scales_at + at / 2);
-                scales[n][0] = is_there ? exponents[0] : 0;
-                scales[n][1] = is_there ? exponents[SLAB / 64] : 0;
+                uint4 low, high;
+                if (HALVES) {
+                    const uint2 a = load_smem8(own + at * 8), b = load_smem8(own + at * 8 + 32);
+                    const uint2 c = load_smem8(own + SLAB + at * 8), d = load_smem8(own + SLAB + at * 8 + 32);
+                    low = uint4{a.x, a.y, b.x, b.y}, high = uint4{c.x, c.y, d.x, d.y};
+                } else
+                    low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
+                const u32* exponents = (const u32*)(memory + scales_at + at / 64 * SCALES);
+#pragma unroll
+                for (int half = 0; half < (HALVES ? 2 : 1); half++) {
+                    scales[n][0][half] = is_there ? exponents[half] : 0;
+                    scales[n][1][half] = is_there ? exponents[SLAB / 512 * SCALES / 4 + half] : 0;
+                }
                 const u32 all[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
                 for (int i = 0; i < 8; i++) words[n][i] = all[i];
                 const int chunk = k_step * (STEP_BYTES / 64) + at / 64;
-                inputs[n] = input + (chunk * 128 + lane % 4 * 8) * 2;
+                inputs[n] = input + (chunk * 128 + lane % 4 * (HALVES ? 4 : 8)) * 2;
                 has_end[n] = chunk == K / 128;
+                if (HALVES && !is_there) words_are_zero(words[n]);
             }
 #pragma unroll
             for (int quarter = 0; quarter < 4; quarter++) {
@@ -536,8 +569,15 @@ struct Product {
                 u32 a[2][8];
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    x[n] = load_smem16(inputs[n] + quarter * 64);
-                    if (K % 128 && quarter >= K % 128 / 32 && has_end[n]) x[n] = uint4{0, 0, 0, 0};
+                    if (HALVES) {
+                        const uint2 first = load_smem8(inputs[n] + quarter * 32);
+                        uint2 second = load_smem8(inputs[n] + quarter * 32 + 128);
+                        if (K % 128 && has_end[n]) second = uint2{0, 0};  // K is a multiple of 64
+                        x[n] = uint4{first.x, first.y, second.x, second.y};
+                    } else {
+                        x[n] = load_smem16(inputs[n] + quarter * 64);
+                        if (K % 128 && quarter >= K % 128 / 32 && has_end[n]) x[n] = uint4{0, 0, 0, 0};
+                    }
                 }
 #pragma unroll
                 for (int n = 0; n < 2; n++)
@@ -548,6 +588,20 @@ struct Product {
                                       ? w << 3 * quarter & 0x81c081c0u
                                       : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
                     }
+                if constexpr (HALVES) {
+                    float d[2][4] = {};
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        mma(c[n], a[n][0], a[n][1], a[n][2], a[n][3], x[n].x, x[n].y);
+                        mma(d[n], a[n][4], a[n][5], a[n][6], a[n][7], x[n].z, x[n].w);
+                    }
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        sum[n][0] += c[n][0] * e5m3(scales[n][0][0], quarter) + d[n][0] * e5m3(scales[n][0][1], quarter);
+                        sum[n][2] += c[n][2] * e5m3(scales[n][1][0], quarter) + d[n][2] * e5m3(scales[n][1][1], quarter);
+                    }
+                    continue;
+                }
 #pragma unroll
                 for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -556,11 +610,19 @@ struct Product {
                             half ? x[n].z : x[n].x, half ? x[n].w : x[n].y);
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    sum[n][0] += c[n][0] * power_of_two(scales[n][0], quarter);
-                    sum[n][2] += c[n][2] * power_of_two(scales[n][1], quarter);
+                    sum[n][0] += c[n][0] * power_of_two(scales[n][0][0], quarter);
+                    sum[n][2] += c[n][2] * power_of_two(scales[n][1][0], quarter);
                 }
             }
         }
+    }
+    static DEVICE void words_are_zero(u32 (&words)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) words[i] = 0;
+    }
+    // A byte of a word as the exponent and the mantissa of a float32: a scale of NVFP4, times 2^118.
+    static DEVICE float e5m3(u32 word, int byte) {
+        return __uint_as_float(and_or(byte == 3 ? word >> 4 : word << (20 - 8 * byte), 0x0ff00000u, 0x70000000u));
     }
     // A byte of a word as the exponent of a float32.
     static DEVICE float power_of_two(u32 word, int byte) {
@@ -583,6 +645,11 @@ DEVICE void store_input(const float* y, float inverse_scale, int v, u8* input) {
 #pragma unroll
         for (int j = 0; j < 8; j++) z[j / 4] |= (u32)(__float2int_rn(y[j] * inverse_scale) & 255) << 8 * (j % 4);
         *(uint2*)(input + v * 8) = make_uint2(z[0], z[1]);
+    } else if (is_float4(FORM)) {
+        float z[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) z[j] = y[j] * inverse_scale;
+        *(uint4*)(input + v * 16) = pack8(z);
     } else
         *(uint4*)(input + v * 16) = pack8(y);
 }
@@ -646,7 +713,7 @@ DEVICE float load_input(Load load, const u16* weight, const u16* bias, float eps
 #pragma unroll
     for (int i = 0; i < TIMES; i++)
         if (i * THREADS + threadIdx.x < VECTORS) tap(i, y[i]);
-    float scale = 1.0f;
+    float scale = is_float4(FORM) ? 1.0f / RAISED : 1.0f;
     if (FORM == 1 || FORM == 3) {
         float max_abs = 0.0f;
 #pragma unroll

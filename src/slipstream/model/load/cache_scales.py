@@ -1,7 +1,8 @@
 """Scales of an 8-bit KV cache in a checkpoint. A value is code · scale, as in `LayerKV`. No torch.
 
 1. compressed-tensors writes k_scale and v_scale next to each attention's projections, [1] for the
-   layer or [kv heads, 1, 1]. Earlier versions wrote k_proj.output_scale and v_proj.output_scale.
+   layer or [kv heads, 1, 1]. Earlier versions wrote k_proj.output_scale and v_proj.output_scale,
+   and ModelOpt k_proj.k_scale and v_proj.v_scale.
 2. Zero points, which the tools write even where they are unused, must be zero.
 3. A scale of queries (q_scale) is ignored, because queries stay in the model's type.
 
@@ -24,6 +25,8 @@ from slipstream.spec.parameters import Placement
 Floats = npt.NDArray[np.float32]
 
 PARTS = {
+    "k_proj.k_scale": "k",
+    "v_proj.v_scale": "v",
     "k_scale": "k",
     "v_scale": "v",
     "k_proj.output_scale": "k",

@@ -66,7 +66,10 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 Value = TypeVar("Value", bound=Any)
 
-PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
+PASSED_OVER = (
+    *("weight_shape", "input_scale", "input_global_scale", "output_scale"),
+    *("k_scale", "v_scale"),
+)
 """Suffixes of tensors next to a rounded weight that only note something."""
 
 

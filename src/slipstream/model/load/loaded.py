@@ -112,7 +112,9 @@ def _check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps) -> None
         raise ConfigError(
             f"an encoder has no output head to round; use {scheme.name!r}", field="quantization"
         )
-    if scheme.inputs in ("fp8", "int8"):
+    if scheme.inputs in ("fp8", "int8") or (
+        scheme.name in ("nvfp4", "mxfp4") and not scheme.experts_only
+    ):
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
         kv_rows = [
             ("num_kv_heads · head_dim", a.kv_size)

@@ -46,7 +46,9 @@ INT8_STD = 73.9
 INT4_STD = 4.64
 """Root mean square of −8 … 7."""
 E2M1_SCALE = 2.0**-7
-"""Scale of mxfp4, a power of two. The root mean square of all e2m1 codes is 2.9."""
+"""Scale of mxfp4, a power of two."""
+E2M1_STD = 2.9
+"""Root mean square of all e2m1 codes."""
 
 ROWS_AT_ONCE = 1024
 """Rows of an array that are drawn at once. NumPy draws float32."""
@@ -220,13 +222,15 @@ def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Sch
     if scheme.inputs is None:
         size = scheme.group_size
         assert size is not None
-        floats = scheme.name == "mxfp4"
+        floats, by_rows = scheme.name in ("mxfp4", "nvfp4"), scheme.name == "nvfp4"
+        scale = 1.0 if by_rows else E2M1_SCALE if floats else STD / INT4_STD
         return GroupedLinear(
             weight=made.codes((rows, inner // 4), "int16"),
-            scales=made.full((inner // size, rows), E2M1_SCALE if floats else STD / INT4_STD),
+            scales=made.full((inner // size, rows), scale),
             group_size=size,
             chunk=chunk_of(inner, size),
             codes="e2m1" if floats else "int4",
+            row_scales=made.full((rows,), STD / E2M1_STD, "float32") if by_rows else None,
         )
     if scheme.inputs == "fp8-block":
         tiles = -(-rows // FP8_TILE), inner // FP8_TILE

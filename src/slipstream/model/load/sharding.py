@@ -262,9 +262,9 @@ class _Units(NamedTuple):
 
 def _units(part: str, fmt: WeightFormat, method: str | None) -> _Units | None:
     """Returns the units of a part of a quantized weight, or None if it is no such part."""
-    group, word = fmt.group_size or 0, 32 // fmt.bits
+    group, word = fmt.group_size or 0, 2 if fmt.in_pairs else 32 // fmt.bits
     return {
-        "weight": _Units(1, 1),
+        "weight": _Units(1, word if fmt.in_pairs else 1),
         "weight_scale": _Units(fmt.block_rows, group),
         "weight_scale_inv": _Units(fmt.block_rows, group),
         "weight_packed": _Units(1, word),

@@ -18,7 +18,7 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
     chunk_of,
 )
-from slipstream.model.stored.packing import unpack_words
+from slipstream.model.stored.packing import code_pairs, group_scales, unpack_words
 from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Shape
@@ -27,7 +27,7 @@ from slipstream.spec.scheme import WeightFormat
 
 
 class RoundedWeights(RoundedTensors):
-    int32 = torch.int32
+    int32, uint8 = torch.int32, torch.uint8
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class RoundedWeights(RoundedTensors):
         codes = torch.zeros(outer, inner // 4, dtype=torch.int16, device=device)
         scales = torch.zeros(inner // size, outer, dtype=self.dtype, device=device)
         zeros = torch.zeros_like(scales) if self.method == "awq" or not fmt.symmetric else None
-        return RoundedWeight(codes, scales, zeros, chunk_of(inner, size))
+        rows = torch.ones(outer, dtype=torch.float32, device=device) if fmt.factor else None
+        return RoundedWeight(codes, scales, zeros, chunk_of(inner, size), rows)
 
     def linear(self, name: str, weight: RoundedWeight) -> Linear:
         w, fmt = weight, self.formats[name]
@@ -74,7 +75,14 @@ class RoundedWeights(RoundedTensors):
         if w.chunk:
             size = w.inner // len(w.scales)
             return GroupedLinear(
-                weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=w.chunk
+                weight=w.codes,
+                scales=w.scales,
+                zeros=w.zeros,
+                group_size=size,
+                chunk=w.chunk,
+                codes="e2m1" if fmt.in_pairs else "int4",
+                row_scales=w.row_scales,
+                divides=not fmt.by_modelopt,
             )
         if fmt.split:
             return SplitLinear.of(w.codes, w.scales, self.columns[name], self.dtype)
@@ -94,6 +102,12 @@ class RoundedWeights(RoundedTensors):
 
     def unpack(self, words: Tensor, bits: int, count: int) -> Tensor:
         return unpack_words(words.contiguous(), bits, count).int() + 8
+
+    def code_pairs(self, octets: Tensor) -> Tensor:
+        return code_pairs(octets)
+
+    def group_scales(self, value: Tensor, fmt: WeightFormat) -> Tensor:
+        return group_scales(fmt, value)
 
     def nibbles(self, words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
         return torch.stack([words >> 4 * i & 15 for i in order], dim=-1).flatten(1)

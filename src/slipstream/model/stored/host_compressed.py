@@ -1,7 +1,7 @@
 """Quantized weights of a checkpoint (`rounded.py`) in NumPy's arrays, packed for the CPU's kernels. No torch.
 
-1. Packed as they are: int8 with a scale per row, and 2 to 4 bits in groups, with or without zero
-   points, as the tools of compressed-tensors, GPTQ and AWQ write them.
+1. Packed as they are: int8 with a scale per row, MXFP4, and 2 to 4 bits in groups, with or without
+   zero points, as the tools of compressed-tensors, GPTQ and AWQ write them.
 2. Expanded to the model's type when they are read: other quantized weights
    (`stored_weights.expanded`).
 """
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from slipstream.kernels.cpu.moe import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
-from slipstream.model.stored.parts import unpack_words
+from slipstream.model.stored.parts import code_pairs, group_scales, unpack_words
 from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Shape
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 
 class HostRoundedWeights(RoundedTensors):
-    int32 = np.dtype("int32")
+    int32, uint8 = np.dtype("int32"), np.dtype("uint8")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class HostRoundedWeights(RoundedTensors):
             given |= dict(out_dtype=self._dtype)
             return ScaledLinear(**given)
         size = w.inner // len(w.scales)
+        given |= dict(codes="e2m1" if self.formats[name].in_pairs else "int4")
         return GroupedLinear(**given, zeros=w.zeros, group_size=size, chunk=w.chunk)
 
     def on_host(self, value: Array) -> Array:
@@ -70,6 +71,12 @@ class HostRoundedWeights(RoundedTensors):
 
     def unpack(self, words: Array, bits: int, count: int) -> Array:
         return (unpack_words(words, bits, count) + np.int8(8)).view(np.uint8)
+
+    def code_pairs(self, octets: Array) -> Array:
+        return code_pairs(octets)
+
+    def group_scales(self, value: Array, fmt: WeightFormat) -> Array:
+        return group_scales(fmt, value).astype(self._dtype)
 
     def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
         octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from slipstream.kernels.quantize import e2m1_values
 from slipstream.model.stored.parts import stored_parts
 from slipstream.spec.scheme import WeightFormat
 
@@ -82,9 +83,32 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     return products.flatten(1)
 
 
+def group_scales(fmt: WeightFormat, value: Tensor) -> Tensor:
+    """Returns stored scales of any type in float32."""
+    if fmt.scale_type == "e8m0":
+        return torch.exp2(value.float() - 127)
+    return value.float()
+
+
+def scale_values(fmt: WeightFormat, parts: Mapping[str, Tensor]) -> Tensor:
+    """Version of `stored_weights.scale_values` for tensors on any device."""
+    scales = group_scales(fmt, parts[fmt.scale])
+    if fmt.factor is None:
+        return scales
+    whole = parts[fmt.factor].float().reshape(-1)
+    return scales * whole if fmt.by_modelopt else scales / whole
+
+
+def code_pairs(octets: Tensor) -> Tensor:
+    """Unpacks bytes [rows, n] to codes int32 [rows, 2 n], the low halves first."""
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1).int()
+
+
 def tensor_numbers(fmt: WeightFormat, parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
     """Version of `stored_weights.array_numbers` for tensors on any device."""
-    packed, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale]
+    packed, scales = parts[stored_parts(fmt)[0]], scale_values(fmt, parts)
+    if fmt.in_pairs:
+        return numbers(e2m1_values(code_pairs(packed)), scales, None)
     codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
     if fmt.block_rows > 1:
         return block_numbers(codes, scales, fmt.block_rows, fmt.group_size or inner)

@@ -18,13 +18,14 @@ import numpy.typing as npt
 from slipstream.errors import CheckpointError
 from slipstream.spec.parameters import Shape
 from slipstream.spec.quantization_config import StoredFormats
-from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.scheme import E2M1, WeightFormat
 
 Array: TypeAlias = npt.NDArray[Any]
 Stored: TypeAlias = tuple[str, Shape, Callable[[], Any]]
 """A tensor of a checkpoint: its name, its shape, and a function that reads it."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
+INPUT_SCALES = ("input_scale", "input_global_scale")
 
 ROWS_AT_ONCE = 1024
 """Number of rows of codes unpacked together. Their bits temporarily take a byte each."""
@@ -33,12 +34,15 @@ ROWS_AT_ONCE = 1024
 def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
     """Names the tensors that a checkpoint has in place of a module's `weight`. The first is the
     codes."""
-    codes = "weight_packed" if fmt.packed else "weight"
-    return (codes, fmt.scale) if fmt.symmetric else (codes, fmt.scale, "weight_zero_point")
+    packed = fmt.packed or (fmt.in_pairs and not fmt.by_modelopt)
+    more = (fmt.factor,) if fmt.factor else () if fmt.symmetric else ("weight_zero_point",)
+    return "weight_packed" if packed else "weight", fmt.scale, *more
 
 
 def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[int, int]:
     match part:
+        case "weight_packed" | "weight" if fmt.in_pairs:
+            return rows, inner // 2
         case "weight_packed":
             return rows, -(-inner * fmt.bits // 32)
         case "weight":
@@ -53,7 +57,9 @@ def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[i
 
 def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inner: int) -> Array:
     """Returns the values float32 [rows, inner] of a weight's `stored_parts`."""
-    codes, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale].astype(np.float32)
+    codes, scales = parts[stored_parts(fmt)[0]], scale_values(fmt, parts)
+    if fmt.in_pairs:
+        codes = np.array((*E2M1, *(-x for x in E2M1)), np.float32)[code_pairs(codes)]
     found: Array = (unpack_words(codes, fmt.bits, inner) if fmt.packed else codes).astype(
         np.float32
     )
@@ -67,6 +73,27 @@ def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inne
         groups -= unpack_words(words, fmt.bits, rows).T.astype(np.float32)[..., None]
     groups *= scales.reshape(1 if scales.size == 1 else rows, groups.shape[1], 1)
     return found
+
+
+def group_scales(fmt: WeightFormat, value: Array) -> npt.NDArray[np.float32]:
+    """Returns stored scales of any type in float32."""
+    if fmt.scale_type == "e8m0":
+        return np.ldexp(np.float32(1), value.astype(np.int32) - 127)
+    return value.astype(np.float32)
+
+
+def scale_values(fmt: WeightFormat, parts: Mapping[str, Array]) -> npt.NDArray[np.float32]:
+    """Returns the scales of a weight's `stored_parts` in float32, with its factor."""
+    scales = group_scales(fmt, parts[fmt.scale])
+    if fmt.factor is None:
+        return scales
+    whole = parts[fmt.factor].astype(np.float32).reshape(-1)
+    return scales * whole if fmt.by_modelopt else scales / whole
+
+
+def code_pairs(octets: Array) -> Array:
+    """Unpacks bytes [rows, n] to codes [rows, 2 n], the low halves first."""
+    return np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(octets), -1)
 
 
 def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8]:
@@ -102,6 +129,8 @@ def expanded(
     for name, shape, read in stored:
         module, _, part = name.rpartition(".")
         fmt = formats.of(module)
+        if fmt is not None and part in INPUT_SCALES and is_wanted(module):
+            continue  # inputs keep the model's type
         if fmt is None or part not in (*stored_parts(fmt), "weight_shape") or not is_wanted(module):
             yield name, shape, read
             continue
@@ -122,11 +151,13 @@ def _expanded(
     parts: Mapping[str, tuple[Shape, Callable[[], Any]]],
     numbers: Callable[[WeightFormat, Mapping[str, Any], int, int], Any],
 ) -> Stored:
-    shape = parts["weight_shape"][1]() if fmt.packed else parts["weight"][0]
+    shape = parts["weight_shape"][1]() if fmt.packed else parts[stored_parts(fmt)[0]][0]
     rows, inner = (int(n) for n in shape)
+    inner *= 2 if fmt.in_pairs else 1
     for part in stored_parts(fmt):
         own = parts[part][0]
         one_scale = part in SCALES and fmt.groups(inner) == 1 and math.prod(own) == 1
+        one_scale |= part == fmt.factor and math.prod(own) == 1
         if own != stored_shape(fmt, part, rows, inner) and not one_scale:
             raise CheckpointError(
                 f"{module}.{part} has the shape {list(own)}", field=f"{module}.{part}"

@@ -8,6 +8,12 @@ In place of `weight` in the model's type, a product has from compressed-tensors:
   int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.stored.packing`),
               weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
               rows
+  nvfp4       weight_packed uint8 [out, in / 2], two codes of e2m1 a byte, the low half first,
+              weight_scale float8_e4m3fn [out, in / 16], weight_global_scale float32 [1], which
+              divides them
+  mxfp4       weight_packed alike, weight_scale uint8 [out, in / 32], exponents plus 127
+from ModelOpt:
+  nvfp4       weight, weight_scale and weight_scale_2, which multiplies the scales
 from GPTQ's tools:
   int4        qweight int32 [in / 8, out], eight codes of one column per word;
               scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first
@@ -24,6 +30,7 @@ with inputs of the model's type) is expanded when it is read (`stored_weights.ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +50,8 @@ from slipstream.spec.scheme import WeightFormat
 PARTS = (
     "weight",
     *SCALES,
+    "weight_global_scale",
+    "weight_scale_2",
     "weight_packed",
     "weight_zero_point",
     "qweight",
@@ -67,6 +76,7 @@ class RoundedWeight:
     scales: Array  # float32 [out], or [blocks, groups], or with 4 bits in the model's type [groups, out]
     zeros: Array | None  # same layout as the scales
     chunk: int = 0  # of 4-bit codes; 0 for 8 bits
+    row_scales: Array | None = None  # float32 [out]
 
     @property
     def inner(self) -> int:
@@ -82,7 +92,8 @@ class RoundedTensors:
     """
 
     int32: Any
-    """The library's type."""
+    uint8: Any
+    """The library's types."""
 
     def __init__(
         self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method
@@ -114,6 +125,14 @@ class RoundedTensors:
 
     def unpack(self, words: Array, bits: int, count: int) -> Array:
         """int32 [rows, words] → [rows, count], codes whose zero is 8."""
+        raise NotImplementedError
+
+    def code_pairs(self, octets: Array) -> Array:
+        """Unpacks bytes [rows, n] to codes [rows, 2 n], the low halves first."""
+        raise NotImplementedError
+
+    def group_scales(self, value: Array, fmt: WeightFormat) -> Array:
+        """Returns scales of `fmt.scale_type` as floats."""
         raise NotImplementedError
 
     def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
@@ -157,7 +176,7 @@ class RoundedTensors:
 
     def _parts(self, target: str) -> tuple[str, ...]:
         """Returns the parts that a weight needs. GPTQ's zero points are checked, not kept."""
-        if self.method in ("compressed-tensors", "fp8"):
+        if self.method in ("compressed-tensors", "fp8", "modelopt"):
             return stored_parts(self.formats[target])
         return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
 
@@ -208,6 +227,13 @@ class RoundedTensors:
             values[:, at] = self.repeat(given, len(values) // groups)
 
         match part:
+            case "weight" | "weight_packed" if fmt.in_pairs:
+                shape = stored_shape(fmt, part, rows, inner)
+                own = self.on_device(_checked(name, read(), shape, self.uint8), place.target)
+                put4(self.code_pairs(own))
+            case "weight_global_scale" | "weight_scale_2":
+                assert into.row_scales is not None
+                into.row_scales[at] = _factor(name, float(read().reshape(-1)[0]))
             case "weight":
                 codes = _checked(name, read(), (rows, inner), into.codes.dtype)
                 self.put_eight_bits(into.codes[at], codes)
@@ -233,6 +259,15 @@ class RoundedTensors:
                     raise _unsupported(name)
             case "scales":
                 spread(_checked(name, read(), (groups, rows), None), into.scales)
+            case _ if fmt.in_pairs:
+                given = self.group_scales(_checked(name, read(), (rows, groups), None), fmt)
+                # not a number, infinite or negative; or beyond the model's type
+                into.scales[:, at] = given.T
+                if not ((into.scales[:, at] >= 0) & (into.scales[:, at] < np.inf)).all():
+                    raise CheckpointError(
+                        f"{name} holds scales that are no numbers of {into.scales.dtype} from 0 on; use dtype='bfloat16'",
+                        field=name,
+                    )
             case _ if fmt.inputs is None:
                 spread(_checked(name, read(), (rows, groups), None).T, into.scales)
             case _ if fmt.block_rows > 1:
@@ -245,6 +280,12 @@ class RoundedTensors:
                         f"{name} holds {len(scales)} scales for {rows} rows", field=name
                     )
                 into.scales[at] = scales
+
+
+def _factor(name: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{name} is {value}; it must be a number above 0", field=name)
+    return value
 
 
 def _unsupported(name: str) -> CheckpointError:

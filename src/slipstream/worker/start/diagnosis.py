@@ -26,6 +26,7 @@ EXTRAS = {
     "ray": ("fleet", "fleets on Ray"),
     "lm-eval": ("eval", "lm-eval's tasks in eval"),
     "jsonschema": ("conformance", "judging structured answers in conformance"),
+    "gguf": ("gguf", "IQ1, IQ2 and IQ3 of GGUF files"),
     "transformers": ("dev", "check-model and bench --engine transformers"),
 }
 """Packages of the extras: (extra, what needs it)."""

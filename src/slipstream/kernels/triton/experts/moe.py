@@ -32,7 +32,7 @@ from slipstream.kernels.triton.experts.moe_small_batch import moe_small_batch
 from slipstream.kernels.triton.experts.mxfp4 import mxfp4_mlp
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
-from slipstream.kernels.weights import Activations, CodedLinear, Linear, Mxfp4Linear
+from slipstream.kernels.weights import Activations, CodedLinear, Float4Linear, Linear
 from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512
@@ -84,7 +84,7 @@ def moe_of_choice(
         return y if added is None else y + added
     # Pairs of experts on other ranks come after all others and belong to no expert here.
     num_bins = spec.num_local_experts + (spec.held is not None)
-    if isinstance(up, Mxfp4Linear) and isinstance(down, Mxfp4Linear):
+    if isinstance(up, Float4Linear) and isinstance(down, Float4Linear):
         y, inverse = mxfp4_mlp(
             x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch
         )

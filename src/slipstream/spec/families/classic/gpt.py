@@ -87,8 +87,7 @@ def read_gpt2(c: ConfigReader) -> ModelSpec:
 
 def read_gpt1(c: ConfigReader) -> ModelSpec:
     """GPT: a GPT-2 with norms after each addition, and none at the end."""
-    c.assume(n_inner=4 * c.size("n_embd"))
-    norm, mlp = _norm(c), plain(c.size("n_inner"), activation(c, "afn", "gelu_new"))
+    norm, mlp = _norm(c), plain(4 * c.size("n_embd"), activation(c, "afn", "gelu_new"))
     if c.value("afn") == "gelu":  # as transformers has it
         mlp = dataclasses.replace(mlp, activation="gelu_tanh")
     layer = LayerSpec(
@@ -193,8 +192,8 @@ GPT2 = {
 }
 GPT1 = {
     **GPT2,
-    "embed": "transformer.tokens_embed",
-    "positions": "transformer.positions_embed",
+    "embed": "tokens_embed",
+    "positions": "positions_embed",
     "attention_norm": "ln_1",
     "mlp_norm": "ln_2",
 }
@@ -262,9 +261,7 @@ FAMILIES = (
         model_type="openai-gpt",
         architectures=("OpenAIGPTLMHeadModel",),
         read=read_gpt1,
-        names=table(
-            GPT1, layer="transformer.h.{i}.", changes=dict.fromkeys(TRANSPOSED, "transpose")
-        ),
+        names=table(GPT1, layer="h.{i}.", changes=dict.fromkeys(TRANSPOSED, "transpose")),
         prefixes=("", "transformer."),
     ),
     Family(
