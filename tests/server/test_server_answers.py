@@ -429,10 +429,13 @@ def test_tokenize_and_detokenize(shared):
             "/tokenize", json={"prompt": "a" * 40_000}
         ).json()  # past the length that goes to a thread
         assert long["count"] == 40_001
-        assert http.post("/detokenize", json={"tokens": [0, 97, 98]}).json() == {"prompt": "<s>ab"}
+        assert http.post("/detokenize", json={"tokens": [0, 97, 98]}).json() == {
+            "prompt": "<s>ab",
+            "content": "<s>ab",
+        }
         assert http.post(
             "/detokenize", json={"tokens": [0, 97], "skip_special_tokens": True}
-        ).json() == {"prompt": "a"}
+        ).json() == {"prompt": "a", "content": "a"}
 
 
 def test_without_a_tokenizer_token_ids_still_work(serve):
