@@ -11,7 +11,7 @@ import pytest
 from slipstream import hub
 from slipstream.errors import DownloadError
 from slipstream.files import waited_for
-from slipstream.hub import FetchOptions, find_cached, resolve_model
+from slipstream.hub import FetchOptions, check_name, find_cached, resolve_model
 from slipstream.hub.client import HubClient
 from slipstream.hub.listing import find_models, list_models, remove_model
 from slipstream.hub.names import TABLE, HubModel, parse_name, quant_of
@@ -430,11 +430,14 @@ def test_names_are_read(name, source):
         ("org/name/../x.gguf", "ORG/NAME on a hub"),
         ("org/name//etc/x.gguf", "ORG/NAME on a hub"),
         ("org--a/name", "ORG/NAME on a hub"),
+        ("a" * 300, "neither a path that exists"),
+        ("~nobody_at_all/x", "ORG/NAME on a hub"),
     ],
 )
 def test_wrong_names_are_answered(name, told):
-    with pytest.raises(DownloadError, match=told):
-        parse_name(name)
+    for read in (parse_name, check_name):
+        with pytest.raises(DownloadError, match=told):
+            read(name)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,28 @@ def test_model_that_can_not_be_had_leaves_the_one_that_runs(conversation, capsys
     assert len(conversation.history) == 2
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/" + "a" * 300,
+        "/load ~nobody_at_all/x",
+        "/save ~nobody_at_all/x",
+        "/save \0",
+        "/set temperature " + "[" * 100_000,
+    ],
+    ids=lambda line: line[:12].replace("\0", "0"),
+)
+def test_a_line_that_names_no_file_and_no_number_ends_nothing(conversation, capsys, line):
+    assert conversation.take(line)
+    assert len(capsys.readouterr().err) > 10
+
+
+def test_a_conversation_with_half_a_character_is_saved(conversation, tmp_path):
+    conversation.history.append({"role": "user", "content": "\ud800"})
+    assert conversation.take(f"/save {tmp_path / 'talk.json'}")
+    assert json.loads((tmp_path / "talk.json").read_text("utf-8"))[-1]["content"] == "?"
+
+
 def test_words_are_completed(conversation, tmp_path):
     assert "/regenerate" in conversation.complete("", "/re")
     assert "temperature" in conversation.complete("/set ", "t")
@@ -193,6 +215,8 @@ def test_picture_is_taken_by_its_path_if_the_model_sees(conversation, tmp_path, 
     picture, words = conversation.content(text)
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert words == {"type": "text", "text": "what is in ?"}
+    for text in ("it takes ~5 minutes", "a" * 300 + ".png"):  # no path, and none that can be
+        assert conversation.content(text) == text
 
 
 def written(text, width=20, *, colors=False, by=1):
@@ -231,3 +255,11 @@ def test_code_is_not_wrapped_and_is_coloured():
 
 def test_inline_backticks_are_no_code_block():
     assert written("Use `x` and ``y``.") == "Use `x` and ``y``.\n"
+
+
+def test_what_a_terminal_would_obey_is_replaced():
+    out = io.StringIO()
+    writer = AnswerWriter(out, 80, colors=False)
+    writer.write("a\x1b]52;c;aGk=\x07b\rc\x9b2Jd\te\n```\n\x1b[2J\n```")
+    writer.end()
+    assert out.getvalue() == "a�]52;c;aGk=�b�c�2Jd\te\n```\n�[2J\n```\n"

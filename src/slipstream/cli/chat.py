@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -206,13 +207,13 @@ class Conversation:
             from slipstream.hub.listing import list_models
 
             return [model.name for model in list_models()]
-        found = glob(escape(str(Path(word).expanduser()) if word[:1] == "~" else word) + "*")
+        found = glob(escape(os.path.expanduser(word)) + "*")
         return [f"{name}/" if Path(name).is_dir() else name for name in sorted(found)]
 
     def take(self, line: str) -> bool:
         """Carry out a line. False ends the conversation. A line that begins with the path of a file is
         a message."""
-        if not line.startswith("/") or Path(line.split()[0]).is_file():
+        if not line.startswith("/") or os.path.isfile(line.split()[0]):
             if line:
                 self.turn(line)
             return True
@@ -262,8 +263,8 @@ class Conversation:
                 self.sampling = dataclasses.replace(self.sampling, **changed)
             except (RequestError, ConfigError) as error:
                 say(f"/set {name}: {error}")
-            except ValueError:
-                say(f"/set {name}: {value!r} is no number")
+            except (ValueError, RecursionError):
+                say(f"/set {name}: {value[:80]!r} is no number")
 
     def regenerate(self, _: str) -> None:
         """Answer the last message once more."""
@@ -280,7 +281,7 @@ class Conversation:
             say("/load needs a file name")
             return
         try:
-            found = parse_json(Path(name).expanduser().read_bytes())
+            found = parse_json(Path(os.path.expanduser(name)).read_bytes())
         except OSError as error:
             say(f"cannot load {name}: {error.strerror}")
             return
@@ -329,9 +330,9 @@ class Conversation:
             return text
         words, pictures = [], []
         for word in text.split(" "):
-            path = Path(word.strip("'\"")).expanduser()
+            path = Path(os.path.expanduser(word.strip("'\"")))
             kind = PICTURES.get(path.suffix.lower())
-            if kind is not None and path.is_file():
+            if kind is not None and os.path.isfile(path):
                 data = base64.b64encode(path.read_bytes()).decode()
                 url = f"data:image/{kind};base64,{data}"
                 pictures.append({"type": "image_url", "image_url": {"url": url}})
@@ -390,9 +391,8 @@ class Conversation:
             say("/save needs a file name")
             return
         try:
-            Path(name).expanduser().write_text(
-                json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", "utf-8"
-            )
+            text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
+            Path(os.path.expanduser(name)).write_text(text, "utf-8", errors="replace")
             say(f"saved {len(self.messages)} messages to {name}")
-        except OSError as error:
-            say(f"cannot save to {name}: {error.strerror}")
+        except (OSError, ValueError) as error:
+            say(f"cannot save to {name}: {getattr(error, 'strerror', None) or error}")

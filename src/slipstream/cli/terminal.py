@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
@@ -16,7 +17,7 @@ QUOTES = '"""'
 
 class AnswerWriter:
     """Writes an answer as it comes. Outside code a word that does not fit begins the next line; a line
-    of code is written when it is whole, in colours, and is not wrapped."""
+    of code is written when it is whole, in colours, and is not wrapped. Control characters are replaced."""
 
     def __init__(self, out: TextIO, width: int, *, colors: bool) -> None:
         self._out, self._width, self._colors = out, width, colors
@@ -28,7 +29,9 @@ class AnswerWriter:
 
     def write(self, text: str) -> None:
         for character in text:
-            self._take(character)
+            # an answer may hold what a terminal obeys: a new title, a clipboard, other lines' text
+            is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
+            self._take("�" if is_control else character)
         self._out.flush()
 
     def _take(self, character: str) -> None:

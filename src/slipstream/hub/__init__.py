@@ -83,7 +83,7 @@ class FetchOptions:
 def cache_folder(download_dir: str | None = None) -> Path:
     """`download_dir`, or the user's cache folder: XDG_CACHE_HOME, or else ~/.cache."""
     if download_dir is not None:
-        return Path(download_dir).expanduser()
+        return Path(os.path.expanduser(download_dir))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
@@ -106,30 +106,31 @@ def hub_folder(download_dir: str | None = None) -> Path:
     """The hub's cache: `download_dir`, or where Hugging Face's library has it (HF_HUB_CACHE, or hub/
     in HF_HOME, or in huggingface/ of the user's cache folder)."""
     if download_dir is not None:
-        return Path(download_dir).expanduser()
+        return Path(os.path.expanduser(download_dir))
     if (given := os.environ.get("HF_HUB_CACHE")) is not None:
-        return Path(given).expanduser()
+        return Path(os.path.expanduser(given))
     return _hub_home() / "hub"
 
 
 def _hub_home() -> Path:
     home = os.environ.get("HF_HOME") or cache_folder().parent / "huggingface"
-    return Path(home).expanduser()
+    return Path(os.path.expanduser(home))
 
 
 def local_path(name: str) -> Path | None:
     """The model's folder or .gguf file if the name is a path, without the network."""
-    path = Path(name).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or len(model_files(path)) == 1:
-        return path
-    return None
+    # os.path, since pathlib raises for a name that no file can have, and for the ~ of nobody
+    given = os.path.expanduser(name)
+    if os.path.isfile(given) or os.path.isfile(os.path.join(given, "config.json")):
+        return Path(given)
+    return Path(given) if os.path.isdir(given) and len(model_files(Path(given))) == 1 else None
 
 
 def check_name(name: str) -> Packaged | HubModel | Path:
     """The source that a name stands for. DownloadError, without the network, if it can't be a model's."""
     if (path := local_path(name)) is not None:
         return path
-    if named(name) is None and Path(name).expanduser().exists():
+    if named(name) is None and os.path.exists(os.path.expanduser(name)):
         raise DownloadError(
             f"{name!r} is a folder without a config.json or a .gguf file of its own: give a model's folder or a .gguf file",
             field="model",
