@@ -302,7 +302,7 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
     with pytest.raises(ConfigError, match="No such file or directory") as wrong:
         read(tmp_path / "none.yaml")
     assert "Errno" not in wrong.value.message
-    assert main(["serve", "x", "--api-key-file", "/nope"]) == 2
+    assert main(["serve", str(tmp_path), "--api-key-file", "/nope"]) == 2
     said = capsys.readouterr().err
     assert "/nope" in said
     assert "one key a line" in said
