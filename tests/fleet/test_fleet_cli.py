@@ -291,7 +291,7 @@ def test_a_home_folder_that_is_not_known(tiny, tmp_path):
         read(tmp_path / "fleet.yaml")
 
 
-def test_files_that_cannot_be_read(tmp_path, capsys):
+def test_files_that_cannot_be_read(tiny, tmp_path, capsys):
     (tmp_path / "empty.yaml").touch()
     with pytest.raises(ConfigError, match="is empty"):
         read(tmp_path / "empty.yaml")
@@ -302,7 +302,7 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
     with pytest.raises(ConfigError, match="No such file or directory") as wrong:
         read(tmp_path / "none.yaml")
     assert "Errno" not in wrong.value.message
-    assert main(["serve", str(tmp_path), "--api-key-file", "/nope"]) == 2
+    assert main(["serve", str(tiny), "--api-key-file", "/nope"]) == 2
     said = capsys.readouterr().err
     assert "/nope" in said
     assert "one key a line" in said

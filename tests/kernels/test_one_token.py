@@ -319,7 +319,7 @@ def test_order_of_the_table():
         "k": "K_AT",
         "v": "V_AT",
     }
-    endings = {"_scales": "_S", "_bias": "_B"}
+    endings = {"_scales": "_S", "_bias": "_B", "_rows": "_ROW"}
 
     def called(name):
         if name in own:
