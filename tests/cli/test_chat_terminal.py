@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -40,20 +41,30 @@ class Terminal:
     def type(self, text):
         os.write(self.fd, text.encode())
 
-    def until(self, text):
-        """What came up to `text`."""
-        end = time.monotonic() + PATIENCE_S
+    def until(self, text, press=""):
+        """What came up to `text`. `press` is typed every five seconds: a Ctrl-C that arrives just before readline waits is
+        only seen with the next key."""
+        end, next_press = time.monotonic() + PATIENCE_S, time.monotonic()
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
+            if press and time.monotonic() >= next_press:
+                self.type(press)
+                next_press += 5
             if select.select([self.fd], [], [], 1)[0]:
                 self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
         before, _, self.seen = self.seen.partition(text)
         return before
 
-    def ends(self):
-        with __import__("contextlib").suppress(OSError):
-            while os.read(self.fd, 4096):
-                pass
+    def ends(self, press=""):
+        """The exit code; `press` is typed every five seconds."""
+        next_press = time.monotonic()
+        with contextlib.suppress(OSError):
+            while self.process.poll() is None:
+                if press and time.monotonic() >= next_press:
+                    self.type(press)
+                    next_press += 5
+                if select.select([self.fd], [], [], 0.2)[0]:
+                    os.read(self.fd, 4096)
         return self.process.wait(PATIENCE_S)
 
 
@@ -89,10 +100,9 @@ def test_terminal_keeps_a_history_completes_and_asks_before_ctrl_c_ends(terminal
     saved = json.loads((tmp_path / "c.json").read_text())
     assert [m["content"] for m in saved[:2]] == ["be brief", "hello\nthe"]
     chatting.until("> ")
-    chatting.type("\x03")
-    chatting.until("Ctrl-C again, Ctrl-D or /quit ends")
-    chatting.type("\x03")
-    assert chatting.ends() == 130
+    chatting.until("Ctrl-C again, Ctrl-D or /quit ends", press="\x03")
+    chatting.until("> ")
+    assert chatting.ends(press="\x03") == 130
     history = tmp_path / "cache" / "slipstream" / "chat_history"
     assert "/system be brief" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
