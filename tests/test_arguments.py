@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from slipstream.arguments import _BY_REASON, _OF_SERVE, NEEDLESS, SETTINGS
+from slipstream.arguments import _BY_REASON, NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.cli.main import build_parser
 from slipstream.cli.parser import UsageError
 from slipstream.config import EngineArgs
@@ -57,4 +57,4 @@ def test_the_table_names_each_setting_once_and_only_settings_that_exist():
     }
     # A server's setting that is no option of `serve`.
     assert own & (set(NEEDLESS) | set(SETTINGS)) == {"ssl_ca_certs"}
-    assert set(SETTINGS.values()) <= own | set(_OF_SERVE)
+    assert set(SETTINGS.values()) <= own | set(OF_SERVE)

@@ -344,7 +344,7 @@ def likely_value(value: str, allowed: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-_OF_SERVE = (
+OF_SERVE = (
     *("served_model_name", "enable_sleep_mode", "logits_processors", "reasoning_parser"),
     *("tool_call_parser", "otlp_endpoint", "drain_timeout", "cors_origin", "allowed_media_hosts"),
 )
@@ -353,7 +353,7 @@ _OF_SERVE = (
 
 def _message(name: str, known: list[str], what: str) -> str:
     own = SETTINGS.get(name, name)
-    if what == "setting" and own in _OF_SERVE and own not in known:
+    if what == "setting" and own in OF_SERVE and own not in known:
         option = own.replace("_", "-")
         return f"there is no setting {name!r}; it is an option of `slipstream serve`: --{option}"
     if what == "setting" and name in NEEDLESS:

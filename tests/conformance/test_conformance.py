@@ -101,7 +101,7 @@ FAULTS = [
     Fault("tools.not_stored", "responses", reply=refusing("function_call_output")),
     Fault("tools.item_reference", "responses", reply=refusing("item_reference", only_streams=True)),
     Fault("reasoning.separated", needs="reasoning", reply=replies('"reasoning_content": ?"', '"reasoning_content":"<think>')),
-    Fault("reasoning.separated", needs="reasoning", reply=streams("reasoning_content", "other")),
+    Fault("reasoning.separated", needs="reasoning", reply=streams('"reasoning(_content)?"', '"other"')),
     Fault("reasoning.usage", needs="reasoning", reply=replies('"reasoning_tokens": ?', '"reasoning_tokens":9')),
     Fault("reasoning.usage", "responses", needs="reasoning", reply=replies('"reasoning_tokens": ?', '"reasoning_tokens":9')),
     Fault("errors.model", ask=setting("model", None)),

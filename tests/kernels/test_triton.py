@@ -802,9 +802,10 @@ def test_rounding_keeps_to_its_error(name):
         assert (
             error.view_as(groups).square().sum(2) <= nearest.square().sum(2) * 1.0001 + 1e-12
         ).all()
-    else:
-        steps = w.scales.T.repeat_interleave(w.group_size, dim=1)
-        assert (error <= steps * 0.5001).all()
+    else:  # 4-bit floats: the widest step is from 4 to 6, and beyond 6 up to 8 scales are 6
+        largest = weight.view(9, -1, w.group_size).abs().amax(2)
+        largest = largest.repeat_interleave(w.group_size, dim=1)
+        assert (error <= weight.abs() / 4 + largest / 16 + 1e-12).all()
     assert torch.equal(dequantize(w)[3], torch.zeros(256))
 
 

@@ -216,8 +216,9 @@ def _no_route(request: Request, exc: HTTPException) -> ApiError:
         return wrong_method(methods)
     known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
     asked = path.rstrip("/")[:100]
-    # /v1 was left out, or is there twice.
-    near = [name for name in known if asked and (name.endswith(asked) or asked.endswith(name))]
+    # /v1 was left out, or is there twice
+    twice = [name for name in known if name.startswith("/v1/") and asked.endswith(name)]
+    near = twice + [name for name in known if asked and name.endswith(asked)]
     near = sorted(near, key=len)[-1:] or difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else "see /openapi.json"
     return ApiError(404, f"unknown route; {hint}", code="unknown_route")
