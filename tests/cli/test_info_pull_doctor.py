@@ -82,7 +82,7 @@ def test_parts_add_up(name):
 
 
 def test_info_names_zeros(tiny_model, tmp_path, capsys):
-    """Of a checkpoint that `compress` pruned, and of one whose config says that its zeros are left out."""
+    """The zeros are those of a checkpoint that `compress` pruned, and of one whose config says that its zeros are left out."""
     config = json.loads((tiny_model / "config.json").read_text())
     made, foreign, unknown = (tmp_path / name for name in ("made", "foreign", "unknown"))
     for folder in (made, foreign, unknown):

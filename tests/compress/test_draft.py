@@ -93,7 +93,7 @@ def test_training_sees_what_drafting_will(path, norms):
 
 
 def test_the_loss_is_the_cross_entropy_to_the_model(path):
-    """Among the head's tokens, at places that count, each further step by less."""
+    """The sum is over the head's tokens at places that count; each further step counts less."""
     head = eagle_for(read_spec(path).spec, DRAFT_VOCAB)
     net = EagleNet(
         head,

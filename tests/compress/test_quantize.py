@@ -91,8 +91,8 @@ def written(source, out, steps, **settings):
 
 
 def fake_logits(source, folder, formats, recipe_plan, tokens):
-    """Of dense layers made of the written codes by `Names.read`, with inputs rounded as the formats say: no loader, no kernels
-    for rounded weights."""
+    """Logits of dense layers made of the written codes by `Names.read`, with inputs rounded as the formats say. It has
+    no loader and no kernels for rounded weights."""
     stream = Stream(source, [tokens], device=CPU, dtype=torch.float32)
     names = Names(source)
     whole = names.read(folder / "model.safetensors", formats, device=CPU)
@@ -368,7 +368,7 @@ def test_the_command(tmp_path, model, capsys):
 
 
 def test_text_is_cut_to_the_models_context(tmp_path, capsys):
-    """Also where positions are a table, which ends there."""
+    """The model has a table of positions, which ends there."""
     tiny_models.write_with_tokenizer(tmp_path / "model", "opt", max_position_embeddings=16)
     source, steps = (
         read_spec(tmp_path / "model"),
@@ -396,7 +396,7 @@ def test_text_is_cut_to_the_models_context(tmp_path, capsys):
 
 
 def test_the_command_backs_off(tmp_path, model, capsys):
-    """Until the divergence is within the limit; what was tried stands in the report."""
+    """The command tries recipes until the divergence is within the limit. The report names those tried."""
     text = "".join(f"{i} words of a text that goes on for some time\n\n" for i in range(2000))
     (tmp_path / "text.txt").write_text(text)
     recipe = tmp_path / "r.yaml"

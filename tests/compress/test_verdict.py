@@ -184,7 +184,7 @@ def test_wrong_limits_are_refused_before_any_work(command, tmp_path, capsys, mor
 
 
 def test_a_gguf_input_is_the_denominator(tmp_path, capsys):
-    """And not what it would take in 16 bits, which the result is always smaller than."""
+    """The denominator is not the size in 16 bits, which every result is smaller than."""
     tokenizer = {
         f"tokenizer.ggml.{key}": value
         for key, value in GOLDEN["byte_level"].items()

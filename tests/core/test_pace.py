@@ -56,7 +56,7 @@ def chunk(num_tokens, computed=0):
 
 
 def seconds(num_decodes, prompts):
-    """Of a step, as of a GPU: 6 ms, 20 µs a decode, 15 µs a prompt token, 2 ms for 1,000 tokens that attend to 1,000."""
+    """Seconds of a GPU's step: 6 ms, 20 µs a decode, 15 µs a prompt token, 2 ms for 1,000 tokens that attend to 1,000."""
     num_tokens = sum(s.num_tokens for s in prompts)
     attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
     return 6e-3 + 20e-6 * num_decodes + 15e-6 * num_tokens + 2e-9 * attention
@@ -133,7 +133,7 @@ def test_budgets_are_sane_whatever_was_measured(steps, target, position, age, si
 
 @pytest.mark.parametrize("position", [0, 8192, 30000])
 def test_the_budget_meets_the_objective(position):
-    """Also where a prompt begins far behind all that was measured, as after a cached prefix."""
+    """The objective holds even when a prompt begins far after all that was measured, as after a cached prefix."""
     pace = Pace(0.02)
     paced(pace, 200, seconds, num_decodes=64)
     _, times = paced(pace, 100, seconds, num_decodes=64, position=position, begin=99.0)
@@ -395,7 +395,7 @@ class Simulation:
 
 
 def test_gaps_stay_even_while_long_prompts_arrive():
-    """Without an objective a long prompt holds all others up for a step of 0.2 s. The objective is 1.4 of the median then."""
+    """A long prompt without an objective holds all others up for a step of 0.2 s. The objective is 1.4 of the median."""
     free, paced = Simulation(None), Simulation(10.5)
     assert free.gap(0.5) == pytest.approx(7.4e-3, rel=0.02)
     assert free.gap(1.0) > 0.19

@@ -35,7 +35,7 @@ def test_labels_have_transformers_probabilities(tmp_path, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pairs_have_transformers_scores(tmp_path, family):
-    """Of two texts the types differ, where the model has types."""
+    """The two texts of a pair have different types, if the model has types."""
     theirs = tiny_models.build_encoder(tmp_path, family, num_labels=1)
     tiny_models.write_wordpiece(tmp_path)
     with LLM(str(tmp_path), **SETTINGS) as llm:

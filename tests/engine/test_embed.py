@@ -204,7 +204,7 @@ def test_answers_are_made_while_the_rest_is_computed(llm, monkeypatch):
 
 
 def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(llm, monkeypatch):
-    """On a GPU; here the order of events alone is seen."""
+    """The order of events is what is seen here; the gain is a GPU's."""
     events, launch = [], llm.core.executor.runner.launch
 
     def seen(plan):
@@ -361,7 +361,7 @@ def test_a_classifier_of_many_labels_does_not_rank(tmp_path):
 
 
 def test_a_decoder_gives_the_state_of_the_last_token(tmp_path):
-    """In chunks, with cached prefixes, and beside answers that are being written."""
+    """The state is the same in chunks, with cached prefixes, and next to answers that are being written."""
     theirs = tiny_models.build_with_tokenizer(tmp_path)
     settings = dict(block_size=4, max_num_seqs=4, max_num_batched_tokens=8, kv_cache_bytes=2**20)
     texts = ["hello the hello the hello", "hello the hello", "x", "hello the hello the hello"]

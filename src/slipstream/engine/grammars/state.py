@@ -60,8 +60,10 @@ class Lanes:
             if self._seconds <= MAX_LANE_AT_ONCE_S:
                 self._grow()
             else:
-                with contextlib.suppress(EngineOverloadedError):  # later, perhaps
+                try:
                     start_thread(self._grow, name="grammar")
+                except EngineOverloadedError:  # with a later request
+                    self._is_growing = False
             least = min(range(len(self._made)), key=self._counts.__getitem__)
         self._counts[least] += 1
         return least, self._made[least]

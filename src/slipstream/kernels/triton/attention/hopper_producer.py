@@ -140,6 +140,20 @@ def _in_order_of_weights(words):
 
 
 @gluon.jit
+def _send_queries(
+    q_desc, q_smem, q_full, q_empty, mailbox, item, round_, G: gl.constexpr, TOKENS: gl.constexpr
+):
+    """Send a query tile to both consumers: the numbers that describe it, which begin with its first token and have its
+    kv head at place 5, and the queries."""
+    for c in gl.static_range(2):
+        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
+        send(mailbox, 8 * c, item)
+        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+        first = [item[0] + c * (TOKENS // 2), item[5] * G, 0]
+        load_tile(q_desc, first, q_full.index(c), q_smem.index(c))
+
+
+@gluon.jit
 def producer(
     q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window, table_stride,
     first_seq, last_seq, splits,
@@ -178,48 +192,7 @@ def producer(
             part = work // K % splits
             parts, low, high = _part_bounds(part, low, high, splits)
         table = table_ptr + seq.to(gl.int64) * table_stride
-        if FP8:
-            v_bytes = reinterpret(
-                v_smem, gl.int32, [STAGES, D, BLOCK_N // 4], gl.NVMMASharedLayout(128, 32, 2)
-            )
-            for j in range(high - low):
-                start = (high - 1 - j) * BLOCK_N
-                slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
-                values = _load_8bit(
-                    v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N
-                )
-                mbarrier.wait(k_empty.index(slot), phase)
-                _copy_tile(
-                    k,
-                    table,
-                    start,
-                    end,
-                    head,
-                    k_full.index(slot),
-                    k_smem.index(slot),
-                    K,
-                    BLOCK_SIZE,
-                )
-                if j == 0:
-                    for c in gl.static_range(2):
-                        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
-                        send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
-                        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                        load_tile(
-                            q_desc,
-                            [token + c * (TOKENS // 2), head * G, 0],
-                            q_full.index(c),
-                            q_smem.index(c),
-                        )
-                mbarrier.wait(v_empty.index(slot), phase)
-                words = _in_order_of_weights(
-                    values.reshape([BLOCK_N // BLOCK_SIZE, D, BLOCK_SIZE // 4])
-                )
-                v_bytes.index(slot).store(words.permute([1, 0, 2]).reshape([D, BLOCK_N // 4]))
-                fence_async_shared()
-                mbarrier.arrive(v_full.index(slot), count=1)
-                n += 1
-        elif SCALED:
+        if SCALED and not FP8:
             WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
             E4M3: gl.constexpr = k.dtype.element_ty == gl.float8e4nv
             k_words = reinterpret(k_smem, gl.int32, [STAGES, BLOCK_N, D // 2], WORDS)
@@ -247,16 +220,8 @@ def producer(
                 fence_async_shared()
                 mbarrier.arrive(k_full.index(slot), count=1)
                 if j == 0:
-                    for c in gl.static_range(2):
-                        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
-                        send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
-                        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                        load_tile(
-                            q_desc,
-                            [token + c * (TOKENS // 2), head * G, 0],
-                            q_full.index(c),
-                            q_smem.index(c),
-                        )
+                    item = (token, left, position, low, high, head, part, parts)
+                    _send_queries(q_desc, q_smem, q_full, q_empty, mailbox, item, round_, G, TOKENS)
                 ahead = gl.maximum(start - BLOCK_N, 0)
                 keys = _load_8bit(k, table, ahead, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
                 mbarrier.wait(v_empty.index(slot), phase)
@@ -267,9 +232,17 @@ def producer(
                 mbarrier.arrive(v_full.index(slot), count=1)
                 n += 1
         else:
+            if FP8:
+                v_bytes = reinterpret(
+                    v_smem, gl.int32, [STAGES, D, BLOCK_N // 4], gl.NVMMASharedLayout(128, 32, 2)
+                )
             for j in range(high - low):
                 start = (high - 1 - j) * BLOCK_N
                 slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
+                if FP8:
+                    values = _load_8bit(
+                        v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N
+                    )
                 mbarrier.wait(k_empty.index(slot), phase)
                 _copy_tile(
                     k,
@@ -283,28 +256,28 @@ def producer(
                     BLOCK_SIZE,
                 )
                 if j == 0:
-                    for c in gl.static_range(2):
-                        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
-                        send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
-                        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                        load_tile(
-                            q_desc,
-                            [token + c * (TOKENS // 2), head * G, 0],
-                            q_full.index(c),
-                            q_smem.index(c),
-                        )
+                    item = (token, left, position, low, high, head, part, parts)
+                    _send_queries(q_desc, q_smem, q_full, q_empty, mailbox, item, round_, G, TOKENS)
                 mbarrier.wait(v_empty.index(slot), phase)
-                _copy_tile(
-                    v,
-                    table,
-                    start,
-                    end,
-                    head,
-                    v_full.index(slot),
-                    v_smem.index(slot),
-                    K,
-                    BLOCK_SIZE,
-                )
+                if FP8:
+                    words = _in_order_of_weights(
+                        values.reshape([BLOCK_N // BLOCK_SIZE, D, BLOCK_SIZE // 4])
+                    )
+                    v_bytes.index(slot).store(words.permute([1, 0, 2]).reshape([D, BLOCK_N // 4]))
+                    fence_async_shared()
+                    mbarrier.arrive(v_full.index(slot), count=1)
+                else:
+                    _copy_tile(
+                        v,
+                        table,
+                        start,
+                        end,
+                        head,
+                        v_full.index(slot),
+                        v_smem.index(slot),
+                        K,
+                        BLOCK_SIZE,
+                    )
                 n += 1
         round_ += (high > low).to(gl.int32)
         work = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
