@@ -92,12 +92,15 @@ def prompt_routes(state: ServerState) -> list[Route]:
         ),
         Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
         *(
-            Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
-            for path in RERANK_PATHS
-        ),
-        *(
-            Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
-            for path in SCORE_PATHS
+            Route(path, PooledRoute(state, kind, answer), methods=["POST"])
+            for paths, kind, answer in (
+                (RERANK_PATHS, RerankRequest, rerank),
+                (SCORE_PATHS, ScoreRequest, score),
+                (CLASSIFY_PATHS, ClassifyRequest, classify),
+                (POOLING_PATHS, PoolingRequest, pooling),
+                (SPARSE_PATHS, SparseRequest, embed_sparse),
+            )
+            for path in paths
         ),
         Route(
             "/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]
@@ -204,18 +207,6 @@ def create_app(
     app = Starlette(
         routes=[
             *prompt_routes(state),
-            *(
-                Route(path, PooledRoute(state, ClassifyRequest, classify), methods=["POST"])
-                for path in CLASSIFY_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, PoolingRequest, pooling), methods=["POST"])
-                for path in POOLING_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, SparseRequest, embed_sparse), methods=["POST"])
-                for path in SPARSE_PATHS
-            ),
             Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
             Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
             Route("/v1/models", models.list),
