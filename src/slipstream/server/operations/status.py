@@ -8,6 +8,7 @@ replicas.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import cache
@@ -29,6 +30,8 @@ from slipstream.server.state import ServerState
 from slipstream.stats import EngineStats
 
 _PAGES = Path(__file__).parent / "pages"
+_INCLUDE = re.compile(r"<!--include (\S+)-->")
+"""Stands in a page for a style or script of a file of its own."""
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):
@@ -135,8 +138,9 @@ async def server_status(state: ServerState) -> ServerStatus:
 @cache
 def page(name: str) -> bytes:
     """The HTML of `status` or `chat`: one file that may send requests only to its own server."""
-    opening = head(scripts=True, connect=True)
-    return (opening + (_PAGES / f"{name}.html").read_text(encoding="utf-8")).encode()
+    text = (_PAGES / f"{name}.html").read_text(encoding="utf-8")
+    text = _INCLUDE.sub(lambda found: (_PAGES / found[1]).read_text(encoding="utf-8"), text)
+    return (head(scripts=True, connect=True) + text).encode()
 
 
 def page_route(name: str) -> Route:
