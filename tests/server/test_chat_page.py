@@ -67,7 +67,8 @@ def wait_for_answers(driver, count):
 
 def press(driver, label, at=-1):
     """Presses a button by what a screen reader calls it."""
-    script = "[...document.querySelectorAll('button')].filter(b => (b.getAttribute('aria-label') || b.textContent) === arguments[0])"
+    named = "b => (b.getAttribute('aria-label') || b.textContent) === arguments[0]"
+    script = f"[...document.querySelectorAll('button')].filter({named})"
     driver.run(f"{script}.at(arguments[1]).click()", label, at)
 
 
@@ -212,8 +213,8 @@ def test_the_pages_are_accessible(driver, width, height, scheme):
             driver.run(axe)
             driver.run("window.found = null; axe.run().then(done => { window.found = done; })")
             driver.wait_for("return window.found !== null", f"axe does not end on {page}")
-            worst = driver.run(
-                "return found.violations.filter(v => ['serious', 'critical'].includes(v.impact)).map(v => [v.id, v.nodes[0].html.slice(0, 200), v.nodes[0].failureSummary])"
-            )
+            serious = "v => ['serious', 'critical'].includes(v.impact)"
+            told = "v => [v.id, v.nodes[0].html.slice(0, 200), v.nodes[0].failureSummary]"
+            worst = driver.run(f"return found.violations.filter({serious}).map({told})")
             assert worst == [], page
             assert driver.run("return document.documentElement.scrollWidth <= innerWidth"), page
