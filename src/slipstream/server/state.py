@@ -357,7 +357,6 @@ class ServerState:
     keys: Keyring
     limiter: Limiter
     shortener: ShortenerProtocol | None = None  # shortens prompts with a small model
-    draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)  # this process's
     load: ServerLoad = field(default_factory=ServerLoad)
     responses: ResponseStore | None = None
@@ -372,6 +371,11 @@ class ServerState:
     @property
     def metrics(self) -> Metrics:
         return self.observers.metrics
+
+    @property
+    def draining(self) -> bool:
+        """Whether the process takes no new requests; the states of its models share it."""
+        return self.load.draining
 
     @property
     def fingerprint(self) -> str:
