@@ -37,7 +37,8 @@ _NOT_WITH_SEVERAL = {
 def check(args: argparse.Namespace) -> None:
     """ConfigError for an option that a server of several models does not have."""
     for name, why in _NOT_WITH_SEVERAL.items():
-        if getattr(args, name, None):
+        given = getattr(args, name, None)
+        if not (given is None or given is False or given in ([], {})):
             option = "--" + name.replace("_", "-").replace("lora-modules", "lora")
             raise ConfigError(f"{option} does not go with several models: {why}", field=name)
     if args.api_servers not in (None, 1):

@@ -197,6 +197,7 @@ def prepare(slot: Slot, shared: ServerState) -> None:
         engine=cast(EngineProtocol, engine),
         settings=settings,
         observers=Observers(own, all_.audit, all_.telemetry),
+        on_demand=True,
         created=int(time.time()),
     )
     slot.routes = model_routes(slot.server_state)

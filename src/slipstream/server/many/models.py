@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.files import read_yaml
 from slipstream.hub import FetchOptions, resolve_model
 from slipstream.server.many.asked import parse_keep_alive
-from slipstream.server.many.slot import ServedModel
+from slipstream.server.many.slot import ServedModel, needed_bytes
 from slipstream.server.many.slots import too_large
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
@@ -105,6 +105,11 @@ class ServedModels:
             path = resolve_model(model, download_dir=args.download_dir, **more)
             description = read_spec(path).taking_images(args.max_images)
             config, ledger = estimate(args, description, self.device, with_steps=True)
+            is_cuda = self.device.is_cuda
+            least = needed_bytes(ledger, is_cuda=is_cuda) - ledger.kv_bytes
+            if least >= self.memory_bytes:
+                message = too_large(name, least, self.memory_bytes)
+                raise ConfigError(message, field="models_memory")
             if args.kv_cache_bytes is None and ledger.kv_bytes > self.memory_bytes // CACHE_SHARE:
                 args = dataclasses.replace(args, kv_cache_bytes=self.memory_bytes // CACHE_SHARE)
                 config, ledger = estimate(args, description, self.device, with_steps=True)
@@ -113,15 +118,16 @@ class ServedModels:
         except SlipstreamError as error:
             error.add_note(f"of the model {name}")
             raise
-        if ledger.used_bytes > self.memory_bytes:
-            message = too_large(name, ledger.used_bytes, self.memory_bytes)
+        need = needed_bytes(ledger, is_cuda=is_cuda)
+        if need > self.memory_bytes:
+            message = too_large(name, need, self.memory_bytes)
             raise ConfigError(message, field="models_memory")
         return ServedModel(
             name=name,
             args=args,
             description=description,
             max_model_len=config.model.max_model_len,
-            num_bytes=ledger.used_bytes,
+            num_bytes=need,
             keep_alive_s=keep_alive,
             server=server,
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from slipstream.config import EngineArgs
+from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.core_client import ChildLink, CoreSource
 from slipstream.engine.folder import settled
@@ -32,8 +33,12 @@ if TYPE_CHECKING:
 
 State: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading", "asleep"]
 
-ASLEEP_GPU_BYTES = 768 * 2**20
-"""Bytes that a sleeping process holds on a GPU: the driver's context and the kernels' code."""
+GPU_PROCESS_BYTES = 768 * 2**20
+"""Bytes of a GPU that an engine's process holds next to its ledger: the driver's context and the
+kernels' code. They stay while it sleeps."""
+
+CPU_PROCESS_BYTES = 64 * 2**20
+"""The same of the host's memory for an engine on a CPU: the interpreter and its modules."""
 
 SLEEP_S = 30.0
 """Seconds for an engine without requests to release its memory. One that takes longer is ended."""
@@ -114,7 +119,7 @@ class Slot:
         except EngineDeadError:
             await self._load()
         assert self.engine is not None
-        self.need_bytes = self.engine.ledger.used_bytes
+        self.need_bytes = needed_bytes(self.engine.ledger, is_cuda=_is_cuda(self.engine))
         self.last_load_s = time.monotonic() - begin
         self.load_s += self.last_load_s
 
@@ -133,7 +138,7 @@ class Slot:
         assert self.engine is not None
         try:
             await asyncio.wait_for(self.engine.sleep(2), SLEEP_S)
-            self.held_bytes = asleep_bytes(self.engine)
+            self.held_bytes = min(self.held_bytes, asleep_bytes(self.engine))
         except (EngineDeadError, TimeoutError):
             await self.end()
 
@@ -168,10 +173,19 @@ class Slot:
         }
 
 
+def needed_bytes(ledger: MemoryLedger, *, is_cuda: bool) -> int:
+    """Memory of the device that a loaded model holds."""
+    return ledger.used_bytes + (GPU_PROCESS_BYTES if is_cuda else CPU_PROCESS_BYTES)
+
+
+def _is_cuda(engine: AsyncLLM) -> bool:
+    return engine.config.device.info.is_cuda
+
+
 def asleep_bytes(engine: AsyncLLM) -> int:
     """Memory of the device that a sleeping engine holds."""
-    if engine.config.device.info.is_cuda:
-        return ASLEEP_GPU_BYTES
+    if _is_cuda(engine):
+        return GPU_PROCESS_BYTES
     return sum(map(_resident_bytes, engine.processes))
 
 

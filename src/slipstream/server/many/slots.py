@@ -1,8 +1,8 @@
 """Which of several models are loaded, within one bound of memory.
 
 1. A request for a loaded model gets it at once. Others wait in one queue, first come first served.
-2. The head of the queue is loaded as soon as its memory is free. Until then idle models are
-   unloaded, the least recently used first, and then sleeping processes are ended.
+2. The head of the queue is loaded as soon as its memory is free. Until then models without requests
+   make room, the least recently used first: a loaded one is unloaded, a sleeping one's process ends.
 3. A model with requests is never unloaded. One that stays busy takes no more requests once the head
    has waited for `PATIENCE_S`: they queue behind it. So no model waits for ever.
 4. A load that fails, or an engine that dies, is an error for the requests of that model alone. The
@@ -51,8 +51,10 @@ class ModelSlots:
         wait_s: float,
         describe: Callable[[str, str, FetchOptions], ServedModel],
         changed: Callable[[], None] = lambda: None,
+        make_slot: Callable[[ServedModel], Slot] = Slot,
     ) -> None:
-        self.slots = {model.name: Slot(model) for model in models}
+        self._make_slot = make_slot
+        self.slots = {model.name: make_slot(model) for model in models}
         self.memory_bytes, self.wait_s, self.changed = memory_bytes, wait_s, changed
         self.describe = describe
         self.num_timeouts = 0
@@ -199,13 +201,12 @@ class ModelSlots:
         )
         missing -= sum(other.held_bytes for other in others if other.state == "unloading")
         loaded = [other for other in others if other.state == "loaded"]
-        for other in [o for o in loaded if not o.users] + [
-            o for o in others if o.state == "asleep"
-        ]:
+        for other in others:
             if missing <= 0:
                 return
-            missing -= other.held_bytes
-            self._begin_unload(other)
+            if other.state == "asleep" or (other.state == "loaded" and not other.users):
+                missing -= other.held_bytes
+                self._begin_unload(other)
         left = slot.waits_since + PATIENCE_S - time.monotonic()
         if missing > 0 and left > 0:
             if self._patience is None:
@@ -316,7 +317,7 @@ class ModelSlots:
 
     def add(self, model: ServedModel) -> None:
         """Serve another model; one of the same name that is here stays."""
-        self.slots.setdefault(model.name, Slot(model))
+        self.slots.setdefault(model.name, self._make_slot(model))
         self.changed()
 
     async def remove(self, slot: Slot) -> None:

@@ -7,9 +7,9 @@ differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".
-3. Options about loading a model, and `keep_alive`, are accepted without effect: the server's start
-   decides them. So is `num_ctx`: the context is the server's.
-4. A body without a prompt or messages asks to load the model, which is loaded already.
+3. Options about loading a model are accepted without effect: the server's start decides them. So
+   are `num_ctx`, as the context is the server's, and with one model `keep_alive` (`server.many`).
+4. A body without a prompt or messages asks to load the model.
 """
 
 from __future__ import annotations
@@ -526,7 +526,10 @@ class _Generate(GenerationRoute):
 
     def read(self, raw: bytes, scope: Scope) -> GenerationRequest:
         body = decode(self.body, raw)
-        scope["record"].hints += given_hints(body)
+        hints = given_hints(body)
+        scope["record"].hints += [
+            h for h in hints if not (h == "keep_alive" and self.state.on_demand)
+        ]
         return body.translated(self.state)
 
 
