@@ -240,6 +240,7 @@ def test_every_verb_is_listed_with_its_file():
         "options",
         "parser",
         "running",
+        "serve_several",
         "terminal",
     }
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
@@ -261,7 +262,7 @@ def test_interrupt(fails_with):
         ["frob"],
         ["run"],
         ["run", "x", "--no-such-option"],
-        ["serve", "smollm2", "word"],
+        ["pull", "smollm2", "word"],
         ["bench"],
         ["run", "x", "--max-tokens", "few"],
     ],
@@ -279,7 +280,7 @@ def test_usage_errors(capsys, words):
     ("words", "whose"),
     [
         (["run", "x", "--no-such-option"], "slipstream run"),
-        (["serve", "smollm2", "more"], "slipstream serve"),
+        (["pull", "smollm2", "more"], "slipstream pull"),
         (["bench", "latency", "x", "-n", "5"], "slipstream bench latency model"),
         (["--no-such-option", "run", "x"], "slipstream"),
     ],

@@ -149,7 +149,7 @@ async def test_no_more_requests_than_the_limit_and_none_while_draining():
         assert (full.value.status, full.value.code) == (429, "overloaded")
         async with in_flight(state, sends(), RequestRecord()):
             pass
-        state.load.draining = True
+        state.draining = True
         with pytest.raises(ApiError) as ending:
             async with in_flight(state, sends(), RequestRecord()):
                 pass

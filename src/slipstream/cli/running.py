@@ -29,7 +29,7 @@ class RunningServer:
     memory_bytes: int
     started_at: float
     states: list[dict[str, Any]] = field(default_factory=list)
-    """Of a server of several models: the state of each."""
+    """State of each model, for a server of several."""
 
 
 def _folder() -> Path:

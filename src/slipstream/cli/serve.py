@@ -339,7 +339,7 @@ def run(args: argparse.Namespace) -> int:
     if serves_several(args):
         from slipstream.cli.serve_several import run_several
 
-        return run_several(args)
+        return run_several(args, server_settings(args))
     fetch_model(args.model, getattr(args, "download_dir", None))
     if args.detect:
         args.api_servers = 1
@@ -370,6 +370,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
+    from slipstream.frontend.guard import warn_of_start
     from slipstream.frontend.serving import Serving
     from slipstream.server.http.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
@@ -413,27 +414,6 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
         guarded=guarded,
     ).run(number)
     return 0
-
-
-def warn_of_start(settings: ServerSettings, guarded: Guarded | None) -> None:
-    """Log that the server is open to all, and that it died before. After a death, wait."""
-    import logging
-    import time
-
-    logger = logging.getLogger("slipstream.server")
-    is_local = settings.host in ("127.0.0.1", "localhost", "::1")
-    if not (settings.api_keys or settings.keys_file or is_local):
-        logger.warning(
-            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
-        )
-    if guarded is not None and guarded.num_deaths:
-        logger.error(
-            "the server's process %s: it starts again in %g s (death %d)",
-            guarded.last_death,
-            guarded.pause_s,
-            guarded.num_deaths,
-        )
-        time.sleep(guarded.pause_s)
 
 
 @dataclass(frozen=True, kw_only=True)

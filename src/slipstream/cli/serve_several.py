@@ -11,13 +11,13 @@ from slipstream.cli.console import print_json, size
 from slipstream.cli.models import fetch_model
 from slipstream.cli.options import engine_args
 from slipstream.cli.running import forget, register
-from slipstream.cli.serve import server_settings, warn_of_start
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.frontend.guard import Guarded
     from slipstream.server.many.models import ServedModels
     from slipstream.server.many.slots import ModelSlots
+    from slipstream.server.state import ServerSettings
 
 _WAIT_S = 300.0
 _NOTE_S = 0.5  # between two notes for `slipstream ps`
@@ -73,26 +73,28 @@ def described(args: argparse.Namespace) -> tuple[ServedModels, list[Any]]:
     return how, [how.serve(name, model) for name, model in names.items()]
 
 
-def run_several(args: argparse.Namespace) -> int:
+def run_several(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Run the server. Returns 0 after an orderly stop."""
     check(args)
     try:
         if not getattr(args, "owns_process", False):
-            return _serve(args)
+            return _serve(args, settings)
         from slipstream.frontend.guard import ServerGuard
 
-        return ServerGuard().run(lambda guarded: _serve(args, guarded))
+        return ServerGuard().run(lambda guarded: _serve(args, settings, guarded))
     finally:
         forget(os.getpid())
 
 
-def _serve(args: argparse.Namespace, guarded: Guarded | None = None) -> int:
+def _serve(
+    args: argparse.Namespace, settings: ServerSettings, guarded: Guarded | None = None
+) -> int:
+    from slipstream.frontend.guard import warn_of_start
     from slipstream.frontend.many import serve_many
     from slipstream.server.http.auth import Keyring
     from slipstream.server.many.slots import ModelSlots
     from slipstream.server.run import bind, configure_logging, url
 
-    settings = server_settings(args)
     Keyring(settings)  # an unreadable file is an error now
     how, models = described(args)
     configure_logging(settings)
@@ -135,7 +137,7 @@ def _banner(address: str, facts: list[dict[str, Any]], how: ServedModels) -> str
 
 @dataclass
 class _Notes:
-    """What `slipstream ps` knows of the server, written soon after each change."""
+    """The file of the server that `slipstream ps` reads, written soon after each change."""
 
     slots: ModelSlots
     url: str

@@ -116,7 +116,7 @@ class GGUFTensor:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file does. Empty if there is none."""
+    """Facts of a file that change when it does. Empty if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -51,7 +51,7 @@ _NEEDS_NO_ENGINE = frozenset(
 
 
 class ManyEngines:
-    """What the server's own routes ask of an engine, where each model has one of its own."""
+    """The part of an engine that the server's own routes use, where each model has an engine."""
 
     canary = None
     is_sleeping = False

@@ -1,4 +1,4 @@
-"""What a request says about its model, read before the model is there."""
+"""The fields of a request that concern its model, read before the model is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several models are loaded, within one bound of memory.
+"""The choice of the models that are loaded, within one bound of memory.
 
 1. A request for a loaded model gets it at once. Others wait in one queue, first come first served.
 2. The head of the queue is loaded as soon as its memory is free. Until then models without requests
