@@ -129,7 +129,7 @@ class Slot:
             source = CoreSource(lambda: ChildLink.start(args), pause=lambda deaths, error: None)
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
-            await self.engine.wake_up()
+            await self.engine.wake_up(soon=True)
         else:
             await self.engine.start_again()
 
