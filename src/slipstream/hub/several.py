@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.hub import local_path
-from slipstream.spec.gguf_parts import model_files
+from slipstream.spec.stored.gguf_parts import model_files
 
 
 def folder_models(path: Path) -> dict[str, Path]:

@@ -64,7 +64,7 @@ from slipstream.server.openai.protocol import (
 )
 from slipstream.server.state import ServerState
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.safetensors import weight_bytes
+from slipstream.spec.stored.safetensors import weight_bytes
 from slipstream.types import SamplingParams
 
 
