@@ -23,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
+from starlette.applications import Starlette
 
 from slipstream.errors import ConfigError, install_command
 from slipstream.server.app import create_app
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from slipstream.server.kserve.grpc_server import GrpcServer
 
 logger = logging.getLogger("slipstream.server")
+
+Create: TypeAlias = Callable[[EngineProtocol, ServerSettings, ShortenerProtocol | None], Starlette]
+"""Makes the app of an engine."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
@@ -80,7 +84,7 @@ class Server(uvicorn.Server):
             self._patience_ends = now
             return
         self._patience_ends = now + self.state.settings.drain_timeout_s
-        self.state.draining = True
+        self.state.load.draining = True
         self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
@@ -254,8 +258,9 @@ def make_server(
     settings: ServerSettings,
     shortener: ShortenerProtocol | None = None,
     watch: Watcher | None = None,
+    create: Create = create_app,
 ) -> Server:
-    app = create_app(engine, settings, shortener)
+    app = create(engine, settings, shortener)
     state = app.state.server
     state.watch = watch
     made = Server(uvicorn_config(app, settings), state, EngineLineRunner(state))
@@ -274,11 +279,12 @@ async def serve(
     watch: Watcher | None = None,
     signals: Sequence[signal.Signals] = SIGNALS,
     num_deaths: int = 0,
+    create: Create = create_app,
 ) -> None:
     """Serve until one of the signals, then shut the engine down. `num_deaths`: front ends that died
-    before this one."""
+    before this one. `create` makes the app."""
     try:
-        server = make_server(engine, settings, shortener, watch)
+        server = make_server(engine, settings, shortener, watch, create)
         server.state.metrics.num_front_end_deaths = num_deaths
         listener.listen(BACKLOG)  # so that a client that sees us ready can connect at once
         with stop_signals(server.stop, signals):
