@@ -115,6 +115,18 @@ def prompt_routes(state: ServerState) -> list[Route]:
     ]
 
 
+def model_routes(state: ServerState) -> list[Route]:
+    """Routes that ask a model. A server of several models has them once for each."""
+    tokens = Tokens(state)
+    return [
+        *prompt_routes(state),
+        Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
+        Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
+        Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
+        Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),
+    ]
+
+
 def make_state(
     engine: EngineProtocol,
     settings: ServerSettings,
@@ -177,6 +189,23 @@ def create_app(
     names = settings.served_model_names or (engine.model_name,)
     engine.formats = settings.formats
     state = make_state(engine, settings, names[0], shortener)
+    probes, models = Probes(state), Models(state)
+    return make_app(
+        state,
+        [
+            *model_routes(state),
+            Route("/v1/models", models.list),
+            Route("/models", models.list),
+            Route("/v1/models/{id:path}", models.get),
+            Route("/metrics", probes.metrics),
+            *StatusRoutes(state).routes(),
+        ],
+    )
+
+
+def make_app(state: ServerState, routes: list[Route]) -> Starlette:
+    """The app of these routes, and of those that any server has."""
+    settings = state.settings
     if settings.max_stored_responses:
         kept = settings.state_dir or settings.shared_dir
         state.responses = ResponseStore(
@@ -185,8 +214,7 @@ def create_app(
             max_bytes=settings.max_stored_bytes,
         )
     open_files(state)
-    probes, models, tokens = Probes(state), Models(state), Tokens(state)
-    has_keys = bool(state.keys)
+    probes, has_keys = Probes(state), bool(state.keys)
 
     async def describe(request: Request) -> Response:
         return Response(
@@ -206,21 +234,12 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *prompt_routes(state),
-            Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
-            Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
-            Route("/v1/models", models.list),
-            Route("/models", models.list),
-            Route("/v1/models/{id:path}", models.get),
-            Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
-            Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),
+            *routes,
             Route("/version", version),
             Route("/ping", probes.health, methods=["GET", "POST"]),
             Route("/live", probes.live),
             Route("/ready", probes.ready),
             Route("/health", probes.health),
-            Route("/metrics", probes.metrics),
-            *StatusRoutes(state).routes(),
             Route("/", root),
             Route("/openapi.json", describe),
             Route("/docs", docs),
