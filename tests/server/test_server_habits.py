@@ -112,14 +112,14 @@ def test_other_hosts_fields_for_thinking_reach_the_template(serve, more, variabl
         {"reasoning": {"max_tokens": 7, "exclude": True}},
         {"thinking": {"type": "enabled", "budget_tokens": 7}},
         {"thinking_budget": 7},
-        {"thinking_budget": 9, "thinking_token_budget": 7},
+        {"thinking_budget": 7, "thinking": {"budget_tokens": 9}},
     ],
 )
 def test_other_hosts_budgets_of_thinking_are_taken(more):
     body = decode(ChatRequest, json.dumps(CHAT | more).encode())
     for _ in range(2):
         body.check()
-        assert body.thinking_token_budget == 7
+        assert body.thinking_budget == 7
         assert body.include_reasoning is (False if "reasoning" in more else None)
 
 

@@ -383,7 +383,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     reasoning: ChatReasoning | None = None
     thinking: ChatThinking | None = None
     enable_thinking: bool | None = None
-    thinking_budget: Int | None = None
+    thinking_budget: Int | None = None  # a hint to a model that does not think
     separate_reasoning: Raw = OFF  # SGLang's, with the next
     stream_reasoning: Raw = OFF
     reasoning_format: Raw = OFF  # llama.cpp's
@@ -462,9 +462,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     def read_thinking(self) -> None:
         """Take over what other hosts' fields say of thinking, where the own fields say nothing."""
         reasoning, thinking = self.reasoning or ChatReasoning(), self.thinking or ChatThinking()
-        budgets = self.thinking_budget, reasoning.max_tokens, thinking.budget_tokens
-        if self.thinking_token_budget is None:
-            self.thinking_token_budget = next((n for n in budgets if n is not None), None)
+        if self.thinking_budget is None:
+            self.thinking_budget = (
+                thinking.budget_tokens if reasoning.max_tokens is None else reasoning.max_tokens
+            )
         if self.enable_thinking is None:
             self.enable_thinking = reasoning.enabled
         if self.enable_thinking is None and thinking.type in ("enabled", "disabled"):
