@@ -232,7 +232,13 @@ def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
     top, folder = "agent_options console main models options parser", Path(__path__[0])
-    others = {*top.split(), "answers.answer", "answers.terminal", "serving.running", "serving.serve_several"}
+    others = {
+        *top.split(),
+        "answers.answer",
+        "answers.terminal",
+        "serving.running",
+        "serving.serve_several",
+    }
     paths = [f.relative_to(folder) for f in folder.rglob("*.py") if f.name != "__init__.py"]
     files = {".".join(path.with_suffix("").parts) for path in paths}
     modules = {module for module, _ in cli.VERBS.values()}
@@ -338,3 +344,9 @@ def test_help_lists_the_exit_codes():
     text = " ".join(cli.build_parser().format_help().split())
     for code in ("0 done", "1 failed", "2 wrong argument", "3 model", "130 interrupted"):
         assert code in text
+
+
+def test_verbs_of_one_model_say_so(capsys):
+    for verb in ("plan", "info"):
+        assert main([verb, "smollm2", "qwen3:0.6b"]) == 2
+        assert "takes one model (slipstream serve takes several)" in capsys.readouterr().err

@@ -365,7 +365,7 @@ class ServerState:
     # Counts of all front ends, given this one's. None: there is no other.
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
     watch: Watcher | None = None  # None: without a detector
-    on_demand: bool = False  # the model is loaded and unloaded as requests say (`server.many`)
+    on_demand: bool = False  # models are loaded and unloaded as requests say (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""
 
