@@ -73,6 +73,7 @@ class Server(uvicorn.Server):
         self._renewing: asyncio.Task[None] | None = None
         self._batches: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._revoking: asyncio.Task[None] | None = None
         self.grpc: GrpcServer | None = None
 
@@ -111,7 +112,8 @@ class Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in (self._renewing, self._batches, self._watching, self._revoking):
+        own = (self._renewing, self._batches, self._watching, self._revoking)
+        for task in (*own, *self._background):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -141,6 +143,7 @@ class Server(uvicorn.Server):
             self._renewing = asyncio.create_task(certificates.keep_fresh(self.config.ssl))
         if self.state.watch is not None:
             self._watching = asyncio.create_task(self.state.watch.run(self.state))
+        self._background = [asyncio.create_task(work()) for work in self.state.background]
         self._revoking = asyncio.create_task(end_revoked(self.state))
         if not self.state.load.is_shared:
             return

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -365,6 +365,8 @@ class ServerState:
     # Counts of all front ends, given this one's. None: there is no other.
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
     watch: Watcher | None = None  # None: without a detector
+    # Work that runs as long as the server does.
+    background: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
     on_demand: bool = False  # models are loaded and unloaded as requests say (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""

@@ -460,6 +460,7 @@ class Banner:
             f"{self.device}, {self.dtype}{tiles}{ranks}: weights {_size(ledger.weights_bytes)}, "
             f"KV cache {_size(ledger.kv_bytes)} for {ledger.describe_capacity()}"
             + (f"\nproducts: {ledger.describe_forms()}" if ledger.forms else "")
+            + f"\npages: {self.url.removesuffix('/v1')}/chat, /status, /docs"
         )
 
 

@@ -34,9 +34,10 @@ OPEN_ROUTES = frozenset(
         "/v2/health/ready",
         "/status",
         "/chat",
+        "/docs",
     }
 )
-"""Routes that need no key. The last two are pages without data of the server: they ask the reader
+"""Routes that need no key. The last three are pages without data of the server: they ask the reader
 for a key and send it with their requests."""
 
 ADMIN_ROUTES = frozenset(
