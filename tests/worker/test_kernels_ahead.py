@@ -86,7 +86,8 @@ compiled = []
 knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
 for variant in found:
     variant.load()
-print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n in names.values())]))
+print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n in names.values()),
+    sorted({file.name.split(".")[0] for file in folder.glob("b/*/*.so")})]))
 """
 
 
@@ -96,9 +97,10 @@ def test_kernels_compiled_without_a_gpu_are_found_in_a_moved_folder(tmp_path, ca
     command = [sys.executable, "-c", COMPILED_AND_MOVED, str(tmp_path), json.dumps(capability)]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    num_found, num_compiled, failed, held = json.loads(ran.stdout.splitlines()[-1])
+    num_found, num_compiled, failed, held, modules = json.loads(ran.stdout.splitlines()[-1])
     assert num_found >= 2
     assert (num_compiled, failed, held) == (0, {}, True)
+    assert "cuda_utils" in modules  # what loads and launches them, too
 
 
 STUB = """

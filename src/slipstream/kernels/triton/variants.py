@@ -10,20 +10,24 @@ multiples of 16, pointers that are multiples of 16, and options. That combinatio
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
 from triton.runtime.cache import _base32
 
 from slipstream.kernels.triton.cuda import CudaSource
@@ -83,7 +87,7 @@ class NotLaunched:
     def run(*_: Any) -> None: ...
 
 
-@contextmanager
+@contextlib.contextmanager
 def recording(capability: tuple[int, int]) -> Iterator[set[KernelVariant]]:
     """Collect the variants launched inside. None of them runs or compiles."""
     found: set[KernelVariant] = set()
@@ -108,7 +112,7 @@ def recording(capability: tuple[int, int]) -> Iterator[set[KernelVariant]]:
             cache.clear()
 
 
-@contextmanager
+@contextlib.contextmanager
 def noting_new_kernels() -> Iterator[list[str]]:
     """Collect descriptions of the kernels that this process compiles or loads inside."""
     found: list[str] = []
@@ -142,7 +146,7 @@ def compile_all(
     jobs: list[KernelVariant | CudaSource] = [*sources, *sorted(variants)]
     context = multiprocessing.get_context("fork")
     begin = partial(_begin, capability, folder)
-    with ProcessPoolExecutor(num_processes, context, begin) as pool:
+    with _driver_to_link(), ProcessPoolExecutor(num_processes, context, begin) as pool:
         results = list(zip(jobs, pool.map(partial(_compiled, capability), jobs), strict=True))
     return (
         {job: name for job, (name, error) in results if not error},
@@ -153,8 +157,17 @@ def compile_all(
 def _begin(capability: tuple[int, int], folder: str | None) -> None:
     os.nice(5)  # weights are read and requests are answered at the same time
     driver.set_active(TargetDriver(capability))
+    build._load_module_from_path = _Unloaded  # the driver may not be there
     if folder is not None:
         knobs.cache.dir = folder
+
+
+class _Unloaded:
+    """A module in C that is compiled and not loaded."""
+
+    def __init__(self, name: str, path: str) -> None: ...
+
+    def __getattr__(self, name: str) -> None: ...
 
 
 def _compiled(capability: tuple[int, int], job: KernelVariant | CudaSource) -> tuple[str, str]:
@@ -163,6 +176,42 @@ def _compiled(capability: tuple[int, int], job: KernelVariant | CudaSource) -> t
         if isinstance(job, CudaSource):
             job.cubin(capability)
             return _base32(job.key(capability)), ""
-        return _base32(job.load().hash), ""
+        kernel = job.load()
     except Exception as error:  # of any stage of a compiler
         return "", f"{type(error).__name__}: {error}"
+    _compile_launcher(kernel)
+    return _base32(kernel.hash), ""
+
+
+def _compile_launcher(kernel: Any) -> None:
+    """Compile what launches a kernel, in C, into Triton's cache: the module that loads kernels, and in Triton 3.6 one for each
+    signature. What fails here fails at the start, which says why."""
+    with contextlib.suppress(Exception):
+        nvidia.CudaUtils()
+    if hasattr(nvidia, "make_launcher"):
+        with contextlib.suppress(Exception):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+@contextlib.contextmanager
+def _driver_to_link() -> Iterator[None]:
+    """Let Triton link with an empty libcuda where the driver is not installed."""
+    try:
+        nvidia.library_dirs()
+        found = True
+    except Exception:  # what is raised differs by what is missing
+        found = False
+    compiler = shutil.which("cc")
+    if found or compiler is None:
+        yield
+        return
+    before = knobs.nvidia.libcuda_path
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/libcuda.so.1"
+        command = [compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, "-x", "c"]
+        subprocess.run([*command, os.devnull], check=False, capture_output=True)
+        knobs.nvidia.libcuda_path = folder
+        try:
+            yield
+        finally:
+            knobs.nvidia.libcuda_path = before
