@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from slipstream.engine.audio.sound import as_samples
@@ -224,6 +223,8 @@ class PromptReader:
 
     def read_ids(self, name: str, given: Any) -> tuple[list[int], bytes]:
         """Token ids as a list and packed (`TokenIds`). RequestError if not all are tokens of this model."""
+        import msgspec  # here: who only counts tokens needs no messages
+
         # without a loop in Python: a step of the engine waits for the first 16,384
         try:
             ids = msgspec.convert(given, list[int])
