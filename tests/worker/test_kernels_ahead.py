@@ -64,7 +64,7 @@ import torch, triton
 from triton import knobs
 from slipstream.kernels.triton import rows, sampling
 from slipstream.kernels.triton.kernel_cache import holds, use_layers
-from slipstream.kernels.triton.variants import TargetDriver, compile_all, recording
+from slipstream.kernels.triton.variants import Compilers, TargetDriver, recording
 from slipstream.platform import platform_of
 from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 
@@ -76,7 +76,9 @@ with recording(capability) as found:
     sampling.argmax(logits[:, :299])
     ids = torch.empty(2, dtype=torch.int64, device="meta")
     rows.write_tokens(torch.empty(4, 9, dtype=torch.int32, device="meta"), ids, ids, ids)
-names, failed = compile_all(capability, found, (), num_processes=2, folder=str(folder / "a"))
+with Compilers(capability, num_processes=2, folder=str(folder / "a")) as compilers:
+    compilers.compile(found)
+    names, failed = compilers.results()
 shutil.move(folder / "a", folder / "b")
 layers = [folder / "b"]
 use_layers(layers)
