@@ -189,6 +189,14 @@ def test_products_catch_up_with_what_was_rounded_before(tmp_path, model, exact):
     assert errors[1] < errors[0]
 
 
+SIZES_OF = {
+    "qwen3_next": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": {"linear_value_head_dim": 16},
+    "falcon_h1": {"mamba_d_head": 8, "mamba_d_ssm": 64},
+}
+"""Inputs of products that groups of 32 divide."""
+
+
 @pytest.mark.parametrize(("family", "steps"), [
     ("qwen3_moe", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
     ("qwen3_moe", [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}]),
@@ -196,10 +204,16 @@ def test_products_catch_up_with_what_was_rounded_before(tmp_path, model, exact):
     ("gemma2", [{"quantize": {"group_size": 32, "scaling": "awq"}}, {"kv_cache": {"form": "int8", "per": "head"}}]),
     ("opt", [{"quantize": {"group_size": 32, "scaling": "awq"}}]),
     ("phi3", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
+    ("qwen3_next", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
+    ("qwen3_5_text", [{"quantize": {"group_size": 32, "scaling": "awq"}}, {"kv_cache": {"form": "int8"}}]),
+    ("falcon_h1", [{"quantize": {"group_size": 32, "scaling": "awq"}}]),
+    ("falcon_h1", [{"quantize": {"group_size": 32, "symmetric": False}}]),
+    ("jamba", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
+    ("lfm2", [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}]),
 ])  # fmt: skip
 def test_other_families(tmp_path, family, steps):
-    """Experts, rows in another order, folded norms with an offset, biases, fused tensors."""
-    tiny_models.write(tmp_path / "model", family)
+    """Experts, rows in another order, folded norms with an offset, biases, fused tensors, recurrent layers, multipliers."""
+    tiny_models.write(tmp_path / "model", family, **SIZES_OF.get(family, {}))
     source = read_spec(tmp_path / "model")
     done = written(source, tmp_path / "out", steps)
     found = run(load(tmp_path / "out"), WINDOWS[0])

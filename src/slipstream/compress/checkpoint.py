@@ -8,6 +8,7 @@ end, complete."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from slipstream.model.stored.packing import pack_words, tensor_numbers, unpack_w
 from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product
-from slipstream.spec.parameters import Placement, Transpose, parameters
+from slipstream.spec.parameters import Placement, Scale, Transpose, parameters
 from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.safetensors import weight_files
 from slipstream.spec.scheme import RowFormat, WeightFormat
@@ -54,14 +55,18 @@ class Names:
         """The names of the tensors that make up a parameter."""
         return [name for name, at in self.places.items() if at.target == target]
 
-    def check(self, targets: Iterable[str]) -> None:
+    def check(self, formats: Mapping[str, WeightFormat]) -> None:
         """UnsupportedModelError if compressed-tensors has no format for one of these weights as it
         is stored."""
-        wanted = set(targets)
         for name, at in self.places.items():
-            if at.target in wanted and (
-                isinstance(at.transform, Transpose) or at.copies is not None
-            ):
+            if (fmt := formats.get(at.target)) is None:
+                continue
+            if isinstance(at.transform, Scale) and (fmt.in_pairs or fmt.whole):
+                raise UnsupportedModelError(
+                    f"{name} is multiplied by numbers of the config, which {fmt.kind}{fmt.bits} with these scales can't hold; take another format",
+                    field=name,
+                )
+            if isinstance(at.transform, Transpose) or at.copies is not None:
                 raise UnsupportedModelError(
                     f"{name} is not the [out, in] matrix of one module, and compressed-tensors has no other format; this kind "
                     "of model can't be quantised",
@@ -145,14 +150,19 @@ class Names:
                 if grid.zeros is not None:
                     words = opened.get_tensor(f"{module}.weight_zero_point").T.contiguous()
                     zeros = unpack_words(words, fmt.bits, len(scales)).T
-                    place(grid.zeros, at).copy_(transform(zeros, at.transform))
+                    turned = None if isinstance(at.transform, Scale) else at.transform
+                    place(grid.zeros, at).copy_(transform(zeros, turned))
         return found
 
 
 def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tuple[str, Tensor]]:
-    fmt, grid = rounded.fmt, rounded.grid
-    codes = stored(rounded.codes.view(torch.int8), at)
-    scales = grid.scales if fmt.whole else stored(grid.scales, at)
+    fmt, grid, unscaled = rounded.fmt, rounded.grid, at
+    if isinstance(at.transform, Scale):  # the scales take the factors, in full precision
+        unscaled = dataclasses.replace(at, transform=None)
+        scales = stored(grid.scales.float(), at)
+    else:
+        scales = grid.scales if fmt.whole else stored(grid.scales, at)
+    codes = stored(rounded.codes.view(torch.int8), unscaled)
     if fmt.in_pairs:
         yield from _float4_tensors(module, fmt, codes.view(rounded.codes.dtype), scales, grid, at)
         return
@@ -165,7 +175,7 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
     if grid.zeros is not None:
         yield (
             f"{module}.weight_zero_point",
-            pack_words(stored(grid.zeros, at).T.contiguous(), fmt.bits).T.contiguous(),
+            pack_words(stored(grid.zeros, unscaled).T.contiguous(), fmt.bits).T.contiguous(),
         )
 
 

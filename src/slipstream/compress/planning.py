@@ -28,6 +28,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 ORDER = (
     "attention.qkv",
     "attention.out",
+    "recurrent.in",
+    "recurrent.out",
     "mlp.up",
     "mlp.down",
     "experts.up",
@@ -141,7 +143,7 @@ def plan(
                 "head: true, but the output head is the embedding table, which stays as it is",
                 field="head",
             )
-        Names(source).check(f"{w.name}.weight" for w in weights if w.fmt is not None)
+        Names(source).check({f"{w.name}.weight": w.fmt for w in weights if w.fmt is not None})
         _check_parallel(spec.layers, {w.name: w.fmt for w in weights})
     before = sum(math.prod(shape) for shape in before_shapes.values()) * element
     after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(

@@ -226,20 +226,14 @@ def check_writable(source: ModelDescription) -> None:
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
             field="model_type",
         )
-    if source.spec.is_recurrent:
-        raise UnsupportedModelError(
-            f"{source.name} has recurrent layers; such models can't be compressed yet, but they are rounded at load "
-            "(--quantization)",
-            field="model_type",
-        )
     for layer in source.spec.layers:
+        a = layer.attention
         if (
-            not isinstance(layer.attention, AttentionSpec)
+            not (a is None or isinstance(a, AttentionSpec))
             or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias)
             or layer.scaled
-            or layer.attention.keys_as_values
-            or layer.attention.kv_from is not None
-            or layer.attention.value_dim is not None
+            or (a is not None and (a.keys_as_values or a.kv_from is not None))
+            or (a is not None and a.value_dim is not None)
             or layer.own_input is not None
         ):
             raise UnsupportedModelError(

@@ -13,6 +13,7 @@ from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import FORMATS, FP8_TILE, SCHEMES, Scheme, WeightFormat
 
 PRODUCTS = (
+    ".in.weight",
     ".qkv.weight",
     ".out.weight",
     ".up.weight",

@@ -265,6 +265,8 @@ WRITTEN_AS = (
     ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP, by transformers 4
     ("feedforward_layer_norm", "post_attention_layernorm"),  # OLMo Hybrid's attention, by 5
     (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
+    # Kimi Linear's adapters, by 5
+    *((".forget_gate.", "."), (".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")),
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
     # EXAONE 3, by 5
