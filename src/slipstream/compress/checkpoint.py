@@ -63,7 +63,8 @@ class Names:
                 continue
             if isinstance(at.transform, Scale) and (fmt.in_pairs or fmt.whole):
                 raise UnsupportedModelError(
-                    f"{name} is multiplied by numbers of the config, which {fmt.kind}{fmt.bits} with these scales can't hold; take another format",
+                    f"{name} is multiplied by numbers of the config, which {fmt.kind}{fmt.bits} with these scales can't "
+                    "hold; take another format",
                     field=name,
                 )
             if isinstance(at.transform, Transpose) or at.copies is not None:
