@@ -278,13 +278,20 @@ WRITTEN_AS = (
 """Parts of names that transformers writes in the place of the usual ones."""
 
 
-def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
-    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
+def canonical(
+    name: str,
+    prefixes: tuple[str, ...],
+    names: Mapping[str, Placement],
+    renamed: tuple[tuple[str, str], ...] = WRITTEN_AS,
+) -> str | None:
+    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one.
+    Each pair of `renamed` is used once, in order."""
     for prefix in ("", *prefixes):
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short
-    for theirs, usual in WRITTEN_AS:
-        if theirs in name and (found := canonical(name.replace(theirs, usual), prefixes, names)):
+    for i, (theirs, usual) in enumerate(renamed, 1):
+        other = name.replace(theirs, usual)
+        if theirs in name and (found := canonical(other, prefixes, names, renamed[i:])):
             return found
     # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
     bare = without_prefix(name, prefixes)
