@@ -11,8 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from slipstream.model.save import new_folder, stored, write_config, write_tensor
 from slipstream.model.stored.packing import pack_words, tensor_numbers, unpack_words
 from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import ModelDescription, huggingface_config
+from slipstream.spec.families.base import ROTARY_BUFFERS
+from slipstream.spec.families.names import canonical
 from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Scale, Transpose, parameters
 from slipstream.spec.quantization_config import StoredFormats
@@ -39,7 +44,8 @@ from slipstream.spec.scheme import RowFormat, WeightFormat
 
 
 class Names:
-    """The checkpoint's names for a model's parameters, with the prefix that transformers writes."""
+    """The checkpoint's names for a model's parameters, with the prefix that transformers writes. A language model inside
+    another one keeps its names."""
 
     def __init__(self, description: ModelDescription) -> None:
         family = description.family
@@ -49,6 +55,15 @@ class Names:
             ("" if at.target.startswith("head.") else prefix) + name: at
             for name, at in family.names(description.spec).items()
         }
+        if family.nested_config is not None and description.format == "safetensors":
+            table = family.names(description.spec)
+            own = {canonical(n, family.prefixes, table): n for n, _ in stored_names(description)}
+            base = next(n for n, at in table.items() if at.target == "embed.weight")
+            ours, theirs = apart(base, own.get(base, base))
+            self.places = {
+                own.get(n) or (theirs + n.removeprefix(ours) if n.startswith(ours) else n): at
+                for n, at in table.items()
+            }
         self.shapes = parameters(description.spec)
 
     def of(self, target: str) -> list[str]:
@@ -197,11 +212,44 @@ def _float4_tensors(
 # --- The config -------------------------------------------------------------------------------------------------------
 
 
-def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredFormats:
+def apart(a: str, b: str) -> tuple[str, str]:
+    """The beginnings of two names that end alike, up to the part that they share."""
+    x, y = a.split("."), b.split(".")
+    while x and y and x[-1] == y[-1]:
+        x.pop(), y.pop()
+    return "".join(f"{part}." for part in x), "".join(f"{part}." for part in y)
+
+
+def stored_names(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The names of a folder's tensors, and what reads each."""
+    from safetensors import safe_open
+
+    for file in weight_files(source.path):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no dict)
+                yield name, partial(opened.get_tensor, name)
+
+
+def untouched(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The tensors of a checkpoint that are no parameters of its decoder: layers that draft, an image encoder."""
+    if source.format != "safetensors":
+        return
+    names, prefixes = source.family.names(source.spec), source.family.prefixes
+    skipped = (*ROTARY_BUFFERS, rf"(.*\.)?{re.escape(source.head_name)}")
+    for name, read in stored_names(source):
+        is_skipped = any(re.fullmatch(pattern, name) for pattern in skipped)
+        if not is_skipped and canonical(name, prefixes, names) is None:
+            yield name, read
+
+
+def stored_formats(
+    names: Names, formats: Mapping[str, WeightFormat], untouched: Iterable[str] = ()
+) -> StoredFormats:
     """The formats by module, as the config has them; `formats` are by parameter name. The most frequent format is that of
-    "Linear", modules with other formats are named."""
+    "Linear", modules with other formats are named. Tensors that are `untouched` have none."""
     modules: dict[WeightFormat, list[str]] = {}
     ignored = ["lm_head"] if names.tied else []
+    ignored += [name.removesuffix(".weight") for name in untouched if name.endswith(".weight")]
     for name, at in names.places.items():
         if len(names.shapes[at.target]) != 2 or at.target in ("embed.weight", "positions.weight"):
             continue
@@ -396,11 +444,12 @@ class WorkFolder:
         config: Mapping[str, Any],
         recipe: Any,
         finish: Callable[[Path], None],
+        untouched: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """Make the result from the finished parts, with `config` merged over the source's. Call
+        """Make the result from the finished parts and `untouched`, with `config` merged over the source's. Call
         `finish` on it, and remove this folder."""
         with new_folder(self.out) as folder:
-            write_tensors(folder, self.tensors(parts))
+            write_tensors(folder, chain(self.tensors(parts), untouched))
             write_config(folder, {**huggingface_config(source), **config})
             write_tokenizer(folder, source)
             (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")

@@ -89,10 +89,16 @@ def plan(
 ) -> CompressionPlan:
     """Apply the recipe. `bits`: those that a budget allocated, by product. ConfigError or
     UnsupportedModelError if the recipe can't be applied to the model."""
-    check_writable(source)
+    source = source.taking_images(0)
+    check_writable(source, inside=True)
     quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)
     if recipe.one(Rotate) is not None:
+        if source.family.nested_config is not None:
+            raise ConfigError(
+                "rotate: the image encoder writes into the residual, too; leave rotate out",
+                field="rotate",
+            )
         rotate.check(source.spec)
         source = rotate.untied(source)
     shapes, spec = parameters(source.spec), source.spec

@@ -65,6 +65,11 @@ KEPT_FILES = (
         "config_sentence_transformers.json",
         "LICENSE",
     ),
+    *(  # how pictures are read
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    ),
 )
 """Files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of
 pooling."""
@@ -212,10 +217,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def check_writable(source: ModelDescription) -> None:
+def check_writable(source: ModelDescription, *, inside: bool = False) -> None:
     """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't
-    be written."""
-    if source.family.nested_config is not None:
+    be written. With `inside` a language model inside another one is written into its place there."""
+    if source.family.nested_config is not None and not inside:
         raise UnsupportedModelError(
             f"{source.name} holds a language model inside another one ({source.family.nested_config}); write the language "
             "model alone to a folder first",

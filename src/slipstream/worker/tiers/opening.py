@@ -84,7 +84,12 @@ def _draft_identity(config: EngineConfig, runner: Runner) -> list[Any]:
     if isinstance(drafts, ModelDrafts | HeadDrafts):
         files = [(file.name, file.stat()) for file in sorted(Path(drafts.model).glob("*"))]
         own = [drafts.model, *((name, x.st_size, x.st_mtime_ns) for name, x in files)]
-    return [drafts.method, str(getattr(drafts, "quantization", None)), runner.loaded.draft.block_bytes, *own]
+    return [
+        drafts.method,
+        str(getattr(drafts, "quantization", None)),
+        runner.loaded.draft.block_bytes,
+        *own,
+    ]
 
 
 def identity(config: EngineConfig, description: ModelDescription, runner: Runner) -> bytes:
