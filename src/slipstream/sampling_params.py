@@ -24,7 +24,7 @@ from slipstream.sampling_checks import (
     items_of,
 )
 from slipstream.sampling_checks import SAMPLERS as SAMPLERS
-from slipstream.spec.speech_rules import SpeechRules as SpeechRules
+from slipstream.spec.media.speech_rules import SpeechRules as SpeechRules
 
 
 @suggesting_init

@@ -40,8 +40,11 @@ def difference(ours, theirs):
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-# transformers divides a product of Sarvam MoE's, and its adapters are refused.
-@pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f != "sarvam_moe"])
+# transformers divides a product of Sarvam MoE's, and has modules of DeepSeek V4 under other names than its files: such
+# adapters are refused.
+@pytest.mark.parametrize(
+    "family", [f for f in tiny_models.FAMILIES if f not in ("sarvam_moe", "deepseek_v4")]
+)
 def test_family(family, tmp_path):
     """All modules that can have an adapter, of two ranks, with two scales. A recurrence collects the errors of its tokens."""
     near = 1e-4 if family in tiny_models.RECURRENT else 1e-5

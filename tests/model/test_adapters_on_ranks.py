@@ -49,7 +49,9 @@ def build(folder, family, **sizes):
     return found
 
 
-@pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f != "sarvam_moe"])
+@pytest.mark.parametrize(
+    "family", [f for f in tiny_models.FAMILIES if f not in ("sarvam_moe", "deepseek_v4")]
+)
 def test_every_family_in_two(tmp_path, family):
     wanted = build(tmp_path, family)
     for found in on_ranks(tmp_path / "base", with_adapter(tmp_path)):

@@ -11,16 +11,24 @@ import torch
 from slipstream.kernels.cpu.lowering import DryEmitter, lower
 from slipstream.kernels.layouts import (
     AttentionParams,
+    CompressedParams,
     DisentangledParams,
     Experts,
+    HyperParams,
     IndexParams,
     MLAParams,
     NormParams,
     QKVLayout,
 )
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.recording import TOKENS, NamedLinear, NamedWeight, RecordingOps, Value
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
+from slipstream.kernels.tracing.recording import (
+    TOKENS,
+    NamedLinear,
+    NamedWeight,
+    RecordingOps,
+    Value,
+)
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.model.trace import covered, named_decoder, trace, trace_encoder
@@ -45,11 +53,12 @@ BUILD = {
 WITHOUT_PROGRAM = {
     "gemma3n_text": "table for layers that is shorter",
     "mimo_v2_flash": "values narrower than keys",
+    "deepseek_v4": "no side_by_side",
     **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),
 }
 OF_WEIGHTS = (
     *(QKVLayout, AttentionParams, DisentangledParams, Experts, IndexParams, MLAParams, NormParams),
-    *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
+    *(CompressedParams, HyperParams, ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
 )
 
 

@@ -36,11 +36,11 @@ from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.families.base import ROTARY_BUFFERS
 from slipstream.spec.families.names import canonical
-from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Scale, Transpose, parameters
-from slipstream.spec.quantization_config import StoredFormats
-from slipstream.spec.safetensors import weight_files
 from slipstream.spec.scheme import RowFormat, WeightFormat
+from slipstream.spec.stored.native_formats import is_product
+from slipstream.spec.stored.quantization_config import StoredFormats
+from slipstream.spec.stored.safetensors import weight_files
 
 
 class Names:

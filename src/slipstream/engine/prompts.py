@@ -21,7 +21,7 @@ from slipstream.engine.vision.pictures import (
 )
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.vision import VisionSpec
+from slipstream.spec.media.vision import VisionSpec
 from slipstream.types import AudioWindow, Prompt, SamplingParams
 
 MAX_BORDERS = 2

@@ -24,7 +24,7 @@ from slipstream.kernels.cpu.native_program import Program, RunningStep, layer_po
 from slipstream.kernels.cpu.program_emitter import ProgramEmitter
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, RowDraws
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.kernels.recording import Op, Value
+from slipstream.kernels.tracing.recording import Op, Value
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
 from slipstream.spec.reason import Reason

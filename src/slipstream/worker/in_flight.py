@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.sampling import unpacked_logprobs
+from slipstream.kernels.cpu.sampling import unpacked_logprobs
 from slipstream.types import (
     Extra,
     Plan,

@@ -41,7 +41,7 @@ from slipstream.engine.vision.picture_files import (
     measured,
 )
 from slipstream.errors import RequestError
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     MAX_RATIO,
     FixedSize,
     ImageProcessing,

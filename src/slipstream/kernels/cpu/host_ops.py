@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import sampling
-from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu import native, sampling
 from slipstream.kernels.cpu.mla import pack_head_weight
 from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
 from slipstream.kernels.cpu.native import Arena, ThreadPool
@@ -37,7 +36,7 @@ from slipstream.kernels.cpu.programs import Argmax, LinearProgram, RowDraws
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
-from slipstream.spec.cpu_isas import CPU_ISAS
+from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, Scheme
 

@@ -13,8 +13,8 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import ThreadPool, float32
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import NativeLinear
+from slipstream.kernels.cpu.sampling import array, uniform
 from slipstream.kernels.layouts import AttentionParams, NormParams, QKVLayout
-from slipstream.kernels.sampling import array, uniform
 
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.native import Array

@@ -34,11 +34,11 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical, without_prefix
-from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
     AxisHalves,
     Deinterleave,
     Flatten,
+    Integers,
     MinusOne,
     NegatedExp,
     OneRow,
@@ -57,8 +57,9 @@ from slipstream.spec.parameters import (
     Vector,
     keeps_float32,
 )
-from slipstream.spec.safetensors import safetensors_files, tensor_names
 from slipstream.spec.scheme import Scheme
+from slipstream.spec.stored.native_formats import is_expandable
+from slipstream.spec.stored.safetensors import safetensors_files, tensor_names
 
 if TYPE_CHECKING:
     from slipstream.model.load.cache_scales import CacheScales
@@ -227,7 +228,7 @@ MAX_MODULES = 8
 
 
 def _drafting(description: ModelDescription, mtp: MTPFormat | None) -> tuple[str, ...]:
-    """Returns patterns of the layers that draft, which are read apart (`spec.mtp`)."""
+    """Returns patterns of the layers that draft, which are read apart (`spec.drafts.mtp`)."""
     if mtp is None:
         return ()
     first = description.spec.num_layers
@@ -476,7 +477,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
 def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
     """Returns `value` in the decoder's order. `xp` is the module of its array, NumPy or torch."""
     match how:
-        case None | Turnable():
+        case None | Turnable() | Integers():
             return value
         case Transpose():
             return value.swapaxes(-1, -2)

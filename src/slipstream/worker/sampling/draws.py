@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from slipstream.kernels.cpu.sampling import Floats
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.sampling import Floats
 from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask, as_logprobs
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import RowTable

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.kernels import samplers
-from slipstream.kernels.sampling import Floats, Longs, apply_bias, array, draw, uniform
+from slipstream.kernels.cpu import samplers
+from slipstream.kernels.cpu.sampling import Floats, Longs, apply_bias, array, draw, uniform
 from slipstream.sampling_params import SAMPLERS
 from slipstream.types import Extra, RequestFailure, SamplerState, SamplingParams
 from slipstream.worker.input_batch import SampledRows

@@ -1,0 +1,105 @@
+"""The running servers of this user: each has a file in the cache folder, by its process's number.
+
+A file whose process has ended, or whose number another process has now, is removed by who reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.files import write_whole
+from slipstream.hub import cache_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningServer:
+    """A server. `began` is the process's start in the kernel's clock, which tells it from a later
+    process of the same number."""
+
+    pid: int
+    began: str
+    url: str
+    models: tuple[str, ...]
+    device: str
+    memory_bytes: int
+    started_at: float
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """State of each model, for a server of several."""
+
+
+def _folder() -> Path:
+    return cache_folder() / "running"
+
+
+def began(pid: int) -> str | None:
+    """The start of a process in the kernel's clock; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _signalled(pid)
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _signalled(pid: int) -> str | None:
+    """A constant if the process exists, for systems without /proc."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return None
+    return "?"
+
+
+def register(
+    pid: int,
+    *,
+    url: str,
+    models: tuple[str, ...],
+    device: str,
+    memory_bytes: int,
+    now: float,
+    states: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write down a server that is ready. A cache folder that can't be written keeps none."""
+    server = RunningServer(
+        pid=pid,
+        began=began(pid) or "?",
+        url=url,
+        models=models,
+        device=device,
+        memory_bytes=memory_bytes,
+        started_at=now,
+        states=[*states],
+    )
+    with suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        write_whole(_folder() / f"{pid}.json", json.dumps(asdict(server)))
+
+
+def forget(pid: int) -> None:
+    with suppress(OSError):
+        (_folder() / f"{pid}.json").unlink()
+
+
+def running_servers() -> list[RunningServer]:
+    """The servers whose process is alive, the oldest first."""
+    found = []
+    for path in _folder().glob("*.json"):
+        try:
+            server = RunningServer(**json.loads(path.read_text("utf-8")))
+            alive = began(server.pid) == server.began
+        except (OSError, ValueError, TypeError):
+            alive = False
+        if alive:
+            found.append(server)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    return sorted(found, key=lambda s: s.started_at)
