@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.main import main
+from tests import tiny_models
 from tests.tiny_models import build
 
 CONFIG = str(Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b")

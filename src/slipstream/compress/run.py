@@ -156,7 +156,7 @@ class CompressionRun:
         )
 
     def untouched(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """What the result takes over as it is; a rotated model's drafting layers would read states that they don't know."""
+        """Tensors that the result takes over as they are. Layers that draft can't read a rotated model's states."""
         return iter(()) if self.rotation is not None else untouched(self.original)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream import __version__
 from slipstream.config import EngineConfig
-from slipstream.config.forms import HeadDrafts, ModelDrafts
+from slipstream.config.forms import HeadDrafts, LearnedDrafts, ModelDrafts
 from slipstream.costs.hardware import host_memory
 from slipstream.costs.memory import host_share, host_slots, staged_blocks
 from slipstream.errors import ConfigError
@@ -76,20 +76,15 @@ def open_tiers(
 
 
 def _draft_identity(config: EngineConfig, runner: Runner) -> list[Any]:
-    """What the draft's part of a block depends on; empty if blocks have none. MTP layers are in the model's checkpoint.
-    A head that changed on a hub under its name would make its drafts worse, and no answer."""
+    """Settings that the draft's part of a block depends on; empty if blocks have none. MTP layers are in the model's
+    checkpoint. A head that changed on a hub under its name would make its drafts worse, and no answer."""
     drafts, own = config.speculation, list[Any]()
-    if runner.loaded.draft is None or drafts is None:
+    if runner.loaded.draft is None or not isinstance(drafts, LearnedDrafts):
         return own
     if isinstance(drafts, ModelDrafts | HeadDrafts):
         files = [(file.name, file.stat()) for file in sorted(Path(drafts.model).glob("*"))]
         own = [drafts.model, *((name, x.st_size, x.st_mtime_ns) for name, x in files)]
-    return [
-        drafts.method,
-        str(getattr(drafts, "quantization", None)),
-        runner.loaded.draft.block_bytes,
-        *own,
-    ]
+    return [drafts.method, drafts.quantization, runner.loaded.draft.block_bytes, *own]
 
 
 def identity(config: EngineConfig, description: ModelDescription, runner: Runner) -> bytes:
