@@ -384,9 +384,10 @@ def attention(
     meta: AttentionMetadata,
     s: AttentionParams,
     *,
+    decode_tile: tuple[int, int, int] = (16, 1, 6),
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention` over an int4 cache. `deterministic`: see `paged_attention`."""
+    """`OpSet.attention` over an int4 cache. `decode_tile` and `deterministic`: see `paged_attention`."""
     assert s.causal
     out = torch.empty_like(q)
     num_heads, dim = q.shape[1:]
@@ -405,7 +406,7 @@ def attention(
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
         block_g = min(max(8, triton.next_power_of_2(group)), max(8, DECODE_ACC_SIZE // dim))
-        head_tiles, block_n = triton.cdiv(group, block_g), 16
+        head_tiles, (block_n, warps, stages) = triton.cdiv(group, block_g), decode_tile
         programs_each = num_kv_heads * head_tiles
         processors = platform_of(q.device).multiprocessors
         parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
@@ -415,8 +416,8 @@ def attention(
         _decode_kernel[(programs_each, len(parts.parts))](
             q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived, *tensors, *scalars,
             num_decodes, parts.splits, HEAD_TILES=head_tiles, BLOCK_G=block_g, BLOCK_N=block_n,
-            MERGED_G=min(block_g, triton.next_power_of_2(group)), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits, num_warps=1,
-            num_stages=6, **shape, **flags, **pdl_options(q),
+            MERGED_G=min(block_g, triton.next_power_of_2(group)), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
+            num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q),
         )  # fmt: skip
         if parts.splits > 1:
             combine(partial, lse, out[:num_decodes], parts.splits)
