@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.core import policy
 from slipstream.core.policy import CacheAware, InFlightPolicy
-from slipstream.types import FinishReason, Share
+from slipstream.types import FinishReason, Share, ids_of
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 
@@ -198,7 +198,7 @@ def test_a_cached_session_goes_before_a_new_one_and_a_shorter_one_before_a_longe
     full(e)
     busy(e)
     text = next(
-        list(map(int, p.token_ids))
+        list(ids_of(p.token_ids))
         for plan in reversed(e.plans)
         for p in plan.new
         if p.request_id.endswith(".5")
@@ -243,3 +243,18 @@ def test_half_of_the_time_to_a_deadline_is_spent_waiting_at_most():
     assert first_of(e) is None
     e.now += 0.05
     assert first_of(e).request_id == "new"
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 1000])
+def test_a_step_compares_few_requests_however_many_wait_and_of_how_many_owners(num_owners):
+    e = engine(4 * 54)
+    full(e)
+    busy(e)
+    for i in range(1000):
+        owner = Share(f"o{i % num_owners}", 1.0)
+        e.scheduler.add(request(f"q{i}", [1000 + i] * PROMPT, 1, arrival=e.now, share=owner))
+    compared, lacking = [], e.scheduler.policy._lacking
+    e.scheduler.policy._lacking = lambda found: compared.append(found) or lacking(found)
+    e.step()
+    few = policy.MAX_COMPARED + 2  # and the first in order
+    assert (256 if num_owners < 3 else 32) <= len(compared) <= few, "it looks at some of each"

@@ -36,8 +36,8 @@ RUNNING_SHARE = 1 / 3
 PATIENCE_S = 10.0
 """Seconds within which a pausing session is worth waiting for; shorter waits of requests hardly count."""
 
-MAX_COMPARED = 256
-"""Maximum number of an owner's requests that are compared."""
+MAX_COMPARED, MAX_OWNERS = 256, 32
+"""Maximum number of requests that are compared for a step, and of owners that share it equally."""
 
 RECHECK_S = 0.05
 """Seconds until a costly request asks for room again, if no request comes or ends meanwhile."""
@@ -89,7 +89,7 @@ class CacheAware(InFlightPolicy):
     2. If the next in order is costly, its owner's other requests of equal priority are compared. Those that are
        not costly go first, then the one that has waited longest for what it lacks (highest response ratio next).
     3. A costly one joins if nothing runs, if running requests then hold at most `RUNNING_SHARE` of the blocks, or if it
-       evicts only what is not expected back within `PATIENCE_S`. Otherwise, other owners' requests may join.
+       evicts only what is not expected back within `PATIENCE_S`. Otherwise, the next owners' requests may join.
     4. The first in order is overtaken at most `MAX_OVERTAKES` times. Then, or when half of the time to its deadline
        has passed, it joins as soon as it fits. So the n-th in order waits for at most (`MAX_OVERTAKES` + 1) n others.
 
@@ -112,10 +112,9 @@ class CacheAware(InFlightPolicy):
             return head
         if now < self._closed_until and waiting.num_pushed == self._num_pushed:
             return None
-        for other in waiting.heads():
-            if other.order[0] != head.order[0]:
-                break
-            best = self._best(waiting.beside(other, MAX_COMPARED), now)
+        heads = [x for x in waiting.heads()[:MAX_OWNERS] if x.order[0] == head.order[0]]
+        for other in heads:
+            best = self._best(waiting.beside(other, MAX_COMPARED // len(heads)), now)
             if best is not None:
                 return best
         self._closed_until, self._num_pushed = now + RECHECK_S, waiting.num_pushed
