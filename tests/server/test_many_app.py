@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
+from slipstream.cli.main import main
+from slipstream.errors import DownloadError
+from slipstream.server.many import about
 from slipstream.server.many.app import create_many_app
 from tests.server.conftest import RunningServer
 from tests.server.many_models import DEAD, engines_of, model
@@ -261,6 +267,65 @@ def test_who_may_change_the_models(tmp_path):
     with serving(host="0.0.0.0") as server, server.http() as http:
         refused = http.post("/api/pull", json={"model": "new"})
         assert (refused.status_code, "admin" in refused.text) == (403, True)
+    for more in ({"cors_origins": ("*",)}, {"allowed_hosts": ("*",)}):  # any page may send it
+        with serving(**more) as server, server.http() as http:
+            assert http.post("/api/pull", json={"model": "new"}).status_code == 403
+            gone = http.request("DELETE", "/api/delete", json={"model": "a"})
+            assert (gone.status_code, "a" in server.slots.slots) == (403, True)
+
+
+def test_a_key_loads_only_its_models_and_its_wait_ends_with_the_client_and_the_server(
+    tmp_path, capsys
+):
+    file = str(tmp_path / "keys.json")
+    assert main(["keys", "add", file, "--model=a", "--json"]) == 0
+    own = {"authorization": f"Bearer {json.loads(capsys.readouterr().out)['key']}"}
+    limits = {"max_concurrent_requests": 1, "drain_timeout_s": 0.1}
+    with serving(keys_file=file, **limits) as server:
+        server.slots["a"].gate = asyncio.Event()
+        with server.http(headers=own) as http:
+            refused = http.post("/models/load", json={"model": "b"})
+            assert refused.json()["error"]["code"] == "model_not_allowed"
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/models/load", json={"model": "a"}, timeout=0.3)
+            wait_for(lambda: not server.slots["a"].waiters, "the client has left")
+            found = []
+            asks = threading.Thread(
+                target=lambda: found.append(http.post("/models/load", json={"model": "a"}))
+            )
+            asks.start()
+            wait_for(lambda: server.slots["a"].waiters, "it waits")
+            many = httpx.post(f"{server.url}/models/load", json={"model": "a"}, headers=own)
+            assert many.status_code == 429
+            server.begin_stop()
+            asks.join(10)
+            assert [answer.status_code for answer in found] == [503]
+
+
+def test_a_path_is_not_pulled(http, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for name in (str(tmp_path), f"{tmp_path}/../{tmp_path.name}"):
+        refused = http.post("/api/pull", json={"model": name, "stream": False})
+        assert (refused.status_code, "is a path" in refused.text) == (400, True)
+
+
+def test_files_that_another_model_is_served_from_are_not_removed(monkeypatch):
+    removed = []
+    cached = {"org/a": ["one", "two"], "org/b": ["two"]}
+    monkeypatch.setattr(
+        about, "find_models", lambda name, folder: [SimpleNamespace(path=p) for p in cached[name]]
+    )
+    monkeypatch.setattr(about, "remove_model", lambda found, folder: removed.append(found.path))
+    with serving("a", "b") as server, server.http() as http:
+        assert http.request("DELETE", "/api/delete", json={"model": "a"}).status_code == 200
+        assert removed == ["one"]
+
+        def held(found, folder):
+            raise DownloadError("it is being fetched")
+
+        monkeypatch.setattr(about, "remove_model", held)
+        refused = http.request("DELETE", "/api/delete", json={"model": "b"})
+        assert (refused.status_code, "being fetched" in refused.text) == (409, True)
 
 
 def test_one_model_may_be_served_on_demand():

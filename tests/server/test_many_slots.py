@@ -246,9 +246,57 @@ def test_many_requests_at_random_with_deaths_lose_none_and_memory_is_bounded(mon
     ("given", "seconds"),
     [
         *((300, 300), ("300", 300), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), ("0", 0), (0, 0)),
+        *((10**400, math.inf), ("9" * 5000, math.inf), ("9" * 400 + "h", math.inf)),
         *((-1, math.inf), ("-1", math.inf), ("-1m", math.inf), ("1.5s", 1.5), ("100ms", 0.1)),
         *(("", None), ("5 m", None), ("m", None), (True, None), ([], None), (None, None)),
     ],
 )
 def test_keep_alive_is_read_as_ollama_reads_it(given, seconds):
     assert parse_keep_alive(given) == (seconds if seconds is None else pytest.approx(seconds))
+
+
+@pytest.mark.parametrize("when", ["unload", "end", "load and end"])
+def test_an_unforeseen_error_of_an_engine_leaves_no_model_stuck(when):
+    async def main():
+        slots = slots_of("a", "b", memory=105)
+
+        async def fails():
+            raise RuntimeError("unforeseen")
+
+        await use(slots, "a")
+        if when == "load and end":
+            await slots.unload(slots["a"])
+            slots["a"].faults, slots["a"].end = [RuntimeError("no")], fails
+            with pytest.raises(ApiError, match="can't be loaded"):
+                await use(slots, "a")
+            assert states(slots)["a"] == "unloaded"
+        else:
+            setattr(slots["a"], when, fails)
+        assert await use(slots, "b")
+        assert states(slots) == {"a": "unloaded", "b": "loaded"}
+        assert slots.held_bytes == 100
+
+    run(main())
+
+
+def test_a_removed_model_counts_until_its_process_has_ended():
+    async def main():
+        slots = slots_of("a", "b", memory=150)
+        await use(slots, "a")
+        removed, gate = slots["a"], asyncio.Event()
+
+        async def slow():
+            await gate.wait()
+            removed.held_bytes = 0
+
+        removed.end = slow
+        gone = asyncio.create_task(slots.remove(removed))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(use(slots, "b"))
+        await asyncio.sleep(0.01)
+        assert (slots.find("a"), slots.held_bytes, states(slots)["b"]) == (None, 100, "unloaded")
+        gate.set()
+        await gone
+        assert await other
+
+    run(main())

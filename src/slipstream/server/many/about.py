@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -20,10 +19,11 @@ from starlette.routing import Route
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import DownloadError, SlipstreamError
 from slipstream.hub import FetchOptions, local_path
-from slipstream.hub.listing import find_models, remove_model
+from slipstream.hub.listing import CachedModel, find_models, remove_model
 from slipstream.server.answers.generation import encode
-from slipstream.server.http.errors import ApiError, bad_request
-from slipstream.server.http.limits import read_as
+from slipstream.server.http.auth import check_model
+from slipstream.server.http.errors import ApiError, bad_request, shutting_down
+from slipstream.server.http.limits import in_flight, read_as
 from slipstream.server.http.replies import json_response, utc_time
 from slipstream.server.many.slot import Slot
 from slipstream.server.many.slots import ModelSlots
@@ -132,14 +132,18 @@ class About:
 
     async def load(self, request: Request) -> Response:
         body = await read_as(ModelBody, request, self.state)
-        slot = self._slot(body.given)
-        await self.slots.acquire(slot)
+        slot, record = self._slot(body.given), request.scope["record"]
+        check_model(record.key, slot.name)
+        async with in_flight(self.state, request.receive, record):
+            await self.slots.acquire(slot)
         self.slots.release(slot)
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
         body = await read_as(ModelBody, request, self.state)
-        await self.slots.unload(self._slot(body.given))
+        slot = self._slot(body.given)
+        check_model(request.scope["record"].key, slot.name)
+        await self.slots.unload(slot)
         return json_response({"success": True})
 
     # --- Ollama -------------------------------------------------------------------------
@@ -180,7 +184,12 @@ class About:
 
     async def pull(self, request: Request) -> Response:
         body = await read_as(ModelBody, request, self.state)
-        self._may_change(request)
+        self._may_change()
+        if local_path(body.given) is not None:
+            raise bad_request(
+                f"{body.given!r} is a path of the server's machine; serve it by the command line",
+                "model",
+            )
         lines = self._pulled(body.given)
         if body.stream:
             return StreamingResponse(_as_lines(lines), media_type="application/x-ndjson")
@@ -200,6 +209,8 @@ class About:
             try:
                 told = None
                 while not (await asyncio.wait([work], timeout=0.2))[0]:
+                    if self.state.draining:
+                        raise shutting_down()
                     if sizes[1] and told != sizes:
                         told = list(sizes)
                         about = {"status": f"pulling {name}", "digest": "", "completed": told[0]}
@@ -212,9 +223,10 @@ class About:
         yield {"status": "success"}
 
     async def delete(self, request: Request) -> Response:
-        """Remove a model from the server and from the machine's cache. A path's files stay: 400."""
+        """Remove a model from the server and from the machine's cache. A path's files stay: 400. So do files of other models
+        that are served."""
         body = await read_as(ModelBody, request, self.state)
-        self._may_change(request)
+        self._may_change()
         slot = self._slot(body.given)
         model, folder = slot.model.args.model, slot.model.args.download_dir
         if local_path(model) is not None:
@@ -225,17 +237,29 @@ class About:
         await self.slots.remove(slot)
         self._names_changed()
 
+        others = [other.model.args.model for other in self.slots.slots.values()]
+
         def remove() -> None:
-            with contextlib.suppress(DownloadError):  # it is gone already
-                for found in find_models(model, folder):
+            needed = {found.path for other in others for found in _cached(other, folder)}
+            for found in _cached(model, folder):
+                if found.path not in needed:
                     remove_model(found, folder)
 
-        await asyncio.to_thread(remove)
+        try:
+            await asyncio.to_thread(remove)
+        except DownloadError as error:  # it is being fetched, or may not be removed
+            raise ApiError(409, error.message, param="model", code="model_in_use") from None
         return Response()
 
-    def _may_change(self, request: Request) -> None:
-        """ApiError (403) on a server that others reach without keys. `auth` has checked the role."""
-        if not self.state.keys and self.state.settings.host not in _LOCAL:
+    def _may_change(self) -> None:
+        """ApiError (403) on a server that others reach without keys: from other machines, or by any page in this one's
+        browser. `auth` has checked the role."""
+        settings = self.state.settings
+        is_open = settings.host not in _LOCAL or "*" in (
+            *settings.cors_origins,
+            *settings.allowed_hosts,
+        )
+        if not self.state.keys and is_open:
             raise ApiError(
                 403,
                 "models are fetched and removed only with an admin's key (--keys-file) where others reach the server",
@@ -322,6 +346,13 @@ class About:
 
     async def findings(self, request: Request) -> Response:
         raise ApiError(404, "a server of several models has no detector", code="no_detector")
+
+
+def _cached(name: str, folder: str | None) -> list[CachedModel]:
+    try:
+        return find_models(name, folder)
+    except DownloadError:  # a path, or gone already
+        return []
 
 
 async def _as_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:

@@ -17,6 +17,7 @@ from slipstream.server.openai.protocol import decode, decode_raw, register
 from slipstream.server.state import ServerSettings
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_FOR_EVER_S = 1e12  # longer times are for ever, such as integers that no float holds
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)")
 
 
@@ -27,12 +28,12 @@ def parse_keep_alive(value: Any) -> float | None:
         sign, text = (-1, value[1:]) if value[:1] == "-" else (1, value)
         parts = _PART.findall(text)
         if text.isascii() and text.isdecimal():
-            value = sign * int(text)
+            value = sign * float(text)
         elif parts and "".join(map("".join, parts)) == text:
             value = sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         return None
-    return math.inf if value < 0 else float(value)
+    return math.inf if value < 0 or value > _FOR_EVER_S else float(value)
 
 
 class Asked(Struct, kw_only=True):

@@ -59,6 +59,7 @@ class ModelSlots:
         self.describe = describe
         self.num_timeouts = 0
         self._queue: list[Slot] = []
+        self._leaving: list[Slot] = []  # removed, while their processes end
         self._tasks: set[asyncio.Task[None]] = set()
         self._patience: asyncio.TimerHandle | None = None
         self._closed = False
@@ -77,7 +78,7 @@ class ModelSlots:
 
     @property
     def held_bytes(self) -> int:
-        return sum(slot.held_bytes for slot in self.slots.values())
+        return sum(slot.held_bytes for slot in (*self.slots.values(), *self._leaving))
 
     # --- Requests ---------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class ModelSlots:
             if slot.need_bytes > self.memory_bytes:
                 raise ConfigError(too_large(slot.name, slot.need_bytes, self.memory_bytes))
         except Exception as error:
-            await slot.end()
+            await _end(slot)
             slot.state = "unloaded"
             self._fail(slot, error)
         else:
@@ -295,7 +296,13 @@ class ModelSlots:
         return self._begin(self._unload(slot, was_loaded))
 
     async def _unload(self, slot: Slot, was_loaded: bool) -> None:
-        await (slot.unload() if was_loaded else slot.end())
+        try:
+            await (slot.unload() if was_loaded else slot.end())
+        except Exception:
+            _logger.exception(
+                "the engine of %s did not let go of its memory, and is ended", slot.name
+            )
+            await _end(slot)
         slot.state = "asleep" if slot.held_bytes else "unloaded"
         slot.num_unloads += was_loaded
         if was_loaded:
@@ -328,9 +335,14 @@ class ModelSlots:
                 param="model", code="model_in_use",
             )  # fmt: skip
         del self.slots[slot.name]
+        self._leaving.append(slot)
         slot.keep(None)
-        self.changed()
-        await slot.end()
+        try:
+            await _end(slot)
+        finally:
+            self._leaving.remove(slot)
+            self._serve_queue()
+            self.changed()
 
     async def close(self) -> None:
         """End all engines."""
@@ -346,3 +358,12 @@ class ModelSlots:
                     waiter.set_exception(shutting_down())
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(slot.end() for slot in self.slots.values()), return_exceptions=True)
+
+
+async def _end(slot: Slot) -> None:
+    """End a model's process. An error of that is logged: the model can be loaded again whatever happens."""
+    try:
+        await slot.end()
+    except Exception:
+        _logger.exception("the process of the model %s did not end in order", slot.name)
+        slot.held_bytes = 0
