@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,67 @@ def test_conversations_outlive_the_page_and_are_found_exported_and_deleted(drive
         driver.run("document.getElementById('find').value = ''")
         driver.visit(server.url + "/chat", width=1280, height=900)
         driver.wait_for("return document.querySelectorAll('#list .open').length === 1", "two left")
+        driver.run("indexedDB.deleteDatabase('slipstream-chat')")
+
+
+def said(id_, parent="", **more):
+    return {"id": id_, "parent": parent, "role": "user", "text": f"text of {id_}", **more}
+
+
+HOSTILE = {
+    "a circle of choices": ([said("a"), said("b", "a")], {"": "a", "a": "b", "b": "a"}, ["a", "b"]),
+    "a choice that is not there": ([said("a")], {"": "zzz", "a": "toString"}, ["a"]),
+    "names of objects": (
+        [said("__proto__"), said("constructor", "__proto__")],
+        {"": "__proto__"},
+        ["__proto__", "constructor"],
+    ),
+    "an own parent": ([said("a", "a")], {"": "a"}, None),
+    "parents in a circle": ([said("a", "b"), said("b", "a")], {"": "a"}, None),
+    "one id twice": ([said("a"), said("a", "a"), said("a", "a")], {"": "a"}, ["a", "a"]),
+    "no message": ([None], {}, None),
+    "wrong kinds": (
+        [
+            said(
+                "a",
+                role="assistant",
+                calls=[None, {"name": 5}],
+                pictures=["javascript:1", 5, {}],
+                reasoning=[1],
+                error={},
+                info={"whole": 1, "first": "x", "reason": []},
+            )
+        ],
+        {"": "a"},
+        ["a"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_conversation_is_read_as_a_tree_or_refused(driver, name):
+    messages, chosen, shown = HOSTILE[name]
+    pairs = ", ".join(f'"{i}": {json.dumps(m)}' for i, m in enumerate(messages))
+    text = (
+        f'{{"messages": {{{pairs}}}, "settings": {{"system": 5}}, "chosen": {json.dumps(chosen)}}}'
+    )
+    with chat(driver, SayingEngine("hi")):
+        driver.run(
+            "const done = bring({name: 'x', text: async () => arguments[0]}); window.brought = false;"
+            " done.then(() => { window.brought = true; })",
+            text,
+        )
+        driver.wait_for("return window.brought", "it hangs")
+        problem = driver.run("return document.getElementById('problem').textContent")
+        if shown is None:
+            assert "a message" in problem
+            return
+        assert problem == ""
+        found = [*texts(driver, "user"), *texts(driver, "assistant")]
+        assert found == [f"text of {one}" for one in shown]
+        assert driver.run("return Conversation.read(JSON.stringify(shown)).path().length") == len(
+            shown
+        )
         driver.run("indexedDB.deleteDatabase('slipstream-chat')")
 
 

@@ -79,19 +79,45 @@ class Conversation {
     return parts.join("\n\n") + "\n";
   }
 
-  // A conversation from an exported file. Throws an Error that says what is wrong with it.
+  // A conversation from an exported file, made of what it should have. Throws an Error that says what is wrong with it.
   static read(text) {
-    const given = JSON.parse(text);
-    const fits = given && typeof given.messages === "object" && typeof given.chosen === "object" && typeof (given.settings || {}) === "object";
+    const given = JSON.parse(text), isObject = each => each !== null && typeof each === "object" && !Array.isArray(each);
+    const fits = isObject(given) && isObject(given.messages) && isObject(given.chosen) && isObject(given.settings ?? {});
     if (!fits) throw new Error("this is not a conversation that was exported here as JSON");
+    const messages = {}, chosen = {}, children = new Map();
     for (const message of Object.values(given.messages)) {
-      const known = ["user", "assistant", "tool"].includes(message.role) && typeof message.text === "string";
+      const known = isObject(message) && ["user", "assistant", "tool"].includes(message.role) && typeof message.text === "string";
       if (!known) throw new Error("a message has no text, or a role that is not user, assistant or tool");
-      message.pictures = (message.pictures || []).filter(url => /^data:image\//.test(url));
+      children.set(message.parent, [...children.get(message.parent) || [], message]);
     }
-    const {title, changed, settings, messages, chosen} = given;
-    return new Conversation({title: String(title || ""), changed: Number(changed) || Date.now(), settings: settings || {}, messages, chosen});
+    // From the first ones down, so that nothing follows itself. Ids are new: a file's may be names that objects have anyway.
+    const levels = [{old: "", id: ""}];
+    for (const {old, id} of levels) {
+      for (const message of children.get(old) || []) {
+        const read = readMessage(message, id);
+        messages[read.id] = read;
+        if (!(id in chosen) || (Object.hasOwn(given.chosen, old) && given.chosen[old] === message.id)) chosen[id] = read.id;
+        levels.push({old: message.id, id: read.id});
+      }
+      children.delete(old);
+    }
+    if (children.size) throw new Error("a message follows none that the file has");
+    const settings = Object.fromEntries(Object.entries(given.settings ?? {}).filter(([, value]) => typeof value === "string"));
+    return new Conversation({title: String(given.title || ""), changed: Number(given.changed) || Date.now(), settings, messages, chosen});
   }
+}
+
+// A message of a file, with a new id.
+function readMessage(given, parent) {
+  const of = (kind, from, names) => Object.fromEntries(names.filter(name => typeof from[name] === kind).map(name => [name, from[name]]));
+  const list = each => Array.isArray(each) ? each : [];
+  const read = {id: newId(), parent, ...of("string", given, ["role", "text", "reasoning", "callId", "error"])};
+  read.pictures = list(given.pictures).filter(url => typeof url === "string" && /^data:image\//.test(url));
+  const calls = list(given.calls).filter(call => call !== null && typeof call === "object");
+  if (calls.length) read.calls = calls.map(call => ({id: "", name: "", arguments: "", ...of("string", call, ["id", "name", "arguments"])}));
+  const info = given.info ?? {};
+  if (typeof info.whole === "number") read.info = {reason: null, ...of("number", info, ["first", "whole", "tokens"]), ...of("string", info, ["model", "reason"])};
+  return read;
 }
 
 class Store {
