@@ -280,8 +280,7 @@ def test_a_key_loads_only_its_models_and_its_wait_ends_with_the_client_and_the_s
     file = str(tmp_path / "keys.json")
     assert main(["keys", "add", file, "--model=a", "--json"]) == 0
     own = {"authorization": f"Bearer {json.loads(capsys.readouterr().out)['key']}"}
-    limits = {"max_concurrent_requests": 1, "drain_timeout_s": 0.1}
-    with serving(keys_file=file, **limits) as server:
+    with serving(keys_file=file, max_concurrent_requests=1, drain_timeout_s=1e6) as server:
         server.slots["a"].gate = asyncio.Event()
         with server.http(headers=own) as http:
             refused = http.post("/models/load", json={"model": "b"})
@@ -334,3 +333,18 @@ def test_one_model_may_be_served_on_demand():
         body = {"prompt": "hi", "max_tokens": 1}
         assert http.post("/v1/completions", json=body).json()["model"] == "only"
         wait_for(lambda: server.slots["only"].state == "asleep", "its time is over")
+
+
+def test_a_stop_does_not_wait_for_loads_whose_requests_it_would_refuse():
+    with serving(drain_timeout_s=1e6) as server, server.http() as http:
+        server.slots["a"].gate, found = asyncio.Event(), []
+        body = {"model": "a", "prompt": "hi", "max_tokens": 1}
+        asks = threading.Thread(
+            target=lambda: found.append(http.post("/v1/completions", json=body))
+        )
+        asks.start()
+        wait_for(lambda: server.slots["a"].waiters, "it waits")
+        server.begin_stop()
+        asks.join()
+        assert (found[0].status_code, "shutting down" in found[0].text) == (503, True)
+        server.join()

@@ -8,8 +8,10 @@ stream passes nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
+from functools import partial
 from typing import cast
 
 from starlette.applications import Starlette
@@ -87,6 +89,7 @@ def create_many_app(
     settings = dataclasses.replace(settings, served_model_names=tuple(slots.slots) or ("none",))
     state = make_state(engine, settings, engine.model_name)
     state.on_demand = True
+    state.background.append(partial(_refuse_when_draining, state, slots))
     about = About(state, slots)
     own = {route.path: route for route in about.routes()}
     routes = [
@@ -95,6 +98,13 @@ def create_many_app(
         if route.path not in own
     ]
     return make_app(state, [*routes, *own.values()])
+
+
+async def _refuse_when_draining(state: ServerState, slots: ModelSlots) -> None:
+    """End the waits for models when the server stops: it would answer none of these requests after the load."""
+    while not state.draining:
+        await asyncio.sleep(0.1)
+    slots.refuse()
 
 
 def _dispatch(state: ServerState, slots: ModelSlots, number: int, route: Route) -> Route | None:

@@ -344,18 +344,23 @@ class ModelSlots:
             self._serve_queue()
             self.changed()
 
+    def refuse(self) -> None:
+        """Load no more models. Those who wait for one are refused."""
+        self._closed = True
+        for slot in self.slots.values():
+            for waiter in slot.waiters:
+                if not waiter.done():
+                    waiter.set_exception(shutting_down())
+
     async def close(self) -> None:
         """End all engines."""
-        self._closed = True
+        self.refuse()
         if self._patience is not None:
             self._patience.cancel()
         for task in tuple(self._tasks):
             task.cancel()
         for slot in self.slots.values():
             slot.keep(None)
-            for waiter in slot.waiters:
-                if not waiter.done():
-                    waiter.set_exception(shutting_down())
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(slot.end() for slot in self.slots.values()), return_exceptions=True)
 
