@@ -24,7 +24,7 @@ class WeightShape(NamedTuple):
 
 
 INT4_BYTES = 0.5
-"""What stands for an int4 KV cache where a size of its numbers is given."""
+"""The element size that stands for an int4 KV cache where a size of its numbers is given."""
 
 
 def int4_row_bytes(head_dim: int) -> tuple[int, int]:
@@ -157,7 +157,7 @@ class AttentionSpec:
         return 2 * self.kv_size
 
     def cached_bytes(self, element_bytes: float) -> int:
-        """Their bytes. Half a byte stands for an int4 cache."""
+        """Bytes of these numbers. `INT4_BYTES` stands for an int4 cache."""
         if element_bytes == INT4_BYTES:
             return self.num_kv_heads * sum(int4_row_bytes(self.head_dim))
         return round(self.cached_size * element_bytes)
