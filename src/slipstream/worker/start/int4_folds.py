@@ -16,7 +16,7 @@ from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.start.cache_scales import CALIBRATION_TOKENS, single_sequence
 
 
-class WatchedOps:
+class QueryWatchingOps:
     """The op set `ops`, which keeps the mean squares of the queries of each cache, float32 [K, D]."""
 
     def __init__(self, ops: OpSet) -> None:
@@ -44,7 +44,7 @@ def calibrated_folds(
     text = np.random.default_rng(0).integers(0, spec.vocab_size, num_tokens, dtype=np.int32)
     kv = cache.of_each_layer(-(-num_tokens // block_size) + 1, model.dtype)
     meta = single_sequence(0, num_tokens, block_size=block_size, platform=platform)
-    ops = WatchedOps(forwards.decoder.ops)
+    ops = QueryWatchingOps(forwards.decoder.ops)
     decoder = forwards.decoder.with_ops(cast("OpSet", ops))
     forwards.hidden(platform.upload(text), kv, meta, decoder)
 
