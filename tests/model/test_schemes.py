@@ -76,7 +76,7 @@ ALL_EXPERTS = {
     "glm4_moe_lite": {"num_experts_per_tok": 8},
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
-    **{name: {"num_experts_per_tok": 6} for name in ("flex_olmo", "hy_v3", "mellum")},
+    **{name: {"num_experts_per_tok": 6} for name in ("flex_olmo", "hy_v3", "kolibri1", "laguna", "mellum")},
     # The weight of a choice jumps where a logit ceases to be near.
     "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
@@ -174,6 +174,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
         )
         if not isinstance(a, CompressedAttention):
             kept.append(a.query_scale)
+        if not latent and a.spread is not None:
+            kept.append(a.spread.weight)  # zeros and ones
         if not latent and (terms := a.disentangled) is not None:
             kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:
