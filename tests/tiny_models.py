@@ -395,7 +395,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(model_type="laguna", num_hidden_layers=3, head_dim=16, sliding_window=7),
         **dict(shared_expert_intermediate_size=48, moe_routed_scaling_factor=1.5),
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        **dict(num_attention_heads_per_layer=[4, 8, 8], initializer_range=0.2),
+        **dict(num_attention_heads_per_layer=[16, 32, 32], initializer_range=0.2),
     },
     "youtu": {
         **{k: v for k, v in _LATENT.items() if "expert" not in k and "first" not in k},

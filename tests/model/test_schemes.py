@@ -230,3 +230,10 @@ def test_what_a_cpu_has_loads_on_every_family(folder, unrounded_on_cpu, scheme):
         return
     ours = outputs(load(folder, NativeOps(1), scheme, torch.float32))
     assert near(ours, dense, scheme, spec)
+
+
+def test_gates_of_heads_that_no_kernel_takes_are_refused_by_name(tmp_path):
+    tiny_models.write(tmp_path, "laguna", num_attention_heads_per_layer=[4, 8, 8], head_dim=32)
+    with pytest.raises(ConfigError, match="num_attention_heads is 4") as refused:
+        load(tmp_path, TritonOps(), "nvfp4", torch.bfloat16)
+    assert refused.value.field == "quantization"
