@@ -91,7 +91,7 @@ def _turned(x: Tensor, table: Tensor, *, back: bool = False) -> Tensor:
 
 
 def _sequences(meta: AttentionMetadata) -> Iterator[tuple[int, int, Tensor, int]]:
-    """For each sequence: its first new position, its length, its blocks, and its first row of the step."""
+    """Yield each sequence's first new position, length, blocks, and first row of the step."""
     starts, lengths = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
     for i, length in enumerate(lengths):
         count = starts[i + 1] - starts[i]

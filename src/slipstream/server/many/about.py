@@ -35,10 +35,10 @@ from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.status import (
     ReplicaStatus,
     ServerStatus,
+    StatusMemory,
     page_route,
     replica_status,
     shared_fields,
-    status_route,
 )
 from slipstream.server.state import ServerState
 from slipstream.stats import EngineStats
@@ -71,6 +71,8 @@ class About:
     def __init__(self, state: ServerState, slots: ModelSlots) -> None:
         self.state, self.slots = state, slots
         self._fetching = FairThreads("fetching", 2, per_client=1)
+        self._memory = StatusMemory(self.status)
+        state.background.append(self._memory.run)
 
     def routes(self) -> list[Route]:
         return [
@@ -86,7 +88,7 @@ class About:
             Route("/metrics", self.metrics),
             page_route("status"),
             page_route("chat"),
-            status_route(self.status),
+            self._memory.route(),
             Route("/findings", self.findings),
         ]
 

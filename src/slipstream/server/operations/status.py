@@ -181,16 +181,19 @@ class StatusMemory:
             now.past = list(self._past)
         return now
 
+    def route(self) -> Route:
+        async def show(request: Request) -> Response:
+            past = request.query_params.get("past") == "1"
+            return json_response(await self.answer(with_past=past))
+
+        return Route("/status.json", show)
+
 
 class StatusRoutes:
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        self.memory = StatusMemory(lambda: server_status(state))
-        state.background.append(self.memory.run)
-
-    async def status(self, request: Request) -> Response:
-        past = request.query_params.get("past") == "1"
-        return json_response(await self.memory.answer(with_past=past))
+        self._memory = StatusMemory(lambda: server_status(state))
+        state.background.append(self._memory.run)
 
     async def findings(self, request: Request) -> Response:
         if self.state.watch is None:
@@ -205,6 +208,6 @@ class StatusRoutes:
         return [
             page_route("status"),
             page_route("chat"),
-            Route("/status.json", self.status),
+            self._memory.route(),
             Route("/findings", self.findings),
         ]
