@@ -144,10 +144,10 @@ class MixedLayout:
 
     width: int
     places: Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
-    """By layer: the tensor and the part of keys, and those of values."""
+    """The tensor and the part of keys, and those of values, by layer."""
 
     scales: tuple[int, ...]
-    """By group."""
+    """Factors of block ids, by group."""
 
     @property
     def tensors(self) -> list[int]:

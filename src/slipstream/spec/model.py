@@ -433,7 +433,7 @@ class ModelSpec:
 
     @property
     def block_scales(self) -> tuple[int, ...]:
-        """What the block ids of each group are multiplied by in block tables."""
+        """Factors of each group's block ids in block tables."""
         layout = self.mixed_layout
         return (1,) * len(self.cache_groups) if layout is None else layout.scales
 
