@@ -76,7 +76,10 @@ ALL_EXPERTS = {
     "glm4_moe_lite": {"num_experts_per_tok": 8},
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
-    **{name: {"num_experts_per_tok": 6} for name in ("flex_olmo", "hy_v3", "kolibri1", "laguna", "mellum")},
+    **{
+        name: {"num_experts_per_tok": 6}
+        for name in ("flex_olmo", "hy_v3", "kolibri1", "laguna", "mellum")
+    },
     # The weight of a choice jumps where a logit ceases to be near.
     "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
