@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -218,6 +220,24 @@ class AudioWindow:
         return np.ascontiguousarray(around.transpose(1, 0, 2)).reshape(spectrogram.shape[1], -1)
 
 
+TokenIds: TypeAlias = tuple[int, ...] | bytes
+"""Token ids. As bytes they are an int32 array in the machine's order: a process reads 8,000 of them in 1 µs, and a tuple in
+500, before which its engine makes no step."""
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """The ids as bytes. `struct.error` if one is no integer of 32 bits."""
+    return struct.pack(f"{len(ids)}i", *ids)
+
+
+def count_ids(ids: TokenIds) -> int:
+    return len(ids) // 4 if isinstance(ids, bytes) else len(ids)
+
+
+def ids_of(ids: TokenIds) -> array[int]:
+    return array("i", ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One sequence for the engine core, with its `RequestOptions`.
@@ -229,7 +249,7 @@ class EngineRequest:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     max_tokens: int  # resolved: within the context
@@ -271,6 +291,10 @@ class EngineRequest:
             answer_token_ids=tuple(options.answer_token_ids),
             **own,
         )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return count_ids(self.prompt_token_ids)
 
     @property
     def parent(self) -> str | None:
@@ -339,7 +363,7 @@ class NewRequest:
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     num_prompt_tokens: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
@@ -356,7 +380,7 @@ class NewRequest:
     def of(
         cls,
         spec: EngineRequest,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         *,
         encodes: bool,
         mirostat_mu: float | None,
@@ -366,8 +390,8 @@ class NewRequest:
         encoder runs in the request's first step."""
         return cls(
             request_id=spec.request_id,
-            token_ids=tuple(token_ids),
-            num_prompt_tokens=len(spec.prompt_token_ids),
+            token_ids=token_ids,
+            num_prompt_tokens=spec.num_prompt_tokens,
             sampling=spec.sampling,
             eos_token_ids=spec.eos_token_ids,
             pooled=spec.pooled,

@@ -16,7 +16,7 @@ def check_length(
     That is: prompt and answer have more than `longest` tokens, or need more than `num_blocks`
     blocks when steps of `step_tokens` tokens compute them.
     """
-    total, encoded = len(spec.prompt_token_ids) + spec.max_tokens, len(spec.encoder_token_ids)
+    total, encoded = spec.num_prompt_tokens + spec.max_tokens, len(spec.encoder_token_ids)
     if total > longest:
         raise ContextLengthError(
             f"prompt and answer are {total} tokens, more than max_model_len={longest}",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.kernels.states import state_metadata
+from slipstream.spec.layers import int4_row_bytes
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
     In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored code times its head's scale.
+    An int4 cache (`fold`) holds bytes in the place of D numbers, whose format is `int4_cache.py`'s.
     The op set chooses the memory layout of `v` (`OpSet.values_by_dim`). A recurrent layer has a `state`; if it has no
     attention, it has the null block alone (B = 1).
     """
@@ -76,6 +78,7 @@ class LayerKV:
     v_scale: Tensor | None = None  # float32 [K]
     state: LayerState | None = None
     index: Tensor | None = None  # [B, 1, block_size, I]: the keys of sparse attention's index
+    fold: Tensor | None = None  # float32 [2, K, D], with an int4 cache (`int4_cache.fold_of`)
     whole: tuple[Tensor, ...] = ()
     """The tensors [blocks, …] that k and v are views of, with other numbers of blocks (`MixedLayout`)."""
 
@@ -86,7 +89,7 @@ class LayerKV:
     @property
     def latent(self) -> bool:
         """True if values are a part of the keys and are not written separately."""
-        return self.v.shape[3] < self.k.shape[3]
+        return self.v.shape[3] < self.k.shape[3] and self.fold is None
 
     @property
     def of_index(self) -> LayerKV:
@@ -102,10 +105,15 @@ def cache_tensors(
     new: Callable[[tuple[int, ...]], Tensor],
     *,
     values_by_dim: bool = False,
+    int4: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Makes `LayerKV`'s k and v for a layer; one number each without attention. `new` allocates tensors."""
+    """Makes `LayerKV`'s k and v for a layer; one number each without attention. `new` allocates tensors, of bytes if `int4`."""
     if attention is None:
         return new((1, 1, 1, 1)), new((1, 1, 1, 1))
+    if int4:
+        rows = int4_row_bytes(attention.head_dim)
+        k, v = (new((num_blocks, attention.num_kv_heads, block_size, n)) for n in rows)
+        return k, v
     shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
     k = new(shape)
     if isinstance(attention, LatentAttentionSpec):
@@ -129,12 +137,12 @@ def shared_caches(
     layers: Iterable[int],
     places: Sequence[int],
     new: Callable[[int], tuple[Tensor, Tensor]],
-    scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    scales: Sequence[tuple[Tensor, ...]] | None = None,
     state: Callable[[int], LayerState | None] = lambda layer: None,
     index: Callable[[int], Tensor | None] = lambda layer: None,
 ) -> list[LayerKV]:
-    """Makes the caches of `layers`, with an 8-bit cache's `scales`, and the states and index keys that `state` and `index`
-    make for a layer.
+    """Makes the caches of `layers`, with an 8-bit cache's `scales` or an int4 cache's folds, and the
+    states and index keys that `state` and `index` make for a layer.
 
     `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
     place share what `new` makes for the first of them.
@@ -145,7 +153,10 @@ def shared_caches(
     if scales is None:
         keys = (index(i) for i in held)
         return [LayerKV(k, v, state=s, index=x) for (k, v, s), x in zip(caches, keys, strict=True)]
-    return [LayerKV(k, v, *scale, s) for (k, v, s), scale in zip(caches, scales, strict=True)]
+    return [
+        LayerKV(k, v, *scale, state=s) if len(scale) == 2 else LayerKV(k, v, state=s, fold=scale[0])
+        for (k, v, s), scale in zip(caches, scales, strict=True)
+    ]
 
 
 def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:

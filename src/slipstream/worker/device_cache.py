@@ -32,10 +32,8 @@ class DeviceCache:
     dtype: str
     """Type of the model, and of the convolutions' last inputs."""
 
-    def shared(
-        self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None
-    ) -> list[LayerKV]:
-        """Zeroed keys and values of the layers, with an 8-bit cache's `scales` (`shared_caches`)."""
+    def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None) -> list[LayerKV]:
+        """Zeroed keys and values of the layers, with a rounded cache's `scales` (`shared_caches`)."""
         spec, dtype = self.spec, self.config.dtype
         if (layout := spec.mixed_layout) is not None:
             return self._mixed(layout, num_blocks, scales)
@@ -52,7 +50,7 @@ class DeviceCache:
         self,
         layout: MixedLayout,
         num_blocks: int,
-        scales: Sequence[tuple[Tensor, Tensor]] | None,
+        scales: Sequence[tuple[Tensor, ...]] | None,
     ) -> list[LayerKV]:
         """The same for layers whose keys differ in size."""
         values, size = self.platform.values, self.config.block_size
@@ -77,7 +75,7 @@ class DeviceCache:
         if scales is None:
             return made
         pairs = zip(made, scales, strict=True)
-        return [dataclasses.replace(kv, k_scale=k, v_scale=v) for kv, (k, v) in pairs]
+        return [dataclasses.replace(kv, k_scale=own[0], v_scale=own[1]) for kv, own in pairs]
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
         """Zeroed keys and values without scales, one tensor pair per layer that has its own."""
@@ -110,12 +108,14 @@ class DeviceCache:
         return index_tensor(attention, num_blocks, size, lambda shape: new(shape, dtype))
 
     def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
-        attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)
-        zeros = self.platform.zeros
+        int4 = name == "int4"
+        dtype = self.platform.values.dtype("uint8" if int4 else name)
+        attention, zeros = self.spec.layers[layer].attention, self.platform.zeros
         return cache_tensors(
             attention,
             num_blocks,
             self.config.block_size,
             lambda s: zeros(s, dtype),
             values_by_dim=self.ops.values_by_dim(dtype),
+            int4=int4,
         )
