@@ -277,6 +277,10 @@ def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> 
             any(group.kind == "cross" for group in spec.cache_groups),
             "attention to what an encoder read has none",
         ),
+        (
+            spec.mixed_layout is not None,
+            "layers with other sizes of keys share tensors, which 4 bits don't divide",
+        ),
     ):
         if wrong:
             raise ConfigError(

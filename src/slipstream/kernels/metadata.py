@@ -79,6 +79,8 @@ class LayerKV:
     state: LayerState | None = None
     index: Tensor | None = None  # [B, 1, block_size, I]: the keys of sparse attention's index
     fold: Tensor | None = None  # float32 [2, K, D], with an int4 cache (`int4_cache.fold_of`)
+    whole: tuple[Tensor, ...] = ()
+    """The tensors [blocks, …] that k and v are views of, with other numbers of blocks (`MixedLayout`)."""
 
     @property
     def block_size(self) -> int:
@@ -159,7 +161,9 @@ def shared_caches(
 
 def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
     """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
-    parts = ((layer.k, None if layer.latent else layer.v, layer.index) for layer in layers)
+    parts = (
+        layer.whole or (layer.k, None if layer.latent else layer.v, layer.index) for layer in layers
+    )
     return [x for own in parts for x in own if x is not None and len(x) > 1]
 
 
@@ -281,9 +285,10 @@ class AttentionMetadata:
         *,
         block_size: int,
         device: torch.device,
-        num_groups: int = 1,
+        scales: Sequence[int] = (1,),
     ) -> AttentionMetadata:
-        """Makes the metadata of one sequence, in blocks 1, 2, … which the groups take in turn.
+        """Makes the metadata of one sequence, in blocks 1, 2, … which the groups take in turn. There are as many `scales`
+        (`ModelSpec.block_scales`).
 
         Its tokens are start … start + num_tokens − 1. Those before are in the cache.
         """
@@ -293,7 +298,7 @@ class AttentionMetadata:
             start + num_tokens,
             block_size=block_size,
             device=device,
-            num_groups=num_groups,
+            scales=scales,
         )
 
     @classmethod
@@ -305,7 +310,7 @@ class AttentionMetadata:
         *,
         block_size: int,
         device: torch.device | None = None,
-        num_groups: int = 1,
+        scales: Sequence[int] = (1,),
         num_slots: int = 2,
     ) -> AttentionMetadata:
         """Makes `num_seqs` sequences of `length` tokens, the last `num_new` of them new.
@@ -320,20 +325,26 @@ class AttentionMetadata:
             torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device).view(
                 num_seqs, num_blocks
             )
-            * num_groups
+            * len(scales)
             + 1
         )
         positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)
         rows = torch.arange(num_seqs, device=device).repeat_interleave(num_new)
-        slots = own[rows, positions // block_size].long() * block_size + positions % block_size
+
+        def of_group(group: int) -> dict[str, Any]:
+            table = (own + group) * scales[group]
+            slots = (
+                table[rows, positions // block_size].long() * block_size + positions % block_size
+            )
+            return {"block_table": table, "slot_mapping": slots}
+
         first = cls(
             query_start_loc=torch.arange(
                 0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device
             ),
             seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=device),
-            block_table=own,
             positions=positions,
-            slot_mapping=slots,
+            **of_group(0),
             num_decodes=num_seqs if num_new == 1 else 0,
             max_query_len=num_new,
             max_seq_len=length,
@@ -345,10 +356,7 @@ class AttentionMetadata:
                 goes_on=num_new < length,
             ),
         )
-        others = (
-            dataclasses.replace(first, block_table=own + g, slot_mapping=slots + g * block_size)
-            for g in range(1, num_groups)
-        )
+        others = (dataclasses.replace(first, **of_group(g)) for g in range(1, len(scales)))
         return first.with_groups(*others)
 
 

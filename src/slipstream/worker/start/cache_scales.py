@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,15 +45,27 @@ def calibrated_scales(
 
 
 def single_sequence(
-    start: int, num_tokens: int, *, block_size: int, platform: Platform, num_groups: int = 1
+    start: int,
+    num_tokens: int,
+    *,
+    block_size: int,
+    platform: Platform,
+    scales: Sequence[int] = (1,),
 ) -> AttentionMetadata:
     """`AttentionMetadata.single_sequence` with a platform's values."""
     length, upload = start + num_tokens, platform.upload
-    blocks = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(num_groups)
+    blocks = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(len(scales))
     blocks += np.int32(1)
     positions = np.arange(start, length)
-    slots = blocks[0, positions // block_size].astype(np.int64) * block_size
-    slots += positions % block_size
+
+    def of_group(group: int) -> dict[str, Any]:
+        own = (blocks + np.int32(group)) * np.int32(scales[group])
+        slots = own[0, positions // block_size].astype(np.int64) * block_size
+        return {
+            "block_table": upload(own),
+            "slot_mapping": upload(slots + positions % block_size),
+        }
+
     first = AttentionMetadata(
         query_start_loc=upload(np.array([0, num_tokens], np.int32)),
         seq_lens=upload(np.array([length], np.int32)),
@@ -60,17 +73,9 @@ def single_sequence(
         num_decodes=int(num_tokens == 1),
         max_query_len=num_tokens,
         max_seq_len=length,
-        block_table=upload(blocks),
-        slot_mapping=upload(slots),
+        **of_group(0),
         from_start=start == 0,
         states=state_metadata([0, num_tokens], upload, slots=[1], goes_on=start > 0),
     )
-    others = (
-        dataclasses.replace(
-            first,
-            block_table=upload(blocks + np.int32(g)),
-            slot_mapping=upload(slots + g * block_size),
-        )
-        for g in range(1, num_groups)
-    )
+    others = (dataclasses.replace(first, **of_group(g)) for g in range(1, len(scales)))
     return first.with_groups(*others)

@@ -197,9 +197,8 @@ def _shares(
     block_size: int,
     ceilings: Ceilings,
 ) -> tuple[OperatorShare, ...]:
-    num_groups = len(step.spec.cache_groups)
     meta = AttentionMetadata.uniform(
-        num_seqs, num_new, length, block_size=block_size, num_groups=num_groups
+        num_seqs, num_new, length, block_size=block_size, scales=step.spec.block_scales
     )
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
     programs = step.programs
