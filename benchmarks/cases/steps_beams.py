@@ -72,6 +72,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         max_num_seqs=num_beams,
         num_blocks=num_beams * (args.prompt + args.answer + 32) // 16 + 2,
     )
+    scheduler.join(Beams())
     params = BeamSearchParams(
         beam_width=args.beams,
         max_tokens=args.answer,

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.make import make_scheduler
+from slipstream.core.participants.beams import Beams
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.shared_blocks import MIN_SHARED, shared_prefixes
@@ -243,6 +244,7 @@ class Engine:
     def __init__(self, config, depth: int = 1) -> None:
         self.now = 0.0
         self.scheduler = make_scheduler(**config, clock=lambda: self.now)
+        self.scheduler.join(Beams())
         self.worker, self.depth = Worker(config["cache"].groups), depth
         if (states := self.scheduler.kv.states) is not None:
             states.most_guesses = max(states.most_guesses, MAX_GUESSES)

@@ -1,7 +1,6 @@
-"""Admission policies: when waiting requests may join the running ones.
+"""Batches whose end the next one waits for: baselines for benchmarks of continuous batching.
 
-1. `inflight`: whenever there is room (continuous batching). This is the default. The other two are
-   baselines for benchmarks.
+1. `inflight`, the default: a request joins whenever there is room. There is no `Batched` then.
 2. `static`: all requests that wait while the engine is idle form a batch. No request joins until
    all of them have ended.
 3. `dynamic`: like `static`, but a batch starts only when it is full or its oldest request has
@@ -10,38 +9,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from slipstream.config import SchedulingConfig
 from slipstream.core.request import Request
-
-
-class AdmissionPolicy(Protocol):
-    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
-        """Return whether `request`, the first in the queue, may join now."""
-        ...
-
-    def admitted(self, request: Request) -> None: ...
-
-    def finished(self, request: Request) -> None: ...
-
-    def opens_at(self, oldest_arrival: float | None) -> float | None:
-        """Time at which a batch starts without any other event; None if never."""
-        ...
-
-
-class InFlightPolicy:
-    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
-        return True
-
-    def admitted(self, request: Request) -> None:
-        pass
-
-    def finished(self, request: Request) -> None:
-        pass
-
-    def opens_at(self, oldest_arrival: float | None) -> float | None:
-        return None
 
 
 class Batched:
@@ -60,6 +29,7 @@ class Batched:
         self._formed_at: float | None = None
 
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
+        """Return whether `request`, the first in the queue, may join now."""
         if request.request_id in self._members or request.spec.parent in self._members:
             return True
         if self._members and not num_running:
@@ -82,14 +52,15 @@ class Batched:
         self._members.discard(request.request_id)
 
     def opens_at(self, oldest_arrival: float | None) -> float | None:
+        """Time at which a batch starts without any other event; None if never."""
         if self._members or oldest_arrival is None or not self.window_s:
             return None
         return oldest_arrival + self.window_s
 
 
-def make_policy(config: SchedulingConfig) -> AdmissionPolicy:
+def make_policy(config: SchedulingConfig) -> Batched | None:
     if config.policy == "inflight":
-        return InFlightPolicy()
+        return None
     return Batched(
         config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0
     )

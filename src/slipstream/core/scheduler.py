@@ -49,7 +49,7 @@ that share a prompt stay on one rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import itemgetter
 from typing import TypeVar
@@ -59,7 +59,7 @@ from slipstream.core.block_pool import BlockPool
 from slipstream.core.block_store import BlockStore
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
-from slipstream.core.length import check_length
+from slipstream.core.length import Lengths
 from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
 from slipstream.core.policy import make_policy
@@ -129,7 +129,7 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         salt: str = "",
-        participants: Sequence[Participant] = (),
+        participants: Iterable[Participant] = (),
         guesses_ahead: bool = False,
         store: BlockStore | None = None,
         padded: Padding | None = None,
@@ -158,9 +158,11 @@ class Scheduler:
         self._guesses_ahead = guesses_ahead
         self._pipeline_steps = scheduling.pipeline_steps
         self._clock = clock
-        self.participants = participants
-        self.requests = RequestTable(self.kv, self.policy, participants)
-        self.in_flight = StepsInFlight(self.requests, participants, self._pace, clock)
+        self.participants = list(participants)
+        self.requests = RequestTable(self.kv, self.policy, self.participants)
+        self.in_flight = StepsInFlight(self.requests, self.participants, self._pace, clock)
+        step_tokens = scheduling.tokens_of_rank
+        self._lengths = Lengths(max_model_len, cache, step_tokens, self.pool.num_usable)
         self._outputs: list[EngineOutput] = []
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._prefix_queries = self._prefix_hits = 0
@@ -170,6 +172,11 @@ class Scheduler:
     def part(self, kind: type[P]) -> P:
         """The participant of the given class, which there must be."""
         return next(part for part in self.participants if isinstance(part, kind))
+
+    def join(self, part: Participant) -> None:
+        """Let a participant take part in the requests that are added from now on."""
+        part.requests = self.requests
+        self.participants.append(part)
 
     def add(self, spec: EngineRequest, *, held: bool = False) -> None:
         """Queue a request. A `held` one waits for `RequestTable.release`.
@@ -186,13 +193,7 @@ class Scheduler:
             raise EngineOverloadedError(
                 f"{self.num_waiting} requests are waiting already (max_queue); try again later"
             )
-        check_length(
-            spec,
-            self.max_model_len,
-            self.cache,
-            self.scheduling.tokens_of_rank,
-            self.pool.num_usable,
-        )
+        self._lengths.check(spec)
         self.requests.add(spec, held=held)
 
     def abort(
@@ -258,14 +259,16 @@ class Scheduler:
         """
         deadline = self.requests.next_deadline()
         times = [] if deadline is None else [deadline]
-        window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
+        if self.policy is not None:
+            window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
+            times += [] if window is None else [window]
         if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
             times.append(self._clock() + COPYING_S)
-        return min([*times, window]) if window is not None else min(times, default=None)
+        return min(times, default=None)
 
     def close(self) -> None:
         """Let go of the participants, which refer to the requests and to the executor. No other call comes after it."""
-        self.participants = self.requests.participants = self.in_flight.participants = ()
+        self.participants.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and what participants have kept of ended requests."""
@@ -470,9 +473,10 @@ class Scheduler:
                 if may is False and not self._pass_by(request, passed):
                     return
                 continue
-            counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
-            if not self.policy.admits(request, **counts, now=now):
-                return
+            if self.policy is not None:
+                counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
+                if not self.policy.admits(request, **counts, now=now):
+                    return
             holds = request.holds_blocks  # true for forks
             cached, computed = (
                 ([], request.num_computed_tokens) if holds else self._deal(step, request)

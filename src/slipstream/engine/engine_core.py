@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 from slipstream.config import EngineArgs
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.adapters import AdapterAdmission
-from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.prefix_cache import KEY_BYTES, announced_state
@@ -144,6 +143,7 @@ class EngineCore:
         if not any(type(listener) is kind for listener in self._listeners):
             joined = {type(listener) for listener in self._listeners} | {kind}
             self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)
+            next(x for x in self._listeners if type(x) is kind).joined()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class DecoderCore(EngineCore):
             speculation=config.speculation,
             drafts_ahead=config.drafts_ahead,
             max_adapters=0 if config.lora is None else config.lora.max_loras,
-            load_adapter=executor.load_adapter,
+            load_adapter=None if config.lora is None else executor.load_adapter,
             whole_images=spec.vision is not None and spec.vision.bidirectional is not None,
             store=executor.store,
             padded=padding(config, spec) if config.device.has_graphs else None,
@@ -363,8 +363,7 @@ class DecoderCore(EngineCore):
         self.grammars = Grammars(
             load_tokenizer, spec.vocab_size, lambda tokenizer: end_tokens(description, tokenizer)
         )
-        scheduler.part(ForcedTokens).find = self.grammars.forced
-        self._adapters = scheduler.part(AdapterAdmission)
+        self._adapters = None if config.lora is None else scheduler.part(AdapterAdmission)
         self._texts, self._searches = TextSequences(), BeamSearches()
         listeners = (
             MaskingGrammars(self.grammars, scheduler, executor),
@@ -407,10 +406,12 @@ class DecoderCore(EngineCore):
         self.grammars.load = load
 
     def load_adapter(self, lora: LoRARequest) -> None:
+        if self._adapters is None:
+            return super().load_adapter(lora)  # refuses it
         self._adapters.load(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:
-        if adapter_id not in self._adapters.in_use():
+        if self._adapters is None or adapter_id not in self._adapters.in_use():
             self.executor.unload_adapter(adapter_id)
 
     def listen_to_cache(self, *, on: bool) -> None:
@@ -420,7 +421,8 @@ class DecoderCore(EngineCore):
 
     def cache_identity(self) -> tuple[int, bytes, dict[str, bytes]]:
         root = self.scheduler.kv.root_key("", "")
-        return self.config.cache.block_size, root, self._adapters.roots
+        adapters = {} if self._adapters is None else self._adapters.roots
+        return self.config.cache.block_size, root, adapters
 
     def cached_keys(self) -> bytes:
         keys = dict.fromkeys(
