@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slipstream.beam_messages import LikeliestTokens
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.make import make_scheduler
@@ -27,22 +28,18 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.shared_blocks import MIN_SHARED, shared_prefixes
 from slipstream.core.step import FEW_REQUESTS, chunk_with_decodes
 from slipstream.errors import ContextLengthError, EngineOverloadedError
+from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs
+from slipstream.lora_request import LoRARequest
+from slipstream.text_messages import PooledVector, VectorOutput
 from slipstream.types import (
     STATES,
     EngineRequest,
     FinishReason,
-    LikeliestTokens,
-    LoRARequest,
-    PooledVector,
-    PromptLogprobs,
-    SampledLogprobs,
     SamplingParams,
     Share,
     SharedPrefix,
     StepPlan,
     StepResult,
-    TokenLogprobs,
-    VectorOutput,
 )
 from tests.core.configs import BLOCK, CROSS, FULL, config, window
 

@@ -16,7 +16,7 @@ import pytest
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine import async_llm, core_client
+from slipstream.engine import async_llm, core_client, core_operations
 from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
 from slipstream.engine.core_messages import (
     Abort,
@@ -33,7 +33,8 @@ from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
 from slipstream.stats import EngineStats
-from slipstream.types import FinishReason, TokenOutput, VectorOutput
+from slipstream.text_messages import VectorOutput
+from slipstream.types import FinishReason, TokenOutput
 from slipstream.worker.device import detect
 from tests import tiny_models
 from tests.waiting import PATIENCE_S
@@ -100,7 +101,8 @@ class World:
         self.now = 1000.0
         self.pauses: list[float] = []
         monkeypatch.setattr(async_llm, "ChildLink", SimpleNamespace(start=self._start_child))
-        monkeypatch.setattr(async_llm, "time", SimpleNamespace(monotonic=lambda: self.now))
+        for module in (async_llm, core_operations):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(async_llm.asyncio, "sleep", self._sleep)
 
     async def _start_child(self, args):
@@ -341,7 +343,7 @@ async def test_an_idle_engine_is_healthy_while_its_heart_beats(world):
         world.now += 1
         await world.stats(num_steps=5, last_step_age_s=9000.0)
         assert engine.health().ok
-    world.now += async_llm.STALL_S + 1
+    world.now += core_operations.STALL_S + 1
     assert engine.health().reason == "the engine process has said nothing for 61 s"
     await world.stats(num_steps=5)
     assert engine.health().ok

@@ -32,8 +32,8 @@ from slipstream.config.settings import (
     WeightsCache,
 )
 from slipstream.errors import OutOfMemoryError
+from slipstream.lora_request import LoRARequest
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
-from slipstream.types import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)

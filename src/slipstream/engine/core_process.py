@@ -20,40 +20,42 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.config import EngineArgs
 from slipstream.costs.hardware import bound_spinning
+from slipstream.engine.cache_watchers import CacheWatchers
 from slipstream.engine.core_messages import (
     Abort,
     Add,
     AddBeams,
     AddTexts,
-    Answered,
     Attach,
-    CacheEvents,
     Detach,
     GetStats,
-    KnowAdapters,
-    LoadAdapter,
     Outputs,
     Ready,
     Rejected,
-    Sleep,
     Start,
     Stats,
     Stop,
     ToChild,
     ToParent,
+)
+from slipstream.engine.operation_messages import (
+    Answered,
+    KnowAdapters,
+    LoadAdapter,
+    Sleep,
     UnloadAdapter,
     WakeUp,
     WatchCache,
 )
 from slipstream.engine.served_adapters import ServedAdapters
-from slipstream.errors import EngineAsleepError, RequestError, SlipstreamError
+from slipstream.engine.sleeping import Sleeper
+from slipstream.errors import EngineAsleepError, SlipstreamError
 from slipstream.start_messages import Failed, Phase
 from slipstream.stats import EngineStats
 from slipstream.types import EngineOutput
@@ -61,7 +63,7 @@ from slipstream.types import EngineOutput
 if TYPE_CHECKING:
     import zmq
 
-    from slipstream.engine.engine_core import Asleep, EngineCore
+    from slipstream.engine.engine_core import EngineCore
 
 WARM_S = 12.0
 """Seconds of a start that are spent on preparing sizes of steps at most. They suffice for some 200
@@ -91,12 +93,9 @@ class CoreProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToChild)
         self._core: EngineCore | None = None  # while it is awake
-        self._asleep: Asleep | None = None  # while it is not
-        self._to_sleep: list[tuple[int, Sleep]] = []  # the front ends that sent it
-        self._to_wake: list[tuple[int, WakeUp]] = []
+        self._sleeper = Sleeper(self._send)
         self._adapters = ServedAdapters(self._send)
-        self._cache_watchers: set[int] = set()
-        self._cache_event_number = 0  # the number of the last
+        self._cache_watchers = CacheWatchers(self._send)
         self._tending = (
             False  # blocks go on to the tiers below the device's cache while there are no requests
         )
@@ -122,11 +121,9 @@ class CoreProcess:
             start = self._receive(PARENT)
             if not isinstance(start, Start):
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
-            from slipstream.engine.engine_core import EngineCore
+            from slipstream.engine.asleep import build_core
 
-            self._core = EngineCore.build(
-                start.args, progress=lambda phase: self._send(Phase(phase))
-            )
+            self._core = build_core(start.args, progress=lambda phase: self._send(Phase(phase)))
             if (lora := self._core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self._send(Phase("graphs"))
@@ -159,9 +156,7 @@ class CoreProcess:
         self._ready.adapters = self._adapters.all
         self._ready.processes = (os.getpid(), *executor.processes)
         self._send_all(self._ready)
-        if self._cache_watchers:
-            core.listen_to_cache(on=True)
-            self._send_cache_events(whole_to=tuple(self._cache_watchers))
+        self._cache_watchers.begin(core)
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
@@ -171,7 +166,7 @@ class CoreProcess:
         gc.freeze()
         gc.disable()
         worked = False
-        while core.has_work or not self._to_sleep:
+        while core.has_work or not self._sleeper.to_sleep:
             if worked and not core.has_work:
                 gc.collect()
                 worked = False
@@ -184,32 +179,29 @@ class CoreProcess:
             if core.has_work:
                 self._deliver(core.step())
                 if self._cache_watchers:
-                    self._send_cache_events()
+                    self._cache_watchers.tell(core)
             self._report()
         return True
 
     def _sleep(self, args: EngineArgs) -> bool:
         """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
-        from slipstream.engine.engine_core import Asleep
-
-        assert self._core is not None
-        asked, self._to_sleep = self._to_sleep, []
-        self._asleep = asleep = Asleep(self._core, args, max(message.level for _, message in asked))
+        sleeper, core = self._sleeper, self._core
+        assert core is not None
         self._core = None
-        gc.unfreeze()
-        asleep.free()
+        asked = sleeper.fall_asleep(core, args)
+        del core  # only now can its memory be found unused
+        assert sleeper.asleep is not None
+        sleeper.asleep.free()
         self._send_all(self._stats())
         for number, message in asked:
             self._send(Answered(message.ticket), number)
-        while not self._to_wake:
+        while not sleeper.to_wake:
             if not self._take_messages():
                 return False
             self._report()
-        self._core, self._asleep = asleep.wake(), None
+        self._core = sleeper.wake()
         self._prepare()
-        woken, self._to_wake = self._to_wake, []
-        for number, question in woken:
-            self._send(Answered(question.ticket), number)
+        sleeper.answer_woken()
         return True
 
     def _take_messages(self) -> bool:
@@ -233,22 +225,6 @@ class CoreProcess:
             self._send_all(self._stats())
             self._last_report = now
 
-    def _send_cache_events(self, whole_to: Iterable[int] = ()) -> None:
-        """Send the changes of the prefix cache to the clients that watch it. Those in `whole_to`
-        get its whole content instead."""
-        core = self._core
-        assert core is not None
-        changes, states = core.cache_changes(), bool(core.config.cache.state_slots)
-        if changes is not None:
-            self._cache_event_number += 1
-            own = self._cache_event_number, *core.cache_identity()
-            for number in self._cache_watchers - set(whole_to):
-                self._send(CacheEvents(*own, *changes, has_states=states), number)
-        for number in whole_to:
-            own = self._cache_event_number, *core.cache_identity()
-            whole = CacheEvents(*own, core.cached_keys(), whole=True, has_states=states)
-            self._send(whole, number)
-
     def _stats(self, *, asked: bool = False) -> Stats:
         return Stats(
             self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked
@@ -270,7 +246,8 @@ class CoreProcess:
         """Milliseconds to wait for a message: 0 while steps can be made, else until the next
         wake-up or heartbeat."""
         core = self._core
-        if self._to_wake or (self._to_sleep and core is not None and not core.has_work):
+        sleeper = self._sleeper
+        if sleeper.to_wake or (sleeper.to_sleep and core is not None and not core.has_work):
             return 0
         if core is None or not core.has_work:
             return TEND_MS if self._tending else int(HEARTBEAT_S * 1000)
@@ -313,9 +290,9 @@ class CoreProcess:
         elif isinstance(message, GetStats):
             self._send(self._stats(asked=True), number)
         elif isinstance(message, Sleep):
-            self._take_sleep(message, number)
+            self._sleeper.take_sleep(core, message, number)
         elif isinstance(message, WakeUp):
-            self._take_wake_up(message, number)
+            self._sleeper.take_wake_up(core, message, number)
         elif isinstance(message, LoadAdapter | UnloadAdapter):
             try:
                 changed = self._adapters.change(self._awake(), message)
@@ -330,18 +307,14 @@ class CoreProcess:
         elif isinstance(message, KnowAdapters):
             self._adapters.know(number, message.version)
         elif isinstance(message, WatchCache):
-            (self._cache_watchers.add if message.on else self._cache_watchers.discard)(number)
-            if core is not None:
-                core.listen_to_cache(on=bool(self._cache_watchers))
-                if message.on:
-                    self._send_cache_events(whole_to=(number,))
+            self._cache_watchers.watch(core, number, on=message.on)
         elif isinstance(message, Attach):
             self._connect(message.number, f"ipc://{message.path}")
             self._send(self._ready, message.number)
             self._send(self._stats(), message.number)
         elif isinstance(message, Detach) and message.number in self._sockets:
             socket = self._sockets.pop(message.number)
-            self._cache_watchers.discard(message.number)
+            self._cache_watchers.forget(message.number)
             self._adapters.forget(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
@@ -354,34 +327,9 @@ class CoreProcess:
 
     def _awake(self) -> EngineCore:
         """The core, if it takes requests. EngineAsleepError otherwise."""
-        if self._core is None or self._to_sleep:
+        if self._core is None or self._sleeper.to_sleep:
             raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
         return self._core
-
-    def _take_sleep(self, message: Sleep, number: int) -> None:
-        from slipstream.engine.engine_core import Asleep
-
-        try:
-            if self._core is not None:
-                Asleep.check(self._core, message.level)
-                self._to_sleep.append((number, message))
-            elif self._asleep is not None and message.level > self._asleep.level:
-                raise RequestError(
-                    f"it sleeps at level {self._asleep.level}; wake it up first", field="level"
-                )
-            else:
-                self._send(Answered(message.ticket), number)
-        except RequestError as error:
-            self._send(Answered(message.ticket, error.message, field=error.field), number)
-
-    def _take_wake_up(self, message: WakeUp, number: int) -> None:
-        for other, sleep in self._to_sleep:
-            self._send(Answered(sleep.ticket, "it was woken before it slept"), other)
-        self._to_sleep.clear()
-        if self._core is None:
-            self._to_wake.append((number, message))
-        else:
-            self._send(Answered(message.ticket), number)
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

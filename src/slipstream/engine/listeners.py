@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from slipstream.beam_messages import LikeliestTokens
 from slipstream.core.participants.beams import Beams
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.pooled import TextSequences
@@ -20,7 +21,6 @@ from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    LikeliestTokens,
     StepOutput,
     StepPlan,
     TokenOutput,

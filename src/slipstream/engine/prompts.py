@@ -20,9 +20,10 @@ from slipstream.engine.vision.pictures import (
     with_pictures,
 )
 from slipstream.errors import ContextLengthError, RequestError
+from slipstream.media import AudioWindow
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.vision import VisionSpec
-from slipstream.types import AudioWindow, Prompt, SamplingParams
+from slipstream.types import Prompt, SamplingParams
 
 MAX_BORDERS = 2
 """Messages at whose beginnings a prompt's states are kept."""

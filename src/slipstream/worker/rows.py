@@ -27,12 +27,12 @@ import numpy.typing as npt
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
+from slipstream.media import ImageSpan
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
 from slipstream.types import (
     FROM_MODEL,
     STATES,
-    ImageSpan,
     NewRequest,
     SamplingParams,
     ScheduledRequest,
@@ -56,6 +56,7 @@ Want: TypeAlias = Literal[
     "vector",
     "grammar",
     "logprobs",
+    "prompt_logprobs",
     "draw",
     "penalties",
     "bias",
@@ -127,6 +128,7 @@ class Row:
         asked: dict[Want, object] = {
             "grammar": s.is_masked,
             "logprobs": s.logprobs is not None,
+            "prompt_logprobs": s.prompt_logprobs is not None,
             "draw": s.temperature > 0.0,
             "penalties": s.has_penalties,
             "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.speech,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.types import StepPlan, TextsPlan
+from slipstream.text_messages import TextsPlan
+from slipstream.types import StepPlan
 from slipstream.worker.packed_tables import upload_together
 from slipstream.worker.rows import IntArray, RowTable
 

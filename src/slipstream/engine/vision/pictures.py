@@ -41,6 +41,7 @@ from slipstream.engine.vision.picture_files import (
     measured,
 )
 from slipstream.errors import RequestError
+from slipstream.media import ImageSpan
 from slipstream.spec.vision import (
     MAX_RATIO,
     FixedSize,
@@ -56,7 +57,6 @@ from slipstream.spec.vision import (
     within_pixels,
     within_side,
 )
-from slipstream.types import ImageSpan
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,19 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import (
-    CACHES,
+from slipstream.kernels.cpu.arrays import (
     Array,
-    ThreadPool,
     address,
     address_or_null,
     lies_together,
-    load,
     row_bytes,
     type_name,
 )
+from slipstream.kernels.cpu.native import CACHES, load
 from slipstream.kernels.cpu.native_interface import GroupInputs, Job, LayerPointers, StepInputs
 from slipstream.kernels.cpu.packed import Packed, PackedExperts
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.states import LayerState
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.media import ImageSpan
 from slipstream.model.vision import ImageTower
 from slipstream.spec.vision import GridPositionSpec, VisionSpec
-from slipstream.types import ImageSpan, StepPlan
+from slipstream.types import StepPlan
 from slipstream.worker.packed_tables import upload
 from slipstream.worker.rows import IntArray, LongArray, RowTable
 
