@@ -97,10 +97,10 @@ TORCH_FREE = (
     *(*BASE, "core", "kernels.build", "evals.text", "engine.context", "compress.steps", "cli"),
     *(
         "kernels.layouts",
-        "kernels.recording",
+        "kernels.tracing.recording",
         "kernels.cpu.lowering",
         "kernels.cpu.program_emitter",
-        "kernels.token_shape",
+        "kernels.tracing.token_shape",
     ),
     *(
         "kernels.cpu.native",
@@ -109,7 +109,7 @@ TORCH_FREE = (
         "kernels.weights",
         "kernels.metadata",
         "kernels.cpu.programs",
-        "kernels.sampling",
+        "kernels.cpu.sampling",
         "kernels.cpu.host_ops",
     ),
     *("kernels.positions", "kernels.cpu.moe", "kernels.cpu.mla", "kernels.cpu.packed_file"),
@@ -387,8 +387,8 @@ def test_torch_free_modules_load_no_torch():
         "core.scheduler",
         "costs.memory",
         "config.resolver",
-        "spec.autotune_table",
-        "cli.serve",
+        "spec.devices.autotune_table",
+        "cli.serving.serve",
     ):
         assert f"slipstream.{module}" in modules
     assert (

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-IMPORTED = "slipstream.cli.run", "slipstream.engine.llm", "slipstream.worker.host_loading"
+IMPORTED = "slipstream.cli.answers.run", "slipstream.engine.llm", "slipstream.worker.host_loading"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

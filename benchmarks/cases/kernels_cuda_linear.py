@@ -18,7 +18,7 @@ import torch
 from slipstream.hub import tiles_folder
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.tuning import microseconds
-from slipstream.spec.autotune_table import load_tiles
+from slipstream.spec.devices.autotune_table import load_tiles
 from slipstream.spec.scheme import SCHEMES
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}

@@ -13,7 +13,7 @@ from slipstream.sampling_checks import SAMPLERS as SAMPLERS
 from slipstream.sampling_checks import (
     is_flag,
 )
-from slipstream.spec.speech_rules import SpeechRules as SpeechRules
+from slipstream.spec.media.speech_rules import SpeechRules as SpeechRules
 from slipstream.suggesting import suggesting_init
 
 

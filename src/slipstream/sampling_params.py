@@ -20,7 +20,7 @@ from slipstream.sampling_checks import (
     check_samplers,
     items_of,
 )
-from slipstream.spec.speech_rules import SpeechRules as SpeechRules
+from slipstream.spec.media.speech_rules import SpeechRules as SpeechRules
 from slipstream.suggesting import suggesting_init
 
 

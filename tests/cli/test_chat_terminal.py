@@ -16,8 +16,8 @@ import time
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli import chat
-from slipstream.cli.terminal import AnswerWriter
+from slipstream.cli.answers import chat
+from slipstream.cli.answers.terminal import AnswerWriter
 from tests.waiting import PATIENCE_S
 
 

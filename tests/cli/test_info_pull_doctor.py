@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.info import describe
+from slipstream.cli.library.info import describe
 from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
 from slipstream.costs.hardware import GpuInfo, HostInfo
 from slipstream.costs.memory import weights_bytes
 from slipstream.errors import install_command
 from slipstream.hub import tiles_folder
-from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.spec.description import read_spec
+from slipstream.spec.devices.autotune_table import (
+    Measured,
+    TileTable,
+    file_name,
+    load_tiles,
+    write_tiles,
+)
 from slipstream.worker.start import diagnosis
 from tests import tiny_models
 
@@ -267,7 +273,7 @@ def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
 
 def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
     monkeypatch.setattr("slipstream.costs.estimate.gpus", lambda: (GPU,))
-    monkeypatch.setattr("slipstream.cli.info.host_memory", lambda: (64 * 2**30, 32 * 2**30))
+    monkeypatch.setattr("slipstream.cli.library.info.host_memory", lambda: (64 * 2**30, 32 * 2**30))
     words = [
         "info",
         str(CONFIGS / "llama-3-8b"),

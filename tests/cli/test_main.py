@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -230,23 +231,15 @@ def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
 def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
-    others = {
-        "__init__",
-        "agent_options",
-        "answer",
-        "console",
-        "main",
-        "models",
-        "options",
-        "parser",
-        "running",
-        "terminal",
+    top, folder = "agent_options console main models options parser", Path(__path__[0])
+    others = {*top.split(), "answers.answer", "answers.terminal", "serving.running"}
+    paths = [f.relative_to(folder) for f in folder.rglob("*.py") if f.name != "__init__.py"]
+    files = {".".join(path.with_suffix("").parts) for path in paths}
+    modules = {module for module, _ in cli.VERBS.values()}
+    assert {m for m in modules if not m.startswith("bench")} == {
+        f for f in files - others if not f.startswith("bench.")
     }
-    files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
-    packages = {module.partition(".")[0] for module, _ in cli.VERBS.values() if "bench" in module}
-    assert packages == {"bench"}
-    modules = {module for module, _ in cli.VERBS.values() if not module.startswith("bench")}
-    assert modules == files - others
+    assert {m for m in modules if m.startswith("bench")} == {"bench", "bench.sweep"}
 
 
 def test_interrupt(fails_with):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from slipstream.cli.main import ArgumentParser, main
-from slipstream.cli.serve import server_settings
+from slipstream.cli.serving.serve import server_settings
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.web_guard import WebGuard
 from slipstream.server.operations.manifests import PORT, READY
@@ -61,7 +61,7 @@ def test_all_start_the_same_server(tmp_path):
     words = pod["containers"][0]["args"]
     assert words == composed["services"]["slipstream"]["command"]
     assert words[0] == "serve"
-    parsed = ArgumentParser(prog="slipstream serve", module="serve").parse_args(words[1:])
+    parsed = ArgumentParser(prog="slipstream serve", module="serving.serve").parse_args(words[1:])
     assert (parsed.model, parsed.max_model_len, parsed.tool_call_parser) == (
         "smollm2",
         4096,
@@ -92,7 +92,7 @@ def test_without_keys_a_server_is_reached_by_the_names_of_its_services(tmp_path)
     words = [word.replace("$(POD_NAMESPACE)", "prod") for word in container["args"]]
 
     def is_allowed(words, host):
-        parsed = ArgumentParser(prog="slipstream serve", module="serve").parse_args(words[1:])
+        parsed = ArgumentParser(prog="slipstream serve", module="serving.serve").parse_args(words[1:])
         return WebGuard(None, server_settings(parsed), has_keys=False).is_allowed(host)
 
     names = ("chat", "chat.prod", "chat.prod.svc", "chat.prod.svc.cluster.local", "llm.example")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.models import ago
-from slipstream.cli.running import began, register, running_servers
+from slipstream.cli.serving.running import began, register, running_servers
 from tests.hub_stand_in import StandIn
 from tests.waiting import PATIENCE_S
 

@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli import chat, run
-from slipstream.cli.answer import measure
+from slipstream.cli.answers import chat, run
+from slipstream.cli.answers.answer import measure
 from slipstream.cli.main import main
 from slipstream.outputs import CompletionOutput, RequestOutput, RequestTimes
 from slipstream.spec.description import read_spec
@@ -75,7 +75,7 @@ def test_a_picture_that_can_not_be_read_is_named_before_the_model_is_loaded(
     tiny_model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(
-        "slipstream.cli.answer.open_llm", lambda *_: pytest.fail("the model was loaded")
+        "slipstream.cli.answers.answer.open_llm", lambda *_: pytest.fail("the model was loaded")
     )
     (tmp_path / "cat.png").write_bytes(b"no picture")
     for name, why in (
@@ -262,7 +262,7 @@ def test_chat_over_the_context_keeps_the_history(llm, capsys):
 
 
 def test_chat_interrupt_keeps_what_came(llm, monkeypatch, capsys):
-    from slipstream.cli import answer
+    from slipstream.cli.answers import answer
 
     def interrupted(llm, prompt, sampling, write, **_):
         write("so far")
@@ -275,7 +275,7 @@ def test_chat_interrupt_keeps_what_came(llm, monkeypatch, capsys):
 
 
 def test_an_interrupt_cancels_the_request(llm):
-    from slipstream.cli.answer import stream_answer
+    from slipstream.cli.answers.answer import stream_answer
 
     def write(text):
         raise KeyboardInterrupt

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from slipstream.cli.main import main
-from slipstream.cli.serve import Banner
+from slipstream.cli.serving.serve import Banner
 from slipstream.config import DeviceInfo
 from slipstream.costs.memory import MemoryLedger
 from slipstream.hub import tiles_folder
-from slipstream.spec.autotune_table import Measured, file_name, load_tiles, read_tiles
+from slipstream.spec.devices.autotune_table import Measured, file_name, load_tiles, read_tiles
 from tests.costs.specs import CONFIGS
 
 GPU = DeviceInfo(

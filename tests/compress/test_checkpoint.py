@@ -106,7 +106,7 @@ def test_several_formats_are_mixed_precision_and_none_leaves_the_cache(names):
         "mixed-precision",
         {"group_0", "group_1"},
     )
-    from slipstream.spec.quantization_config import StoredFormats
+    from slipstream.spec.stored.quantization_config import StoredFormats
 
     cache = cache_config("fp8", "tensor")
     none = quantization_config(StoredFormats((), ()), cache)

@@ -32,7 +32,7 @@ from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.model.draft_heads import build_head
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
-from slipstream.spec.head_readers import read_head
+from slipstream.spec.drafts.head_readers import read_head
 from tests import tiny_models
 from tests.engine.test_speculation import SIZES
 from tests.model.harness import load

@@ -24,8 +24,8 @@ from slipstream.compress.recipe import PRESETS, Quantize, parse, preset
 from slipstream.compress.run import compress
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.spec.description import read_spec
-from slipstream.spec.quantization_config import COLUMNS_NAME
 from slipstream.spec.scheme import FORMATS
+from slipstream.spec.stored.quantization_config import COLUMNS_NAME
 from tests import tiny_models
 from tests.model.harness import load, run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core import proposer
-from slipstream.core.proposer import LookUp, PairIndex, RecentAnswers
+from slipstream.core.drafts import proposer
+from slipstream.core.drafts.proposer import LookUp, PairIndex, RecentAnswers
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config.forms import HeadDrafts, NgramDrafts, SuffixDrafts
-from slipstream.core.chains import Chains
+from slipstream.core.drafts.chains import Chains
+from slipstream.core.drafts.proposer import Proposal, Proposer
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.participants.speculation import LEVELS, Acceptance, Drafting, Speculation
-from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.step_times import (
     COUNTS,

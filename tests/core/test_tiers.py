@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.config.forms import MAX_DRAFTS
-from slipstream.core.tier_rates import RATE_AGE_S, Rates
-from slipstream.core.tiers import PROBE_BLOCKS
+from slipstream.core.tiers.rates import RATE_AGE_S, Rates
+from slipstream.core.tiers.tiers import PROBE_BLOCKS
 from slipstream.errors import ContextLengthError
 from slipstream.types import CacheHints, FinishReason
 from tests.core.configs import BLOCK, FULL, config, window

@@ -11,7 +11,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core import tiers
+from slipstream.core.tiers import tiers
 from slipstream.errors import ContextLengthError
 from slipstream.types import FinishReason, SamplingParams, Share
 from tests.core.configs import FULL, config, window

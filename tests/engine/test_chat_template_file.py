@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli import serve
+from slipstream.cli.serving import serve
 from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tool_formats import tool_format
 from slipstream.errors import ConfigError

@@ -19,7 +19,7 @@ from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.ops import OpSet
 from slipstream.model.draft_heads import target_ids
 from slipstream.spec.description import read_spec
-from slipstream.spec.head_readers import read_head
+from slipstream.spec.drafts.head_readers import read_head
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.draft.host_chain import head_scheme
 from tests import draft_heads, forked_ranks, mtp_layers, tiny_models

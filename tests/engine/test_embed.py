@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli.embed import cosine
+from slipstream.cli.answers.embed import cosine
 from slipstream.engine import pooled
 from slipstream.engine.texts import whole_numbers
 from slipstream.errors import (

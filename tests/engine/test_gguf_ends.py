@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.spec.gguf_ends import END_NAMES, end_tokens
+from slipstream.spec.stored.gguf_ends import END_NAMES, end_tokens
 from tests.data.make_tokens import write_gguf
 from tests.engine.test_tokenizer import GOLDEN
 

@@ -11,8 +11,8 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.config.forms import NgramDrafts
+from slipstream.core.drafts.proposer import LookUp, Proposal
 from slipstream.core.participants.speculation import Speculation
-from slipstream.core.proposer import LookUp, Proposal
 from slipstream.errors import ConfigError
 from tests import tiny_models
 

@@ -82,11 +82,13 @@ def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
 
 @pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_greedy_steps_end_in_graphs(drafts, tmp_path):
-    """They say what steps that end op by op say, which requests for log-probabilities make of them."""
+    """They say what steps that end op by op say, which a list of allowed tokens makes of them."""
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
     found = []
-    for logprobs in (None, 0):
-        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=logprobs)
+    for allowed in (None, list(range(tiny_models.VOCAB))):
+        sampling = SamplingParams(
+            temperature=0, max_tokens=40, ignore_eos=True, allowed_token_ids=allowed
+        )
         with make(tmp_path, speculative_config=drafts) as llm:
             ends, ran = llm.core.executor.runner.graphs._ends, []
             run = ends.run
@@ -99,8 +101,12 @@ def test_greedy_steps_end_in_graphs(drafts, tmp_path):
             found.append(
                 [o.outputs[0].token_ids for _ in range(2) for o in llm.generate(PROMPTS, sampling)]
             )
-            assert bool(ran) == (logprobs is None)
-            assert sum(tokens is None for tokens in ran) < len(ran) / 2 or not ran
+            ended_op_by_op = sum(tokens is None for tokens in ran)
+            if allowed is None:
+                assert ran
+                assert ended_op_by_op < len(ran) / 2
+            else:
+                assert ended_op_by_op == len(ran)
     assert found[0] == found[1]
 
 

@@ -38,7 +38,8 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     if family == "deepseek_v2" and kind.itemsize == 1:
         pytest.skip("latents have no cache of 8 bits")
     # Not at the top: tests/kernels imports it for Triton's interpreter.
-    from slipstream.kernels.triton import TritonOps, one_token
+    from slipstream.kernels.triton import TritonOps
+    from slipstream.kernels.triton.one_token import kernel as one_token
 
     monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", 256)
     steps.build(tmp_path, family)

@@ -1,4 +1,4 @@
-// `instructions.cu` for a CPU: the same functions, and the CUDA built-ins that `one_token.cu` calls. Each CUDA thread is
+// `instructions.cu` for a CPU: the same functions, and the CUDA built-ins that `one_token/kernel.cu` calls. Each CUDA thread is
 // a fiber that runs until it has to wait for others. Memory is sequentially consistent: races are not seen. Without a
 // seed, warps run in turn and copies arrive at once. With a seed, some warps sleep, their order changes each round, and
 // copies arrive late.

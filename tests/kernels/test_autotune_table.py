@@ -19,7 +19,8 @@ from slipstream.cli.main import main
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError
 from slipstream.kernels.triton.tuning import SEARCH, Trial, search, tune
-from slipstream.spec.autotune_table import (
+from slipstream.spec.description import read_spec
+from slipstream.spec.devices.autotune_table import (
     NO_TILES,
     OPS,
     SHIPPED,
@@ -31,7 +32,6 @@ from slipstream.spec.autotune_table import (
     read_tiles,
     write_tiles,
 )
-from slipstream.spec.description import read_spec
 from tests.costs.specs import CONFIGS
 
 DEVICE = "NVIDIA H200"

@@ -8,8 +8,8 @@ import torch
 
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.programs import RowDraws
+from slipstream.kernels.cpu.sampling import uniform
 from slipstream.kernels.cpu.thread_pool import ThreadPool
-from slipstream.kernels.sampling import uniform
 from tests.kernels.draws import (
     Wants,
     are_draws_of,

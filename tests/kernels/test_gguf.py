@@ -12,16 +12,16 @@ from slipstream.kernels.gguf_codes import FORMS
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton import gguf as kernels
+from slipstream.kernels.triton.products import gguf as kernels
 from slipstream.kernels.weights import BlockLinear, BlockRows, CodedLinear, JoinedLinear, Linear
 from slipstream.model.load.loader import load_model
 from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
-from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import GPU_BLOCK_BYTES
+from slipstream.spec.stored.gguf import TYPES
 from tests import tiny_models
 from tests.kernels.for_hopper import run_for_hopper
 from tests.model.harness import CPU, run
@@ -217,8 +217,8 @@ def test_model_in_mixed_types_has_the_logits_of_its_values(tmp_path, tied):
 
 
 PROGRAM = """
-import slipstream.kernels.triton.gguf as g
-from slipstream.kernels.triton.split_k import ArrivalCounters
+import slipstream.kernels.triton.products.gguf as g
+from slipstream.kernels.triton.products.split_k import ArrivalCounters
 
 g._linear_kernel = Compiled(g._linear_kernel)
 g.pdl_options = lambda _: {"PDL": True, "launch_pdl": True}

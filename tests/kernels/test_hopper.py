@@ -12,7 +12,7 @@ import torch
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.triton import gluon_support
 from slipstream.kernels.triton.attention import hopper
-from slipstream.spec.gpu_archs import gpu_arch
+from slipstream.spec.devices.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """

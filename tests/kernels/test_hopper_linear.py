@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels.triton import hopper_linear
+from slipstream.kernels.triton.products import hopper as hopper_linear
 from slipstream.kernels.weights import Linear, ScaledLinear
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
-import slipstream.kernels.triton.hopper_linear as h
-from slipstream.kernels.triton.split_k import ArrivalCounters
+import slipstream.kernels.triton.products.hopper as h
+from slipstream.kernels.triton.products.split_k import ArrivalCounters
 from slipstream.kernels.weights import Linear, Quantized, ScaledLinear
 
 h._skinny_gemm_kernel = Compiled(h._skinny_gemm_kernel)

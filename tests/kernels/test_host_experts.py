@@ -15,8 +15,8 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.cpu.unpack import unpack
-from slipstream.kernels.host_experts import MIN_COPIED, SLICE, HostExpertOps
-from slipstream.kernels.hot_experts import MAX_MOVES, best_moves
+from slipstream.kernels.experts.host import MIN_COPIED, SLICE, HostExpertOps
+from slipstream.kernels.experts.hot import MAX_MOVES, best_moves
 from slipstream.kernels.layouts import Experts
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.quantize import round_linear
@@ -73,7 +73,7 @@ def test_the_numbers_are_the_plain_models(tmp_path, family, num_layers):
 def test_longer_steps_than_the_shared_memory_holds_are_cut(tmp_path, monkeypatch):
     tiny_models.write(tmp_path, "qwen3_moe")
     wanted = run(load(tmp_path, kernels="cpu"), TOKENS)
-    monkeypatch.setattr("slipstream.kernels.host_experts.SLICE", 8)
+    monkeypatch.setattr("slipstream.kernels.experts.host.SLICE", 8)
     torch.testing.assert_close(
         run(on_host(tmp_path), TOKENS), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max())
     )

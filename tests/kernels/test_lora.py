@@ -22,7 +22,7 @@ from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.quantize import quantize_rows
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton import lora as kernel
+from slipstream.kernels.triton.products import lora as kernel
 from slipstream.kernels.weights import Linear
 from slipstream.spec.scheme import SCHEMES
 

@@ -14,13 +14,14 @@ from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.cpu.ops import NativeOps
-from slipstream.kernels.host_experts import HostExpertOps
+from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps, float4
+from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.experts import mxfp4
 from slipstream.kernels.triton.experts.mxfp4 import Tile
+from slipstream.kernels.triton.products import float4
 from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear
 from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of

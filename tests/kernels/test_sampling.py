@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels import logprobs, row_draw, sampling
+from slipstream.kernels.cpu import logprobs, row_draw, sampling
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, draw, uniform
 

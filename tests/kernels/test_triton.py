@@ -27,16 +27,25 @@ from slipstream.kernels.reference import (
     to_cache,
     uniform,
 )
-from slipstream.kernels.triton import TritonOps, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton import TritonOps, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import mla, mla_prefill
 from slipstream.kernels.triton.attention.paged import paged_attention
-from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
-from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
-from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
-from slipstream.kernels.triton.split_k import ArrivalCounters
+from slipstream.kernels.triton.products import dispatch as linear
+from slipstream.kernels.triton.products.dispatch import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
+from slipstream.kernels.triton.products.fp8_block import (
+    fp8_tile_linear,
+    fp8_tile_scaled_mm,
+    has_scaled_mm,
+)
+from slipstream.kernels.triton.products.int4_groupwise import (
+    dequantize_int4,
+    int4_gemv,
+    int4_linear,
+)
+from slipstream.kernels.triton.products.split_k import ArrivalCounters
 from slipstream.kernels.weights import Pair, Quantized
-from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
+from slipstream.spec.devices.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSilu, ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
 from tests.costs.specs import make_spec

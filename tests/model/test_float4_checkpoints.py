@@ -22,8 +22,8 @@ from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.load.loader import load_model
 from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
-from slipstream.spec.native_formats import is_product
 from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.stored.native_formats import is_product
 from tests import tiny_models
 from tests.model.harness import run
 from tests.model.test_compressed import check_cpu_holds, log_probabilities

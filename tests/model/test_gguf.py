@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slipstream.errors import CheckpointError
 from slipstream.kernels.arrays import to_tensor
 from slipstream.model.stored.gguf_quants import dequantize, dequantize_tensor
-from slipstream.spec.gguf import TYPES, GGUFFile
+from slipstream.spec.stored.gguf import TYPES, GGUFFile
 
 QUANTS = {t.name: number for number, t in TYPES.items()}
 
@@ -388,8 +388,8 @@ def test_counts_must_fit_into_the_file_with_their_entries(tmp_path: Path) -> Non
 def test_numbers_of_names_and_of_entries_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.spec.gguf._MAX_NAMES", 2)
-    monkeypatch.setattr("slipstream.spec.gguf._MAX_ENTRIES", 2)
+    monkeypatch.setattr("slipstream.spec.stored.gguf._MAX_NAMES", 2)
+    monkeypatch.setattr("slipstream.spec.stored.gguf._MAX_ENTRIES", 2)
     keys = [text(name) + struct.pack("<II", 4, 1) for name in "abc"]
     tensors = [entry(name) for name in "abc"]
     array = [text("a") + struct.pack("<IIQ", 9, 4, n) + bytes(4 * n) for n in (2, 3)]

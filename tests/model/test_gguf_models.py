@@ -19,13 +19,12 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps, PackedLinear
-from slipstream.kernels.host_experts import HostExpertOps
+from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.kernels.positions import rope_table
 from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
-from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.model import (
     LinearScaling,
     Llama3Scaling,
@@ -34,6 +33,7 @@ from slipstream.spec.model import (
     YarnScaling,
 )
 from slipstream.spec.parameters import parameters
+from slipstream.spec.stored.gguf import GGUFFile
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import CPU, Paged, is_program, load, run

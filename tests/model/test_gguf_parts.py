@@ -16,8 +16,8 @@ from slipstream.errors import CheckpointError
 from slipstream.hub import resolve_model
 from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import read_spec
-from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.gguf_parts import model_files, parts_of
+from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.gguf_parts import model_files, parts_of
 from tests.data.make_tokens import write_gguf
 from tests.engine.test_tokenizer import GOLDEN
 from tests.model.test_gguf import resident_kib

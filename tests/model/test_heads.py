@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.spec import safetensors
 from slipstream.spec.description import read_spec
-from slipstream.spec.safetensors import find_tensor, safetensors_files, same_numbers
+from slipstream.spec.stored import safetensors
+from slipstream.spec.stored.safetensors import find_tensor, safetensors_files, same_numbers
 from tests import tiny_models
 from tests.model.harness import load, run, written
 from tests.model.parallel_ranks import on_ranks

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.description import read_spec
-from slipstream.spec.quantization_config import read_quantization
+from slipstream.spec.stored.quantization_config import read_quantization
 from tests import tiny_models
 from tests.model.test_compressed import (
     AWQ_SIZES,

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.recording import RecordingOps, TracedKV, TracedMeta
+from slipstream.kernels.tracing.recording import RecordingOps, TracedKV, TracedMeta
 from slipstream.model.compile_step import compiled
 from slipstream.model.recurrent import build_recurrent
 from slipstream.model.step_program import CompiledOps

@@ -19,8 +19,14 @@ from slipstream.kernels.layouts import (
     QKVLayout,
 )
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.recording import TOKENS, NamedLinear, NamedWeight, RecordingOps, Value
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
+from slipstream.kernels.tracing.recording import (
+    TOKENS,
+    NamedLinear,
+    NamedWeight,
+    RecordingOps,
+    Value,
+)
 from slipstream.model.compile_step import compile_program
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.step_program import StepProgram

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import uvloop
 
-from slipstream.cli import serve as cli
+from slipstream.cli.serving import serve as cli
 from slipstream.config import EngineArgs
 from slipstream.frontend.control import Channel, Drain, ToSupervisor
 from slipstream.frontend.supervisor import Supervisor

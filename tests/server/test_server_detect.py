@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from slipstream.cli import serve as command
 from slipstream.cli.main import main
+from slipstream.cli.serving import serve as command
 from slipstream.fleet.detection import detector, signals
 from slipstream.fleet.detection.doctor import examine
 from slipstream.fleet.detection.server import ServerWatch

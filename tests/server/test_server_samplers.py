@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from slipstream.cli import serve
+from slipstream.cli.serving import serve
 from slipstream.errors import ConfigError
 
 TEXT = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True, "seed": 3}

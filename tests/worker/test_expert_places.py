@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.expert_rows import (
+from slipstream.kernels.experts.rows import (
     can_swap_outputs,
     expert_rows,
     layout,
@@ -21,7 +21,7 @@ from slipstream.kernels.expert_rows import (
     swap_rows,
 )
 from slipstream.kernels.select import select_ops
-from slipstream.kernels.triton.float4 import pack_float4
+from slipstream.kernels.triton.products.float4 import pack_float4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.layers import MoE
 from slipstream.platform import collectives, platform_of

@@ -24,8 +24,8 @@ from slipstream.model.stored.parts import (
     unpack_words,
 )
 from slipstream.spec.description import read_spec
-from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import FORMATS, WeightFormat
+from slipstream.spec.stored.quantization_config import StoredFormats
 from slipstream.worker.host_loading import HostLoaded
 from tests import tiny_models
 from tests.model import test_block_scales, test_cache_scales

@@ -14,9 +14,9 @@ import pytest
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError
 from slipstream.optimize import folder as folders
-from slipstream.spec.autotune_table import NO_TILES
 from slipstream.spec.description import read_spec
-from slipstream.spec.gpu_archs import DESCRIBED_GPUS
+from slipstream.spec.devices.autotune_table import NO_TILES
+from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 from slipstream.worker.device import detect
 from slipstream.worker.start.kernel_order import KernelOrder, kernel_key, read_manifest
 from tests import tiny_models
@@ -66,7 +66,7 @@ from slipstream.kernels.triton import rows, sampling
 from slipstream.kernels.triton.kernel_cache import holds, use_layers
 from slipstream.kernels.triton.variants import TargetDriver, compile_all, recording
 from slipstream.platform import platform_of
-from slipstream.spec.gpu_archs import DESCRIBED_GPUS
+from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 
 folder, capability = Path(sys.argv[1]), tuple(json.loads(sys.argv[2]))
 platform_of(torch.device("meta")).describe(DESCRIBED_GPUS[capability])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.kernels import samplers
+from slipstream.kernels.cpu import samplers
+from slipstream.kernels.cpu.row_draw import draw
+from slipstream.kernels.cpu.sampling import apply_bias, mask_logits
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.row_draw import draw
-from slipstream.kernels.sampling import apply_bias, mask_logits
 from slipstream.types import NewRequest, RequestFailure, SamplerState, ScheduledRequest, StepPlan
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable

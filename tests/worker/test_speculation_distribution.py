@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.core.proposer import LookUp, RecentAnswers
+from slipstream.core.drafts.proposer import LookUp, RecentAnswers
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.reference import (
     ReferenceOps,

@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.cli.answer import open_llm
-    from slipstream.cli.run import choose
+    from slipstream.cli.answers.answer import open_llm
+    from slipstream.cli.answers.run import choose
     from slipstream.engine.context import ContextSettings, PromptPart, compress, scorer
 
     model, text = choose(args.words, args.model_option, "compress-prompt")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, parts: list[PromptPart], after: str) -> AnswerChange:
-    from slipstream.cli.answer import open_llm
+    from slipstream.cli.answers.answer import open_llm
     from slipstream.engine.context import answer_change
 
     with open_llm(engine_args(args, model=args.compare, max_num_seqs=2)) as (llm, _):

@@ -23,7 +23,7 @@ from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.kernels.triton.tuning import Tuning
-    from slipstream.spec.autotune_table import TileTable
+    from slipstream.spec.devices.autotune_table import TileTable
 
 UNUSED = (
     "tokenizer",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.hub import machine_folder, tiles_folder
-    from slipstream.spec.autotune_table import file_name
+    from slipstream.spec.devices.autotune_table import file_name
     from slipstream.worker.device import detect
 
     settings = engine_args(args)
@@ -125,8 +125,8 @@ def tune_tiles(
     from slipstream.config import resolve
     from slipstream.hub import resolve_model, tiles_folder
     from slipstream.kernels.triton.tuning import tune_model
-    from slipstream.spec.autotune_table import load_tiles, read_tiles, write_tiles
     from slipstream.spec.description import read_spec
+    from slipstream.spec.devices.autotune_table import load_tiles, read_tiles, write_tiles
     from slipstream.spec.parallel import split_spec
 
     description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))

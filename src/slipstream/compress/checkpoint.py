@@ -30,11 +30,11 @@ from slipstream.model.save import new_folder, stored, write_config, write_tensor
 from slipstream.model.stored.packing import pack_words, tensor_numbers, unpack_words
 from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import ModelDescription, huggingface_config
-from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Transpose, parameters
-from slipstream.spec.quantization_config import StoredFormats
-from slipstream.spec.safetensors import weight_files
 from slipstream.spec.scheme import RowFormat, WeightFormat
+from slipstream.spec.stored.native_formats import is_product
+from slipstream.spec.stored.quantization_config import StoredFormats
+from slipstream.spec.stored.safetensors import weight_files
 
 
 class Names:

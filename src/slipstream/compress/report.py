@@ -28,8 +28,8 @@ from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
 from slipstream.files import write_whole
 from slipstream.hub import resolve_model
-from slipstream.spec.gguf_parts import parts_of
-from slipstream.spec.safetensors import weight_files
+from slipstream.spec.stored.gguf_parts import parts_of
+from slipstream.spec.stored.safetensors import weight_files
 from slipstream.worker.start.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"

@@ -45,7 +45,7 @@ from slipstream.model.load.weights import load_parameters
 from slipstream.platform import num_gpus
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parameters import parameters
-from slipstream.spec.quantization_config import COLUMNS_NAME, StoredFormats
+from slipstream.spec.stored.quantization_config import COLUMNS_NAME, StoredFormats
 
 Progress = Callable[[int, int], None]
 Windows = Sequence[Sequence[int]]

@@ -24,8 +24,8 @@ from slipstream.config.settings import (
 from slipstream.errors import ConfigError
 from slipstream.spec.host_experts import host_weights, mixtures
 from slipstream.spec.model import ClampedSilu, MoESpec, OwnActivation
-from slipstream.spec.native_formats import native_weight_bytes
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.stored.native_formats import native_weight_bytes
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription

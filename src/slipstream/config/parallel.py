@@ -16,9 +16,9 @@ from slipstream.config.forms import (
 )
 from slipstream.config.settings import DeviceInfo, EngineArgs, num_ranks, split_setting
 from slipstream.errors import ConfigError
-from slipstream.spec.gguf import TYPES
 from slipstream.spec.parallel import SplitUnits, check_split, even_stages
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.stored.gguf import TYPES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription

@@ -44,10 +44,10 @@ from slipstream.config.settings import (
 from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.cache import attention_depth, state_interval
-from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
+from slipstream.spec.devices.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.native_formats import is_product
 from slipstream.spec.scheme import GPU_BLOCK_BYTES, NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.stored.native_formats import is_product
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription

@@ -27,7 +27,6 @@ from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.block_store import BlockStore
 from slipstream.core.cache_value import ValueOrder
 from slipstream.core.prefix_cache import (
     KEY_BYTES,
@@ -42,7 +41,8 @@ from slipstream.core.request import Request, Status
 from slipstream.core.sessions import Session, Sessions
 from slipstream.core.states import StateSlots
 from slipstream.core.step import StepBuilder
-from slipstream.core.tiers import Tiers
+from slipstream.core.tiers.block_store import BlockStore
+from slipstream.core.tiers.tiers import Tiers
 from slipstream.types import StateMark, TableUpdate
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.config.forms import NO_DRAFTS, DraftSettings, SpeculationConfig
-from slipstream.core.block_store import BlockStore
 from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
 from slipstream.core.participants.base import Participant
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.participants.whole_images import WholeImages
 from slipstream.core.scheduler import Scheduler
+from slipstream.core.tiers.block_store import BlockStore
 from slipstream.costs.graph_sizes import Padding
 
 

@@ -56,7 +56,6 @@ from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
-from slipstream.core.block_store import BlockStore
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import Lengths
@@ -68,6 +67,7 @@ from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
 from slipstream.core.shared_blocks import shared_prefixes
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
+from slipstream.core.tiers.block_store import BlockStore
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.stats import SchedulerStats

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.costs.memory import weights_bytes
 from slipstream.costs.operators import attention_bytes, attention_operations, products, window_of
-from slipstream.spec.safetensors import weight_bytes
 from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.stored.safetensors import weight_bytes
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription

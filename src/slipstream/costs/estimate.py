@@ -35,13 +35,13 @@ from slipstream.costs.memory import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.draft_heads import HeadDescription, LayeredSpec
-from slipstream.spec.drafts import check_draft_model
+from slipstream.spec.drafts.heads import HeadDescription, LayeredSpec
+from slipstream.spec.drafts.models import check_draft_model
+from slipstream.spec.drafts.mtp import read_mtp
 from slipstream.spec.host_experts import host_weights
-from slipstream.spec.mtp import read_mtp
-from slipstream.spec.native_formats import native_weight_bytes
 from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.stored.native_formats import native_weight_bytes
 
 
 def bytes_by_part(

@@ -15,10 +15,10 @@ from slipstream.spec.adapter_slots import ALONE, SlotLayout
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
-from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parallel import COPIED_SUMS_FROM, Shard
 from slipstream.spec.parameters import Shape, keeps_float32, parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
+from slipstream.spec.stored.native_formats import native_group_size
 
 
 def part_of(name: str) -> str:

@@ -22,7 +22,7 @@ from slipstream.engine.vision.pictures import (
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.media import AudioWindow
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.vision import VisionSpec
+from slipstream.spec.media.vision import VisionSpec
 from slipstream.types import Prompt, SamplingParams
 
 MAX_BORDERS = 2

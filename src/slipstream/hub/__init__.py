@@ -25,8 +25,14 @@ from slipstream.hub.datasets import read_objects, read_sharegpt
 from slipstream.hub.names import DEFAULT_MODEL, TABLE, HubModel, named, parse_name
 from slipstream.hub.packages import Packaged, fetch_package
 from slipstream.hub.store import HubStore, choose_quant, megabytes, quants
-from slipstream.spec.gguf_parts import model_files, parts_of
-from slipstream.spec.safetensors import INDEX_NAME, OTHERS, SINGLE_NAME, own_names, weight_map
+from slipstream.spec.stored.gguf_parts import model_files, parts_of
+from slipstream.spec.stored.safetensors import (
+    INDEX_NAME,
+    OTHERS,
+    SINGLE_NAME,
+    own_names,
+    weight_map,
+)
 
 if TYPE_CHECKING:
     from slipstream.hub.client import HubClient, Repository

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from slipstream.errors import CheckpointError, DownloadError
 from slipstream.hub.names import HubModel, quant_of
-from slipstream.spec.gguf import TYPES
-from slipstream.spec.gguf_parts import parts_of
-from slipstream.spec.safetensors import weight_files
+from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.gguf_parts import parts_of
+from slipstream.spec.stored.safetensors import weight_files
 
 MEMORY_SHARE = 0.8
 """Share of the memory that the weights of an automatically chosen GGUF file may take."""

@@ -55,7 +55,7 @@ class CodeForm:
 
     @property
     def bytes_of_256(self) -> int:
-        """Bytes of 256 values on a GPU (`kernels.triton.gguf`)."""
+        """Bytes of 256 values on a GPU (`kernels.triton.products.gguf`)."""
         each = 2 if self.scales == "halves" else 1
         factors = each * (256 // self.group) * (2 if self.mins and self.scales != "nibbles" else 1)
         return 32 * self.bits + factors + 4 * self.shares_d

@@ -8,7 +8,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import platform_of
-from slipstream.spec.autotune_table import NO_TILES, TileTable
+from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
 
 
 def select_ops(

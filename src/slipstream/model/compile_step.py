@@ -15,7 +15,7 @@ from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.program_emitter import ProgramEmitter
 from slipstream.kernels.cpu.programs import LinearProgram
 from slipstream.kernels.cpu.thread_pool import ThreadPool
-from slipstream.kernels.recording import Op, Value
+from slipstream.kernels.tracing.recording import Op, Value
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import CompiledOps, Floats, StepProgram
 from slipstream.model.trace import SPLIT, STREAMED, lowered_part, trace, trace_encoder

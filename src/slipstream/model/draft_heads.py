@@ -1,6 +1,6 @@
 """Draft heads, which propose tokens for a loaded model.
 
-`spec.draft_heads` describes them; `draft_loader` and `host_head` load them. A head that continues
+`spec.drafts.heads` describes them; `draft_loader` and `host_head` load them. A head that continues
 from its own states computes a *pair* at each position: the model's state at a token, and the token
 after it. It returns the state from which the next token is drawn, and the state that the next pair
 takes in place of the model's.
@@ -24,7 +24,7 @@ from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
+from slipstream.kernels.tracing.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.compile_step import compiled
@@ -33,7 +33,7 @@ from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, wh
 from slipstream.model.load.loaded import tensor_bytes
 from slipstream.model.step_program import CompiledOps, Floats
 from slipstream.model.vocabulary import Vocabulary
-from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
+from slipstream.spec.drafts.heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import Scheme

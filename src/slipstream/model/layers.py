@@ -3,7 +3,7 @@ are all made from them.
 
 1. Nothing here imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or
    `unflatten` of values. So the same code runs on tensors and on the symbolic values of
-   `kernels.recording`.
+   `kernels.tracing.recording`.
 2. The residual is passed next to the activations, so that each addition is fused with the norm
    after it. `pending` is a result that is not yet added to the residual.
 

@@ -1,7 +1,7 @@
 """Runs all layers of a one-token step as one kernel.
 
 That needs an op set with such a kernel (`OpSet.one_token`), and layers that fit it
-(`kernels.token_shape`).
+(`kernels.tracing.token_shape`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import LayerTensors, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.token_shape import OTHER_RANK, LayerMatch, match_layers
+from slipstream.kernels.tracing.token_shape import OTHER_RANK, LayerMatch, match_layers
 from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from slipstream.kernels.layouts import NormParams
-from slipstream.kernels.recording import NamedWeight
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -23,6 +22,7 @@ from slipstream.kernels.states import (
     Mamba2Params,
     MambaParams,
 )
+from slipstream.kernels.tracing.recording import NamedWeight
 from slipstream.spec.model import (
     GatedDeltaSpec,
     LightningSpec,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from slipstream.kernels.cpu.lowering import DryEmitter, lower, refusal
-from slipstream.kernels.recording import (
+from slipstream.kernels.tracing.recording import (
     TOKENS,
     NamedWeight,
     Op,
@@ -21,7 +21,7 @@ from slipstream.kernels.recording import (
     TracedMeta,
     Value,
 )
-from slipstream.kernels.token_shape import match_layers, ranks_refusal, size_refusal
+from slipstream.kernels.tracing.token_shape import match_layers, ranks_refusal, size_refusal
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers
 from slipstream.spec.model import ModelSpec

@@ -1,4 +1,4 @@
-"""Runs an image encoder (`spec/vision.py`): pictures → the embeddings of their tokens. Uses torch
+"""Runs an image encoder (`spec/media/vision.py`): pictures → the embeddings of their tokens. Uses torch
 and the decoder's op set.
 
 Each product and norm goes through the op set. The steps between them (patches of pixels, positions,
@@ -29,8 +29,7 @@ from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
 from slipstream.model.layers import normed
-from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, OwnActivation
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     CLIPPED,
     AxialRopeSpec,
     AxisPositionSpec,
@@ -44,6 +43,7 @@ from slipstream.spec.vision import (
     ScaledPoolConnector,
     VisionSpec,
 )
+from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, OwnActivation
 
 LongArray = npt.NDArray[np.int64]
 
@@ -90,7 +90,7 @@ class Clamped:
 
     @classmethod
     def of(cls, linear: Linear, bounds: Tensor, rows: Sequence[int]) -> Clamped:
-        """`bounds` [n, 4] are those of n products of `rows` each (`spec.vision.BOUNDS`)."""
+        """`bounds` [n, 4] are those of n products of `rows` each (`spec.media.vision.BOUNDS`)."""
         counts = torch.tensor(rows, device=bounds.device)
         low, high = (bounds[:, i].repeat_interleave(counts) for i in (2, 3))
         inputs = list[tuple[float, float, slice]]()

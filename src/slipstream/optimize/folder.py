@@ -30,7 +30,7 @@ from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, EngineError
 from slipstream.files import writing
 from slipstream.hub import resolve_model
-from slipstream.spec.gpu_archs import DESCRIBED_GPUS, DescribedGpu
+from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS, DescribedGpu
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.start.kernel_order import (
     KERNEL_COMMAND,

@@ -8,8 +8,8 @@ uses `torch.cuda`.
     collectives.py  sums and collections over several processes
     peer_copies.py  sums of two GPUs that overlap with their products
 
-The features of GPU architectures and CPU instruction sets are data: `spec/gpu_archs.py`,
-`spec/cpu_isas.py`.
+The features of GPU architectures and CPU instruction sets are data: `spec/devices/gpu_archs.py`,
+`spec/devices/cpu_isas.py`.
 
 A new kind of device is one more subclass of `Platform` and one line in `platform_of`. Importing
 this package imports no torch.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.spec.gpu_archs import GpuArch
+from slipstream.spec.devices.gpu_archs import GpuArch
 
 if TYPE_CHECKING:
     import torch

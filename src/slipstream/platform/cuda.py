@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.errors import OutOfMemoryError
 from slipstream.platform.base import Event, Graph, Platform
 from slipstream.platform.tensors import Tensors
-from slipstream.spec.gpu_archs import GpuArch, gpu_arch
+from slipstream.spec.devices.gpu_archs import GpuArch, gpu_arch
 
 
 class CudaPlatform(Platform):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from slipstream.costs.hardware import host_memory
 from slipstream.platform.base import Event, Platform, Values
-from slipstream.spec.gpu_archs import HOPPER_SHARED_BYTES, INTERPRETER
+from slipstream.spec.devices.gpu_archs import HOPPER_SHARED_BYTES, INTERPRETER
 
 if TYPE_CHECKING:
     from torch import Tensor

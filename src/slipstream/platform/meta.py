@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.platform.base import Event, Graph, Platform
 from slipstream.platform.tensors import Tensors
-from slipstream.spec.gpu_archs import DescribedGpu, gpu_arch
+from slipstream.spec.devices.gpu_archs import DescribedGpu, gpu_arch
 
 
 class MetaValues(Tensors):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from slipstream.config.forms import DraftSettings
+from slipstream.core.drafts.proposer import Proposal, Proposer
 from slipstream.core.participants.speculation import Speculation
-from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.costs.step_cost import Label, StepCost, StepCounts, attention_pairs, worst
 from slipstream.errors import ConfigError

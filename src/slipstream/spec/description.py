@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
-from slipstream.spec.audio import SpeechSpec, read_speech
 from slipstream.spec.families import find_family, find_gguf_family, is_base
 from slipstream.spec.families.base import (
     GGUF_FREQUENCIES,
@@ -25,11 +24,9 @@ from slipstream.spec.families.base import (
     Family,
 )
 from slipstream.spec.families.names import canonical
-from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.gguf_ends import end_tokens
-from slipstream.spec.gguf_parts import model_files
+from slipstream.spec.media.audio import SpeechSpec, read_speech
+from slipstream.spec.media.vision import ImageProcessing
 from slipstream.spec.model import ModelSpec
-from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Placement, Shape, parameters
 from slipstream.spec.pooling import (
     CONFIG_KEYS,
@@ -39,16 +36,19 @@ from slipstream.spec.pooling import (
     gguf_pooling,
     read_pooling,
 )
-from slipstream.spec.quantization_config import (
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
+from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.gguf_ends import end_tokens
+from slipstream.spec.stored.gguf_parts import model_files
+from slipstream.spec.stored.native_formats import native_formats, rounds
+from slipstream.spec.stored.quantization_config import (
     COLUMNS_NAME,
     MODELOPT_CONFIG,
     StoredQuantization,
     read_quantization,
     with_columns,
 )
-from slipstream.spec.safetensors import find_tensor, same_numbers, tensor_names, weight_files
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
-from slipstream.spec.vision import ImageProcessing
+from slipstream.spec.stored.safetensors import find_tensor, same_numbers, tensor_names, weight_files
 
 
 @dataclass(frozen=True, slots=True)

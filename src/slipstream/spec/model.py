@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.spec.audio import AudioSpec as AudioSpec
 from slipstream.spec.cache import CacheGroup as CacheGroup
 from slipstream.spec.cache import group_layers
 from slipstream.spec.cache import longest_sequence as longest_sequence
@@ -45,6 +44,8 @@ from slipstream.spec.layers import SharedExpertSpec as SharedExpertSpec
 from slipstream.spec.layers import StreamsSpec as StreamsSpec
 from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
+from slipstream.spec.media.audio import AudioSpec as AudioSpec
+from slipstream.spec.media.vision import VisionSpec as VisionSpec
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
 from slipstream.spec.positions import DisentangledSpec as DisentangledSpec
@@ -65,7 +66,6 @@ from slipstream.spec.recurrent import MambaSpec as MambaSpec
 from slipstream.spec.recurrent import RecurrentSpec as RecurrentSpec
 from slipstream.spec.recurrent import ShortConvSpec as ShortConvSpec
 from slipstream.spec.recurrent import state_bytes
-from slipstream.spec.vision import VisionSpec as VisionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.files import parse_json
-from slipstream.spec.safetensors import file_shapes, find_tensor
+from slipstream.spec.stored.safetensors import file_shapes, find_tensor
 
 DenseActivation: TypeAlias = Literal["identity", "tanh", "relu", "sigmoid"]
 

@@ -102,7 +102,7 @@ def _described(capability: int) -> DeviceInfo:
 
     from slipstream.platform import platform_of
     from slipstream.platform.meta import MetaPlatform
-    from slipstream.spec.gpu_archs import DESCRIBED_GPUS
+    from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 
     gpu = platform_of(torch.device("meta"))
     assert isinstance(gpu, MetaPlatform)

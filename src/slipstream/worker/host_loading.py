@@ -17,7 +17,7 @@ from slipstream.model.load.host_model import load_host_model
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.draft_heads import HeadDescription
+from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered
 from slipstream.worker.forward.forward_paths import load_refusal
 from slipstream.worker.forward.host_forwards import HostForwards

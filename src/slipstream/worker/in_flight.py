@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.logprobs import unpacked_logprobs
+from slipstream.kernels.cpu.logprobs import unpacked_logprobs
 from slipstream.logprob_messages import SampledLogprobs
 from slipstream.text_messages import PooledVector, TextVectors
-from slipstream.types import Extra, Plan, StepResult
+from slipstream.types import (
+    Extra,
+    Plan,
+    StepResult,
+)
 from slipstream.worker.draft.verification import verified
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.sampling.draws import BestLogprobs

@@ -28,8 +28,8 @@ from slipstream.model.load.dense import read_dense
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.draft_heads import HeadDescription
-from slipstream.spec.drafts import check_draft_model
+from slipstream.spec.drafts.heads import HeadDescription
+from slipstream.spec.drafts.models import check_draft_model
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.pooling import DenseStep
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES

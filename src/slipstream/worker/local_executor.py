@@ -13,8 +13,8 @@ from functools import partial
 from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import AdapterError
 from slipstream.lora_request import LoRARequest
-from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
 from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.types import Plan, StepTime, TokenMask
 from slipstream.worker.base import Executor, Launched

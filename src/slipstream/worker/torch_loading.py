@@ -26,9 +26,9 @@ from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import hash_triton
 from slipstream.spec.adapter_slots import ALONE
-from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.draft_heads import HeadDescription
+from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
+from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.experts.host import LoadFollower, settle_experts, with_host_experts
 from slipstream.worker.experts.load import ExpertLoad

@@ -50,7 +50,7 @@ from slipstream.model.draft_heads import as_model
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec
+from slipstream.spec.drafts.heads import LayeredSpec, MedusaSpec
 from slipstream.spec.model import RopeSpec
 
 if TYPE_CHECKING:

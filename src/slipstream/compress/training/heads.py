@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from slipstream.kernels.positions import rope_table
 from slipstream.model.draft_heads import as_model
 from slipstream.model.sequences import register
-from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec, default_aux_layers
+from slipstream.spec.drafts.heads import LayeredSpec, MedusaSpec, default_aux_layers
 from slipstream.spec.families.builders import HeadCounts, attention
 from slipstream.spec.model import (
     AttentionSpec,

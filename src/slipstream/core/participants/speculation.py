@@ -12,7 +12,7 @@ With `num_speculative_tokens="auto"`, the choice maximises the expected tokens p
 2. Step times are measured by number of sequences and tokens (`StepCosts`), on a GPU also before the
    first request.
 3. Drafts are added in order of falling survival. Drafts of a model are added one position of all
-   requests at a time (`core/chains.py`). The number with the most tokens per second is taken, if it
+   requests at a time (`core/drafts/chains.py`). The number with the most tokens per second is taken, if it
    beats a step without drafts.
 
 A step without drafts may be scheduled before the previous step's tokens are known. A step with
@@ -38,9 +38,9 @@ from slipstream.config.forms import (
     NgramDrafts,
     SuffixDrafts,
 )
-from slipstream.core.chains import Chains
+from slipstream.core.drafts.chains import Chains
+from slipstream.core.drafts.proposer import LookUp, Proposal, Proposer, RecentAnswers
 from slipstream.core.participants.base import Participant
-from slipstream.core.proposer import LookUp, Proposal, Proposer, RecentAnswers
 from slipstream.core.request import Request
 from slipstream.core.step_times import (
     MARGIN,

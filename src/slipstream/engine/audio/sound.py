@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import RequestError
-from slipstream.spec.audio import SAMPLE_RATE
+from slipstream.spec.media.audio import SAMPLE_RATE
 
 Samples: TypeAlias = npt.NDArray[np.float32]
 

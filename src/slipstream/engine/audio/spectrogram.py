@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.audio.sound import Samples
-from slipstream.spec.audio import HOP, SAMPLE_RATE, WINDOW
+from slipstream.spec.media.audio import HOP, SAMPLE_RATE, WINDOW
 
 FRAMES_AT_ONCE = 3000
 LOWEST = 1e-10

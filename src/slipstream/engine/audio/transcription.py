@@ -24,9 +24,15 @@ from slipstream.errors import RequestError
 from slipstream.media import AudioWindow
 from slipstream.outputs import PositionLogprobs, TranscriptionOutput, TranscriptionSegment
 from slipstream.sampling_params import MAX_LOGPROBS, SamplingParams
-from slipstream.spec.audio import FRAMES_PER_STATE, SAMPLE_RATE, STATE_S, AudioSpec, SpeechSpec
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.speech_rules import SpeechRules
+from slipstream.spec.media.audio import (
+    FRAMES_PER_STATE,
+    SAMPLE_RATE,
+    STATE_S,
+    AudioSpec,
+    SpeechSpec,
+)
+from slipstream.spec.media.speech_rules import SpeechRules
 from slipstream.types import Prompt
 
 Task: TypeAlias = Literal["transcribe", "translate"]

@@ -26,9 +26,9 @@ from slipstream.engine.text.tokenizer_parts import (
     reading,
 )
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.gguf_ends import DEFAULT_EOS, END_NAMES, NUMBERED, end_tokens
-from slipstream.spec.gguf_parts import model_files
+from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.gguf_ends import DEFAULT_EOS, END_NAMES, NUMBERED, end_tokens
+from slipstream.spec.stored.gguf_parts import model_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from slipstream.engine.text.tokenizer_parts import (
 )
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.gguf_parts import model_files
+from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.gguf_parts import model_files
 
 
 class Tokenizer:

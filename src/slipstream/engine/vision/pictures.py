@@ -42,7 +42,7 @@ from slipstream.engine.vision.picture_files import (
 )
 from slipstream.errors import RequestError
 from slipstream.media import ImageSpan
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     MAX_RATIO,
     FixedSize,
     ImageProcessing,

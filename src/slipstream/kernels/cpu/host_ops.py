@@ -37,7 +37,7 @@ from slipstream.kernels.cpu.row_sampler import RowSampler
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
-from slipstream.spec.cpu_isas import CPU_ISAS
+from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, Scheme
 

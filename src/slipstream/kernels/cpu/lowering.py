@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import norm_parts
-from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.tracing.recording import Op, Refused, Value
 from slipstream.spec.model import Activation, ClampedSilu, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 

@@ -25,7 +25,7 @@ from slipstream.kernels.cpu.native_interface import SIGNATURES
 from slipstream.kernels.cpu.native_interface import GroupInputs as GroupInputs
 from slipstream.kernels.cpu.native_interface import Job as Job
 from slipstream.kernels.cpu.native_interface import StepInputs as StepInputs
-from slipstream.spec.cpu_isas import CPU_ISAS
+from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import (
     Activation,
     ClampedSilu,

@@ -38,8 +38,8 @@ from slipstream.kernels.layouts import (
     NormParams,
     QKVLayout,
 )
-from slipstream.kernels.recording import Refused
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
+from slipstream.kernels.tracing.recording import Refused
 from slipstream.spec.model import Activation
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import NativeLinear
+from slipstream.kernels.cpu.sampling import array, uniform
 from slipstream.kernels.cpu.thread_pool import ThreadPool
-from slipstream.kernels.sampling import array, uniform
 
 if TYPE_CHECKING:
     from slipstream.kernels.metadata import SamplingTensors

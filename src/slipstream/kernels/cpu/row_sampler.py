@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.kernels import logprobs, sampling
+from slipstream.kernels.cpu import logprobs, sampling
 from slipstream.kernels.cpu.programs import Argmax, RowDraws
+from slipstream.kernels.cpu.row_draw import Floats, Longs
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.row_draw import Floats, Longs
 
 
 class RowSampler:

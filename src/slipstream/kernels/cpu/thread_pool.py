@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import instruction_sets, isa_names, load
-from slipstream.spec.cpu_isas import CPU_ISAS
+from slipstream.spec.devices.cpu_isas import CPU_ISAS
 
 
 class ThreadPool:

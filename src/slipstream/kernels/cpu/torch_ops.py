@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import sampling
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
+from slipstream.kernels.cpu import sampling
 from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout

@@ -26,23 +26,7 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.triton import (
-    drawing,
-    float4,
-    fp8_block,
-    gguf,
-    int4_groupwise,
-    linear,
-    lora,
-    one_token,
-    penalties,
-    pointwise,
-    rank_sums,
-    rows,
-    sampling,
-    sparse24,
-    split_k,
-)
+from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling
 from slipstream.kernels.triton.attention import (
     bidirectional,
     disentangled,
@@ -55,6 +39,17 @@ from slipstream.kernels.triton.attention import (
 from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.experts import moe
+from slipstream.kernels.triton.one_token import kernel as one_token_kernel
+from slipstream.kernels.triton.products import dispatch as linear
+from slipstream.kernels.triton.products import (
+    float4,
+    fp8_block,
+    gguf,
+    int4_groupwise,
+    lora,
+    sparse24,
+    split_k,
+)
 from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights import (
     Activations,
@@ -69,7 +64,7 @@ from slipstream.kernels.weights import (
 )
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import OverlappedSum, RankGroup
-from slipstream.spec.autotune_table import NO_TILES, TileTable
+from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
@@ -411,12 +406,12 @@ class TritonOps(OpSet):
         cos_sin: Tensor | None,
         group: RankGroup | None = None,
         experts: Linear | None = None,
-    ) -> one_token.OneTokenStep | Reason:
+    ) -> one_token_kernel.OneTokenStep | Reason:
         if self.deterministic:
             return Reason(
                 "deterministic=True: the one-token kernel sums in another order than steps of several tokens"
             )
-        return one_token.one_token(shape, layers, product, cos_sin, group, experts)
+        return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return moe.moe_of_choice(x, weights, chosen, experts)

@@ -26,12 +26,13 @@ from slipstream.kernels.cache_tensors import by_dim
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.triton import TritonOps, sparse24
+from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
+from slipstream.kernels.triton.products import sparse24
 from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
-from slipstream.spec.autotune_table import (
+from slipstream.spec.devices.autotune_table import (
     NEVER,
     NO_TILES,
     OPS,
@@ -295,7 +296,7 @@ class _Bench:
         """Whether an fp8 product uses Hopper's own kernel, which takes no tile from the table."""
         if not runs_on_hopper(self.device):
             return False
-        from slipstream.kernels.triton.hopper_linear import is_faster
+        from slipstream.kernels.triton.products.hopper import is_faster
 
         return is_faster(num_tokens, outer, scaled=True)
 

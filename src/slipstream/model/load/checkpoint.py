@@ -34,7 +34,6 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical, without_prefix
-from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
     AxisHalves,
     Deinterleave,
@@ -57,8 +56,9 @@ from slipstream.spec.parameters import (
     Vector,
     keeps_float32,
 )
-from slipstream.spec.safetensors import safetensors_files, tensor_names
 from slipstream.spec.scheme import Scheme
+from slipstream.spec.stored.native_formats import is_expandable
+from slipstream.spec.stored.safetensors import safetensors_files, tensor_names
 
 if TYPE_CHECKING:
     from slipstream.model.load.cache_scales import CacheScales
@@ -227,7 +227,7 @@ MAX_MODULES = 8
 
 
 def _drafting(description: ModelDescription, mtp: MTPFormat | None) -> tuple[str, ...]:
-    """Returns patterns of the layers that draft, which are read apart (`spec.mtp`)."""
+    """Returns patterns of the layers that draft, which are read apart (`spec.drafts.mtp`)."""
     if mtp is None:
         return ()
     first = description.spec.num_layers

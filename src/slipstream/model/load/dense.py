@@ -9,8 +9,8 @@ import numpy as np
 from slipstream.errors import CheckpointError
 from slipstream.model.load.checkpoint import safetensors_arrays
 from slipstream.model.stored.gguf_quants import dequantize_tensor
-from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.pooling import DenseStep
+from slipstream.spec.stored.gguf import GGUFFile
 
 
 def read_dense(step: DenseStep, load_format: str) -> tuple[Any, Any | None]:

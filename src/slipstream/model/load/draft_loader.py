@@ -13,7 +13,7 @@ from slipstream.model.load.loader import part_weights
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.load.random_weights import TensorDraws, random_weights, seed_of
 from slipstream.model.load.weights import filled_tensors, stored_tensors_of
-from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
+from slipstream.spec.drafts.heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
 

@@ -17,7 +17,7 @@ from slipstream.model.load.checkpoint import (
 )
 from slipstream.model.load.host_model import part_arrays
 from slipstream.model.load.pulled import Pulled
-from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
+from slipstream.spec.drafts.heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
 Array = npt.NDArray[Any]

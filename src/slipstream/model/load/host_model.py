@@ -30,8 +30,8 @@ from slipstream.model.load.pulled import Weights
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.model.stored.host_compressed import HostRoundedWeights
 from slipstream.spec.description import ModelDescription, PartDescription
-from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
+from slipstream.spec.stored.native_formats import rounds, scheme_formats
 
 
 def load_host_model(

@@ -14,8 +14,8 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import AttentionSpec, ModelSpec
-from slipstream.spec.quantization_config import StoredQuantization
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightForm
+from slipstream.spec.stored.quantization_config import StoredQuantization
 
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.host_ops import HostOps
@@ -37,7 +37,7 @@ class LoadedModel:
     cache of the format that its description names. `writer` is the thread that writes the quantized
     products to a file for the next load, if they are kept. `tower` is the image encoder, if the
     model has one. `host_bytes` counts the experts in host memory next to a device
-    (`kernels.host_experts`).
+    (`kernels.experts.host`).
     """
 
     description: ModelDescription

@@ -14,7 +14,7 @@ import torch
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.host_experts import HostExpertOps
+from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import BlockLinear, Linear
 from slipstream.model.decoder import Decoder
@@ -42,9 +42,9 @@ from slipstream.model.stored.mxfp4 import Mxfp4Weights
 from slipstream.model.vision import ImageTower
 from slipstream.spec.description import ModelDescription, PartDescription, read_spec
 from slipstream.spec.host_experts import host_weights
-from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
+from slipstream.spec.stored.native_formats import rounds, scheme_formats
 
 
 def load_model(

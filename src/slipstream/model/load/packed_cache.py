@@ -26,8 +26,8 @@ from slipstream.model.load.checkpoint import PASSED_OVER
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement
-from slipstream.spec.safetensors import safetensors_files
 from slipstream.spec.scheme import Scheme
+from slipstream.spec.stored.safetensors import safetensors_files
 
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.host_ops import HostOps

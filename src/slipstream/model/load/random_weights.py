@@ -30,10 +30,10 @@ from slipstream.kernels.weights import (
     chunk_of,
 )
 from slipstream.model.load.pulled import Pulled, Weights
-from slipstream.spec.gguf import TYPES
-from slipstream.spec.native_formats import rounds
 from slipstream.spec.parameters import Shape, keeps_float32
 from slipstream.spec.scheme import FP8_TILE, Scheme
+from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.native_formats import rounds
 
 if TYPE_CHECKING:
     import torch

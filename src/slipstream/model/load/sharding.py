@@ -31,12 +31,12 @@ from slipstream.model.load.weights import transform
 from slipstream.model.stored.parts import Stored
 from slipstream.model.stored.rounded import PARTS
 from slipstream.spec.families.names import canonical
-from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters
-from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parallel import ParameterShard, Range, Shard, cuts, split_shapes, split_spec
 from slipstream.spec.parameters import Deinterleave, Placement
 from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.native_formats import native_group_size
 
 Blocks: TypeAlias = "npt.NDArray[np.uint8]"
 

@@ -43,8 +43,8 @@ from slipstream.spec.parameters import (
     Transform,
     keeps_float32,
 )
-from slipstream.spec.safetensors import safetensors_files
 from slipstream.spec.scheme import Scheme
+from slipstream.spec.stored.safetensors import safetensors_files
 
 
 class RankShard(Protocol):

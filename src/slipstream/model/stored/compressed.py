@@ -20,10 +20,10 @@ from slipstream.kernels.weights import (
 )
 from slipstream.model.stored.packing import code_pairs, group_scales, unpack_words
 from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
-from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Shape
-from slipstream.spec.quantization_config import Method
 from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.stored.native_formats import native_group_size
+from slipstream.spec.stored.quantization_config import Method
 
 
 class RoundedWeights(RoundedTensors):

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
 from slipstream.model.load.checkpoint import placed_shape
-from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.native_formats import is_product, rounds
 from slipstream.spec.parameters import Placement, Shape, Unpermute
 from slipstream.spec.scheme import Scheme
+from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.native_formats import is_product, rounds
 
 
 class BlockWeights:

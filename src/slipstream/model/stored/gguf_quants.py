@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.gguf_codes import FORMS, split
-from slipstream.spec.gguf import TYPES, GGUFFile
+from slipstream.spec.stored.gguf import TYPES, GGUFFile
 
 Blocks = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

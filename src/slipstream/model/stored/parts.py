@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.spec.parameters import Shape
-from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import E2M1, WeightFormat
+from slipstream.spec.stored.quantization_config import StoredFormats
 
 Array: TypeAlias = npt.NDArray[Any]
 Stored: TypeAlias = tuple[str, Shape, Callable[[], Any]]

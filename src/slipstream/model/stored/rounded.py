@@ -44,8 +44,8 @@ from slipstream.model.load.checkpoint import PASSED_OVER
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.stored.parts import SCALES, stored_parts, stored_shape
 from slipstream.spec.parameters import Placement, Shape
-from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.stored.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 
 PARTS = (
     "weight",

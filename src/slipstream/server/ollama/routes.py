@@ -63,7 +63,7 @@ from slipstream.server.openai.protocol import (
     text_part,
 )
 from slipstream.server.state import ServerState
-from slipstream.spec.safetensors import weight_bytes
+from slipstream.spec.stored.safetensors import weight_bytes
 from slipstream.types import SamplingParams
 
 

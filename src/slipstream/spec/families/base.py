@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families.mtp import MTPFormat
+from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import Placement
-from slipstream.spec.vision import ImageProcessing, VisionSpec
 
 T = TypeVar("T")
 Names = dict[str, Placement]

@@ -28,6 +28,14 @@ from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
+from slipstream.spec.media.vision import (
+    FixedSize,
+    GridPositionSpec,
+    ImageProcessing,
+    PoolConnector,
+    PromptFormat,
+    VisionSpec,
+)
 from slipstream.spec.model import (
     AttentionSpec,
     LayerSpec,
@@ -35,14 +43,6 @@ from slipstream.spec.model import (
     QKNormSpec,
     RopeSpec,
     SequentialBlock,
-)
-from slipstream.spec.vision import (
-    FixedSize,
-    GridPositionSpec,
-    ImageProcessing,
-    PoolConnector,
-    PromptFormat,
-    VisionSpec,
 )
 
 TANH = "gelu_pytorch_tanh"

@@ -1,7 +1,7 @@
 """Layers that draft (multi-token prediction), as the checkpoints of a family store them. No torch.
 
 A module is a product of a token's embedding and of the state before it, each after its norm, then a
-layer or two like the model's, and a last norm (`spec.draft_heads`). Families differ in names, in
+layer or two like the model's, and a last norm (`spec.drafts.heads`). Families differ in names, in
 the order of the two, and in what a second draft continues from.
 """
 

@@ -24,7 +24,7 @@ from slipstream.config.forms import LearnedDrafts
 from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
-from slipstream.spec.draft_heads import HeadDescription
+from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered, Reason
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain, Drafter

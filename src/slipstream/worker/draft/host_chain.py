@@ -20,9 +20,9 @@ from slipstream.config.forms import LearnedDrafts
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import Passes
-from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
-from slipstream.spec.native_formats import is_product
+from slipstream.spec.drafts.heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import SCHEMES, Scheme
+from slipstream.spec.stored.native_formats import is_product
 from slipstream.types import ScheduledRequest
 from slipstream.worker.input_batch import laid_out
 from slipstream.worker.rows import RowTable

@@ -1,4 +1,4 @@
-"""Mixtures whose experts run on the host next to a GPU (`kernels.host_experts`)."""
+"""Mixtures whose experts run on the host next to a GPU (`kernels.experts.host`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.config import EngineConfig
 from slipstream.config.forms import HostExperts
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu.ops import NativeOps
-from slipstream.kernels.host_experts import HostExpertOps
+from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.model.layers import MoE
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform

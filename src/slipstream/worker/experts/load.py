@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.expert_rows import swap_rows
+from slipstream.kernels.experts.rows import swap_rows
 from slipstream.platform import Event, Platform
 from slipstream.stats import ExpertTokens
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.kernels.expert_rows import (
+from slipstream.kernels.experts.rows import (
     can_swap_outputs,
     expert_rows,
     layout,

@@ -51,7 +51,7 @@ from slipstream.worker.packed_tables import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
-    from slipstream.spec.vision import VisionSpec
+    from slipstream.spec.media.vision import VisionSpec
     from slipstream.worker.adapters import Adapters
 
 _logger = logging.getLogger("slipstream.engine")

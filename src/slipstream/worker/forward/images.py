@@ -25,7 +25,7 @@ from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.media import ImageSpan
 from slipstream.model.vision import ImageTower
-from slipstream.spec.vision import GridPositionSpec, VisionSpec
+from slipstream.spec.media.vision import GridPositionSpec, VisionSpec
 from slipstream.types import StepPlan
 from slipstream.worker.packed_tables import upload
 from slipstream.worker.rows import IntArray, LongArray, RowTable

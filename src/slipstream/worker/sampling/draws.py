@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from slipstream.kernels.cpu.row_draw import Floats
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.row_draw import Floats
 from slipstream.types import Extra, TokenMask
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import RowTable

@@ -119,7 +119,7 @@ def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
     """(tile table that an engine takes for each kind of GPU, tables that can't be used). An engine
     does not start until the latter are removed."""
     from slipstream.hub import tiles_folder
-    from slipstream.spec.autotune_table import load_tiles
+    from slipstream.spec.devices.autotune_table import load_tiles
 
     found: dict[str, str] = {}
     broken: list[Missing] = []

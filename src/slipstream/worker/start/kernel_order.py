@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.config import EngineConfig
-from slipstream.spec.autotune_table import TileTable
-from slipstream.spec.gpu_archs import DescribedGpu
+from slipstream.spec.devices.autotune_table import TileTable
+from slipstream.spec.devices.gpu_archs import DescribedGpu
 from slipstream.spec.model import ModelSpec
 
 SOURCES = ("config", "core", "costs", "kernels", "model", "platform", "spec", "worker")

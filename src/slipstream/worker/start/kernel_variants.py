@@ -29,9 +29,9 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, one_of_each_passage
 from slipstream.platform import platform_of
 from slipstream.platform.meta import MetaPlatform
-from slipstream.spec.autotune_table import load_tiles
 from slipstream.spec.description import read_spec
-from slipstream.spec.gpu_archs import DescribedGpu
+from slipstream.spec.devices.autotune_table import load_tiles
+from slipstream.spec.devices.gpu_archs import DescribedGpu
 from slipstream.worker.device import detect
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.model_runner import ModelRunner

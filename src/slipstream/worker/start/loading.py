@@ -33,10 +33,10 @@ from slipstream.errors import (
 )
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
-from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.draft_heads import HeadDescription, HeadMethod
-from slipstream.spec.head_readers import read_head
+from slipstream.spec.devices.autotune_table import NO_TILES, TileTable, load_tiles
+from slipstream.spec.drafts.head_readers import read_head
+from slipstream.spec.drafts.heads import HeadDescription, HeadMethod
 from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.reason import NotCovered
 from slipstream.worker.device import detect

@@ -20,9 +20,9 @@ from slipstream.hub import cache_folder
 from slipstream.kernels.triton.kernel_cache import holds, use_layers
 from slipstream.kernels.triton.variants import KernelVariant
 from slipstream.platform.cuda import CudaPlatform
-from slipstream.spec.autotune_table import TileTable
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.gpu_archs import DescribedGpu
+from slipstream.spec.devices.autotune_table import TileTable
+from slipstream.spec.devices.gpu_archs import DescribedGpu
 from slipstream.worker.start.kernel_order import (
     KERNEL_COMMAND,
     KernelList,

@@ -1,4 +1,4 @@
-"""Copies KV blocks between the device's cache and the tiers below it (`core/tiers.py` plans them).
+"""Copies KV blocks between the device's cache and the tiers below it (`core/tiers/tiers.py` plans them).
 
 No torch. `HostBlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
 back. Its threads read and write the cache's own memory. They need no ordering with the steps,

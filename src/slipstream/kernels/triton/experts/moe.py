@@ -24,7 +24,6 @@ from slipstream.kernels import reference
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.triton import gguf
 from slipstream.kernels.triton.experts import grouped_gemm
 from slipstream.kernels.triton.experts.gathered import expert_gemm
 from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, sort_pairs, unsorted_pairs
@@ -32,6 +31,7 @@ from slipstream.kernels.triton.experts.moe_small_batch import moe_small_batch
 from slipstream.kernels.triton.experts.mxfp4 import mxfp4_mlp
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
+from slipstream.kernels.triton.products import gguf
 from slipstream.kernels.weights import Activations, CodedLinear, Float4Linear, Linear
 from slipstream.spec.model import MoESpec
 

@@ -23,15 +23,15 @@ from slipstream.kernels.triton.experts.moe_permute import (
     tile_of,
     unsorted_pairs,
 )
-from slipstream.kernels.triton.float4 import (
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
+from slipstream.kernels.triton.pointwise import activate, activation_arguments
+from slipstream.kernels.triton.products.float4 import (
     expand,
     expands_in_place,
     inputs,
     instructions,
     is_nvfp4,
 )
-from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.triton.pointwise import activate, activation_arguments
 from slipstream.kernels.weights import Float4Linear
 from slipstream.spec.model import DenseSpec, MoESpec
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from slipstream.spec.audio import AudioSpec
 from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import (
     activation,
@@ -14,6 +13,7 @@ from slipstream.spec.families.builders import (
     plain,
 )
 from slipstream.spec.families.names import Theirs, table
+from slipstream.spec.media.audio import AudioSpec
 from slipstream.spec.model import (
     EncoderSpec,
     LayerSpec,

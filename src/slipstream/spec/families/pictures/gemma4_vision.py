@@ -8,9 +8,7 @@ from slipstream.spec.families.base import ConfigReader, Names
 from slipstream.spec.families.builders import activation, attention, heads, rms
 from slipstream.spec.families.names import Theirs
 from slipstream.spec.families.pictures.images import HALF, axial_rope, processing
-from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
-from slipstream.spec.parameters import AxisHalves, Placement, Reshape, Transform
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     BOUNDS,
     CLIPPED,
     AxisPositionSpec,
@@ -20,6 +18,8 @@ from slipstream.spec.vision import (
     TokenBudget,
     VisionSpec,
 )
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
+from slipstream.spec.parameters import AxisHalves, Placement, Reshape, Transform
 
 ENCODER = {
     "hidden_size": 768,

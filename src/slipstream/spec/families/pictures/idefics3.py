@@ -10,8 +10,7 @@ from slipstream.spec.families.llama import read as read_llama
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
-from slipstream.spec.model import ModelSpec
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     ConcatConnector,
     GridPositionSpec,
     ImageProcessing,
@@ -19,6 +18,7 @@ from slipstream.spec.vision import (
     TileSizes,
     VisionSpec,
 )
+from slipstream.spec.model import ModelSpec
 
 ENCODER = {
     "hidden_size": 1152,

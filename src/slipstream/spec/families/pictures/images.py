@@ -14,9 +14,9 @@ from slipstream.spec.families.builders import (
     plain,
 )
 from slipstream.spec.families.names import Theirs
+from slipstream.spec.media.vision import AxialRopeSpec, ImageProcessing, Sizes
 from slipstream.spec.model import LayerSpec
 from slipstream.spec.positions import require_positive
-from slipstream.spec.vision import AxialRopeSpec, ImageProcessing, Sizes
 
 RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
     1: "lanczos",

@@ -10,14 +10,14 @@ from slipstream.spec.families.builders import activation, attention, before, gat
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
-from slipstream.spec.model import LayerSpec, ModelSpec
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     ImageProcessing,
     LongestSide,
     PatchMergeConnector,
     PromptFormat,
     VisionSpec,
 )
+from slipstream.spec.model import LayerSpec, ModelSpec
 
 ENCODER = {
     "hidden_size": 1024,

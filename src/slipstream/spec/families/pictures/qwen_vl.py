@@ -23,14 +23,14 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
-from slipstream.spec.model import Activation, DenseSpec, LayerSpec, ModelSpec, OwnActivation
-from slipstream.spec.vision import (
+from slipstream.spec.media.vision import (
     ImageProcessing,
     MLPConnector,
     PixelRange,
     PromptFormat,
     VisionSpec,
 )
+from slipstream.spec.model import Activation, DenseSpec, LayerSpec, ModelSpec, OwnActivation
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -1,0 +1,1 @@
+"""Verbs on the models of this machine."""

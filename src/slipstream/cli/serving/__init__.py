@@ -1,0 +1,1 @@
+"""Verbs on servers and fleets."""

@@ -1,0 +1,1 @@
+"""Choice of the drafts that a step verifies. No torch."""

@@ -1,0 +1,1 @@
+"""Tiers of KV blocks below the device. No torch."""

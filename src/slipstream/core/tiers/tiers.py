@@ -1,0 +1,645 @@
+"""KV cache tiers below the device: what is stored, what is loaded, when loading pays. No torch.
+
+    device ── store ──> host ── store ──> disk          on a GPU
+    device ── store ─────────────────────> disk          on a CPU, whose cache is the host's memory
+
+1. A block is offered when it is cached (`offer`). It is stored after the steps that write it have
+   ended. A cached block does not change while it is held, and a copy holds its block. So no block
+   is written during its copy.
+2. A request waits (`wants`) if a tier has further blocks of its prompt. They are loaded into blocks
+   that no other request can find, and each is cached when it has arrived. The load holds the blocks
+   until the request is admitted, which then finds them in the cache. Under memory pressure the load
+   gives them back.
+3. Loading is chosen if it takes less time than computing, judged by recent measurements (`Rates`).
+   A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
+   load that takes much longer than expected is abandoned.
+4. A block that can't be read is a miss: the request computes it.
+5. Checkpoints of recurrent states (`core/states.py`) are stored and loaded as blocks are. Their keys
+   are those of the blocks that end there, in a group of their own (`state_key`). A load brings the
+   blocks up to the last checkpoint, and that. Without attention blocks hold nothing: they are not
+   stored, and any that a checkpoint needs is there.
+6. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
+
+The worker carries out the copies (`BlockStore`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+
+from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.prefix_cache import group_key, is_state, state_key, usable_prefix
+from slipstream.core.request import Request
+from slipstream.core.tiers.block_store import BlockStore
+from slipstream.core.tiers.rates import Rates
+from slipstream.spec.model import CacheGroup
+from slipstream.stats import TierStats
+from slipstream.tier_messages import BlockCopy, Place
+
+PROBE_BLOCKS = 8
+"""Number of blocks loaded to measure a rate again."""
+
+PATIENCE = 3.0
+"""Longest wait for a load, as a multiple of the expected time to compute its tokens."""
+
+MIN_PATIENCE_S = 0.25
+"""Shortest limit of the wait for a load, in seconds."""
+
+BLIND_PATIENCE_S = 10.0
+"""Longest wait for a load, in seconds, while no prompt has been measured."""
+
+STORE_SHARE = 8
+"""Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks, and of its states."""
+
+SPARE_STATES = 2
+"""Free slots of states that copies to the tiers leave to requests."""
+
+
+ELSEWHERE = -1
+"""Stands for a block that is in a tier, instead of a block number of the device."""
+
+
+class TierLoad:
+    """Blocks that are being loaded to the device for a request, and the states that go with them."""
+
+    def __init__(
+        self,
+        request: Request | None,
+        held: list[tuple[BlockPool, int]],
+        now: float,
+        patience_s: float,
+        era: int,
+    ) -> None:
+        self.request = request  # None: it is gone or waits no longer, or its session pauses
+        self.arrived: Callable[[], None] | None = None  # called when all blocks are cached
+        self.others: list[Request] = []  # other requests that want blocks of this load
+        # what the request will find on the device, in addition to what is being loaded
+        self.held = held
+        self.pending: dict[int, tuple[int, bytes]] = {}  # (block, key) by copy number
+        self.host_bytes = self.disk_bytes = 0
+        self.probes = False  # the load measures a rate; more blocks may follow
+        self.era = era
+        self.begun, self.until = now, now + patience_s
+
+    def release(self) -> None:
+        for pool, block in self.held:
+            pool.release((block,))
+
+
+class Tiers:
+    """All tiers of one device.
+
+    `pool` is the device's pool, `own` are the groups of layers that requests write to, and `clock`
+    is the scheduler's clock. `states` are the slots of recurrent states, if the model has any.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        pool: BlockPool,
+        own: Sequence[int],
+        windows: Mapping[int, CacheGroup],
+        block_size: int,
+        clock: Callable[[], float],
+        states: BlockPool | None = None,
+    ) -> None:
+        self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
+        self._own, self._windows, self._states = own, windows, states
+        # a host tier has room for each kind that the device has, if it is not empty
+        self._host, self._host_states = (
+            BlockPool(count + 1) if count else None
+            for count in (store.num_slots, store.num_state_slots)
+        )
+        self.rates = Rates()
+        self._number = self._era = 0  # a new era begins when everything is forgotten
+        # callbacks to run when a copy ends, by copy number
+        self._after: dict[int, Callable[[bool], None]] = {}
+        # Bounded, in case the tiers stay slower than the device for long. Most of the oldest blocks
+        # have then been reused anyway.
+        # (last step that writes the block, block, key)
+        self._offers: deque[tuple[int, int, bytes]] = deque(maxlen=4 * pool.num_blocks)
+        self._storing: dict[bytes, int] = {}  # device blocks held by stores, by key
+        self._loads: list[TierLoad] = []  # loads in progress
+        self._loading: dict[bytes, TierLoad] = {}  # loads in progress, by the keys of their blocks
+        # finished loads whose requests are not admitted yet
+        self._arrived: dict[Request, TierLoad] = {}
+        self._ready: list[Request] = []
+        self._counts = dict.fromkeys(
+            (
+                *(
+                    "stored_blocks",
+                    "dropped_blocks",
+                    "loaded_blocks",
+                    "failed_blocks",
+                    "queried_tokens",
+                ),
+                *("host_hit_tokens", "disk_hit_tokens", "declined_tokens", "late_loads"),
+                *("prefetched_tokens", "prefetch_hit_tokens"),
+                *("stored_bytes", "loaded_bytes"),
+            ),
+            0,
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """True if copies are in progress or blocks are offered for storing."""
+        return bool(self._after or self._offers)
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._after)
+
+    def holds(self, block: int, *, state: bool = False) -> int:
+        """Number of times that copies and loads hold a block of the device, or a state, for tests."""
+        loads = [*self._loads, *self._arrived.values()]
+        pool = self._states if state else self._pool
+        held = [found for key, found in self._storing.items() if is_state(key) == state]
+        for load in loads:
+            held += [found for of, found in load.held if of is pool]
+            held += [found for found, key in load.pending.values() if is_state(key) == state]
+        return held.count(block)
+
+    def _device(self, key: bytes) -> BlockPool:
+        """The pool of the device that has what is stored under `key`: blocks, or slots of states."""
+        if not is_state(key):
+            return self._pool
+        assert self._states is not None
+        return self._states
+
+    def _slots(self, key: bytes) -> BlockPool | None:
+        """The host tier's pool for `key`; None without a host tier."""
+        return self._host_states if is_state(key) else self._host
+
+    def _bytes(self, key: bytes) -> int:
+        return self._store.state_bytes if is_state(key) else self._store.block_bytes
+
+    def _chain_key(self, key: bytes) -> bytes:
+        """The key under which the device's pool has what the tiers have under `key`."""
+        return key[:-1] if is_state(key) else key
+
+    # --- Storing ------------------------------------------------------------------------------------------------------
+
+    def offer(self, block: int, key: bytes, step_id: int) -> None:
+        """Offer a block cached under `key`, or states. The steps up to `step_id` may still write it."""
+        if key not in self._storing and self._bytes(key) and not self.has(key):
+            self._counts["dropped_blocks"] += len(self._offers) == self._offers.maxlen
+            self._offers.append((step_id, block, key))
+
+    def store(self, last_ended: int, spare: int, at_once: int | None = None) -> None:
+        """Start to store offered blocks that are already written, at most `at_once`.
+
+        `spare` blocks of the device stay free.
+        """
+        copies: list[BlockCopy] = []
+        states = sum(map(is_state, self._storing))
+        storing = {False: len(self._storing) - states, True: states}
+        while self._offers and self._offers[0][0] <= last_ended and len(copies) != at_once:
+            step_id, block, key = self._offers[0]
+            pool, spared = self._device(key), SPARE_STATES if is_state(key) else spare
+            if storing[is_state(key)] >= max(1, pool.num_usable // STORE_SHARE):
+                break
+            is_cached = pool.hashes[block] == self._chain_key(key)
+            if is_cached and not pool.ref_counts[block] and pool.num_free <= spared:
+                break  # requests need the blocks more
+            self._offers.popleft()
+            if key in self._storing or self.has(key):
+                continue
+            if not is_cached:
+                self._counts["dropped_blocks"] += 1
+                continue
+            if (slot := self._slot(key)) is None:
+                self._offers.appendleft((step_id, block, key))
+                break  # all host slots are being copied
+            pool.hold((block,))
+            self._storing[key] = block
+            storing[is_state(key)] += 1
+            target: Place = "disk" if self._slots(key) is None else "host"
+            copies.append(
+                self._order("device", target, key, block, slot, self._stored(block, key, slot))
+            )
+        if copies:
+            self._store.submit(copies)
+
+    def _stored(self, block: int, key: bytes, slot: int) -> Callable[[bool], None]:
+        era = self._era
+
+        def done(ok: bool) -> None:
+            self._device(key).release((block,))
+            del self._storing[key]
+            self._counts["stored_blocks" if ok else "dropped_blocks"] += 1
+            self._counts["stored_bytes"] += ok * self._bytes(key)
+            if (host := self._slots(key)) is not None and ok and era == self._era:
+                host.register(slot, key)
+                if (
+                    self._store.disk is not None
+                    and self._store.disk.is_writer
+                    and not self._store.on_disk(key)
+                ):
+                    self._store.submit([self._order("host", "disk", key, 0, slot, written)])
+                    return  # the slot stays held until the disk has the block
+            self._release_slot(key, slot)
+
+        def written(ok: bool) -> None:
+            self._counts["dropped_blocks"] += not ok
+            self._release_slot(key, slot)
+
+        return done
+
+    def _release_slot(self, key: bytes, slot: int) -> None:
+        if (host := self._slots(key)) is not None:
+            host.release((slot,))
+
+    def _slot(self, key: bytes) -> int | None:
+        """Allocate a host slot. None if copies hold all slots; 0 if there is no host tier."""
+        if (host := self._slots(key)) is None:
+            return 0
+        return host.allocate(1)[0] if host.num_free else None
+
+    # --- Loading ------------------------------------------------------------------------------------------------------
+
+    def has(self, key: bytes) -> bool:
+        return self._tier_of(key) is not None
+
+    def _tier_of(self, key: bytes) -> Place | None:
+        if (host := self._slots(key)) is not None and host.lookup(key) is not None:
+            return "host"
+        return "disk" if self._store.on_disk(key) else None
+
+    def wants(
+        self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
+    ) -> bool:
+        """Decide whether the request waits for blocks from a tier, and start the load.
+
+        On the device the request finds `tables`, with `num_cached` tokens. `spare` blocks of the
+        device stay free.
+        """
+        if request.looked_up:
+            return False
+        request.looked_up = True
+        size, keys = self._size, request.block_keys
+        reach = self._reach(keys)
+        self._counts["queried_tokens"] += request.num_tokens - num_cached
+        if reach * size <= num_cached:
+            return False
+        found = {
+            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
+        }
+        wanted, gained = self._missing(keys, request.num_tokens, found, reach, num_cached)
+        if not wanted:
+            return False
+        if (
+            load := next((self._loading[key] for key in wanted if key in self._loading), None)
+        ) is not None:
+            load.others.append(request)
+            request.looked_up = False  # the tiers may have more of its blocks
+            return True
+        pays = self._pays(wanted, gained)
+        if pays is None and self._states is None:  # a few blocks may end at no checkpoint
+            most = num_cached // size + PROBE_BLOCKS
+            wanted, gained = self._missing(keys, request.num_tokens, found, most, num_cached)
+        held = [(self._pool, block) for table in tables for block in table if block != NULL_BLOCK]
+        revived = sum(not pool.ref_counts[block] for pool, block in held)
+        num_states = sum(map(is_state, wanted))
+        num_blocks = len(wanted) - num_states
+        if pays is False or not wanted or num_blocks + revived + spare > self._pool.num_free:
+            return False
+        if self._states is not None and num_states >= self._states.num_free:
+            return False
+        if self._states is not None and not num_states:
+            # the checkpoint at the end is on the device
+            end = self._states.lookup(request.block_keys[(num_cached + gained) // size - 1])
+            assert end is not None
+            held.append((self._states, end))
+        load = self._begin(request, wanted, held, gained)
+        load.probes = pays is None and self._states is None
+        return True
+
+    def bring_back(
+        self,
+        keys: Sequence[bytes],
+        has_room: Callable[[int], bool],
+        arrived: Callable[[Sequence[bytes], int, int], None],
+    ) -> bool:
+        """Load blocks of a chain that no request waits for, if `has_room` for so many.
+
+        Calls `arrived` with the keys of the blocks, and the tokens from and to which they are, before they are let go. Returns
+        False if it may be tried again.
+        """
+        size, end = self._size, len(keys) * self._size + 2
+        reach = self._reach(keys)
+        found = {
+            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
+        }
+        cached = usable_prefix(found, self._windows, end, size)[1] * size
+        wanted, gained = self._missing(keys, end, found, reach, cached)
+        if not wanted or any(key in self._loading for key in wanted):
+            return True
+        if self._pays(wanted, gained) is False:
+            return True
+        held = [block for blocks in found.values() for block in blocks if block is not None]
+        self._pool.hold(held)
+        if fits := has_room(len(wanted)):
+            load = self._begin(None, wanted, [(self._pool, block) for block in held], gained)
+            load.arrived = partial(arrived, wanted, cached, cached + gained)
+        self._pool.release(held)
+        return fits
+
+    def count_used(self, num_tokens: int) -> None:
+        """Count tokens that were brought back, and were found by the next request of their session."""
+        self._counts["prefetch_hit_tokens"] += num_tokens
+
+    def _reach(self, keys: Sequence[bytes]) -> int:
+        """Upper bound on the number of prefix blocks that the device and the tiers have.
+
+        Most prompts are in no tier. One look shows that, and it must be fast because the GPU waits
+        for it.
+        """
+        # a group that needs all blocks of a prefix
+        whole = next((g for g in self._own if g not in self._windows), None)
+        if whole is not None and self._store.block_bytes:
+            for i, key in enumerate(keys):
+                own = group_key(key, whole)
+                if self._pool.lookup(own) is None and not self.has(own):
+                    return i
+        return len(keys)
+
+    def _missing(
+        self,
+        chain: Sequence[bytes],
+        num_tokens: int,
+        found: Mapping[int, Sequence[int | None]],
+        most: int,
+        num_cached: int,
+    ) -> tuple[list[bytes], int]:
+        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks, and the states.
+
+        Returns (keys of the blocks, number of tokens gained over `num_cached`). `found` has the
+        device's blocks by group.
+        """
+        keys = {g: [group_key(key, g) for key in chain[:most]] for g in found}
+        empty = not self._store.block_bytes
+        there = {
+            g: [
+                f or (ELSEWHERE if empty or self.has(k) else None)
+                for f, k in zip(found[g], keys[g], strict=False)
+            ]
+            for g in found
+        }
+        states = self._states
+
+        def ends(n: int) -> bool:
+            """True if there is a checkpoint after n blocks, anywhere."""
+            key = chain[n - 1]
+            return (states is not None and states.lookup(key) is not None) or self.has(
+                state_key(key)
+            )
+
+        begins, n = usable_prefix(
+            there, self._windows, num_tokens, self._size, None if states is None else ends
+        )
+        gained = n * self._size - num_cached
+        if gained <= 0:
+            return [], 0
+        wanted = [
+            keys[g][i]
+            for g, begin in begins.items()
+            for i in range(begin, n)
+            if there[g][i] == ELSEWHERE
+        ]
+        if states is not None and states.lookup(chain[n - 1]) is None:
+            wanted.append(state_key(chain[n - 1]))
+        return wanted, gained
+
+    def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
+        """`Rates.pays` for the blocks with these keys."""
+        from_host = sum(self._bytes(key) for key in keys if self._tier_of(key) == "host")
+        others = sum(map(self._bytes, keys)) - from_host
+        found = self.rates.pays(from_host, others, num_tokens, self._clock())
+        if found is False:
+            self._counts["declined_tokens"] += num_tokens
+        return found
+
+    def _begin(
+        self,
+        request: Request | None,
+        keys: Sequence[bytes],
+        held: Sequence[tuple[BlockPool, int]],
+        num_tokens: int,
+    ) -> TierLoad:
+        """Start to load what is stored under these keys, which saves the request `num_tokens` tokens.
+
+        What is `held` stays on the device meanwhile. The device must have enough free blocks.
+        """
+        now, computing = self._clock(), self.rates.computing_s(num_tokens)
+        patience = (
+            BLIND_PATIENCE_S if computing is None else max(MIN_PATIENCE_S, PATIENCE * computing)
+        )
+        for pool, block in held:
+            pool.hold((block,))
+        if request is None:  # it is to come
+            patience = inf
+        elif (probe := self._arrived.pop(request, None)) is not None:
+            # its blocks are among the held ones
+            probe.release()
+        load = TierLoad(request, list(held), now, patience, self._era)
+        self._loads.append(load)
+        copies = []
+        for key in keys:
+            pool = self._device(key)
+            (block,) = pool.allocate(1)
+            if not self._bytes(key):  # nothing to copy
+                pool.register(block, key)
+                load.held.append((pool, block))
+                continue
+            self._loading[key] = load
+            copies.append(self._bring(load, block, key))
+        sizes = [(copy.source == "host", self._bytes(copy.key)) for copy in copies]
+        load.host_bytes = sum(size for of_host, size in sizes if of_host)
+        load.disk_bytes = sum(size for _, size in sizes) - load.host_bytes
+        if request is None:
+            self._counts["prefetched_tokens"] += num_tokens
+        else:
+            tokens = num_tokens * load.host_bytes // max(1, load.host_bytes + load.disk_bytes)
+            self._counts["host_hit_tokens"] += tokens
+            self._counts["disk_hit_tokens"] += num_tokens - tokens
+        self._store.submit([copy for copy in copies if copy.source != copy.target])
+        if not copies:
+            self._end(load)
+        for copy in copies:
+            if copy.source == copy.target:
+                self._after.pop(copy.number)(False)
+        return load
+
+    def _bring(self, load: TierLoad, block: int, key: bytes) -> BlockCopy:
+        """Make the first copy on a block's way to the device."""
+
+        def arrived(ok: bool) -> None:
+            self._take(load, copy.number, ok)
+
+        host = self._slots(key)
+        slot = None if host is None else host.lookup(key)
+        if host is None:
+            copy = self._order("disk", "device", key, block, 0, arrived)
+        elif slot is not None:
+            host.hold((slot,))
+            copy = self._from_host(block, key, slot, arrived)
+        elif (new := self._slot(key)) is None:
+            # no host slot to read it into
+            copy = self._order("disk", "disk", key, block, 0, arrived)
+        else:
+            copy = self._order("disk", "host", key, 0, new, self._read(block, key, new, arrived))
+        load.pending[copy.number] = block, key
+        return copy
+
+    def _read(
+        self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
+    ) -> Callable[[bool], None]:
+        """Callback after a read from the disk: it copies the block from the host to the device."""
+        era = self._era
+
+        def done(ok: bool) -> None:
+            if not ok:
+                self._release_slot(key, slot)
+                return arrived(False)
+            if (host := self._slots(key)) is not None and era == self._era:
+                host.register(slot, key)
+            return self._store.submit([self._from_host(block, key, slot, arrived)])
+
+        return done
+
+    def _from_host(
+        self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
+    ) -> BlockCopy:
+        """Copy a held host slot to the device. The slot is released when the copy ends."""
+
+        def done(ok: bool) -> None:
+            self._release_slot(key, slot)
+            arrived(ok)
+
+        return self._order("host", "device", key, block, slot, done)
+
+    def _take(self, load: TierLoad, number: int, ok: bool) -> None:
+        """Record that one block of a load has arrived or is missing."""
+        block, key = load.pending.pop(number)
+        pool = self._device(key)
+        self._loading.pop(key, None)
+        self._counts["loaded_blocks" if ok else "failed_blocks"] += 1
+        self._counts["loaded_bytes"] += ok * self._bytes(key)
+        if ok and load.era == self._era:
+            pool.register(block, self._chain_key(key))
+            load.held.append((pool, block))
+        else:
+            pool.release((block,))
+        if not load.pending:
+            self._end(load)
+
+    def _end(self, load: TierLoad) -> None:
+        now = self._clock()
+        rate = self.rates.disk if load.disk_bytes else self.rates.host
+        if now > load.begun:
+            rate.learn(load.host_bytes + load.disk_bytes, now - load.begun, now)
+        self._loads.remove(load)
+        self._ready += load.others
+        if load.arrived is not None:
+            load.arrived()
+        if load.request is not None and load.probes:
+            load.request.looked_up = False
+        if load.request is None:
+            load.release()
+        else:
+            self._arrived[load.request] = load
+            self._ready.append(load.request)
+
+    # --- Between steps ------------------------------------------------------------------------------------------------
+
+    def take(self) -> list[Request]:
+        """Process finished copies. Returns the requests that no longer wait for a load."""
+        if self._after:
+            for number, ok in self._store.finished():
+                self._after.pop(number)(ok)
+            now = self._clock()
+            for load in self._loads:
+                if load.until <= now:
+                    late = [*load.others, *([] if load.request is None else [load.request])]
+                    self._counts["late_loads"] += len(late)
+                    self._ready += late
+                    load.request, load.others = None, []
+                    for request in late:
+                        request.looked_up = True
+        ready, self._ready = self._ready, []
+        return ready
+
+    def let_go(self, request: Request) -> None:
+        """Release what is held for a request that is admitted or gone.
+
+        The blocks stay in the cache.
+        """
+        if (arrived := self._arrived.pop(request, None)) is not None:
+            arrived.release()
+        for load in self._loads:
+            if load.request is request:
+                load.request = None
+            elif request in load.others:
+                load.others.remove(request)
+
+    def give_way(self) -> bool:
+        """Give back the blocks held for waiting requests, which may then be evicted.
+
+        False if there are none.
+        """
+        arrived, self._arrived = self._arrived, {}
+        for load in arrived.values():
+            load.release()
+        return bool(arrived)
+
+    def forget_offers(self) -> None:
+        """Drop all offers after a failed step, because their blocks may not be written."""
+        self._offers.clear()
+        self.rates.forget_steps()
+
+    def forget_all(self) -> None:
+        """Forget everything in the tiers and everything on its way."""
+        self._era += 1
+        self._offers.clear()
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.forget_all()
+        self._store.clear()
+
+    def stats(self) -> TierStats:
+        store, counts, rates = self._store, self._counts, self.rates
+        kinds = ((self._host, store.block_bytes), (self._host_states, store.state_bytes))
+        host_bytes = sum(
+            each * sum(key is not None for key in host.hashes)
+            for host, each in kinds
+            if host is not None
+        )
+        disk = store.disk
+        return TierStats(
+            host_bytes=host_bytes,
+            host_limit_bytes=store.num_slots * store.block_bytes
+            + store.num_state_slots * store.state_bytes,
+            disk_bytes=0 if disk is None else disk.num_bytes,
+            disk_limit_bytes=0 if disk is None else disk.limit_bytes,
+            disk_is_written=disk is not None and disk.is_writer,
+            host_bytes_per_s=rates.host.per_second,
+            disk_bytes_per_s=rates.disk.per_second,
+            prefill_tokens_per_s=rates.prefill.per_second,
+            **counts,
+        )
+
+    def _order(
+        self,
+        source: Place,
+        target: Place,
+        key: bytes,
+        block: int,
+        slot: int,
+        done: Callable[[bool], None],
+    ) -> BlockCopy:
+        self._number += 1
+        self._after[self._number] = done
+        return BlockCopy(self._number, source, target, key, block, slot, is_state(key))

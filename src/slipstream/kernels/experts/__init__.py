@@ -1,0 +1,1 @@
+"""Experts of a mixture in host memory, and the views of one expert in all layouts."""

@@ -1,0 +1,1 @@
+"""Recordings of the ops of a model, and what is read from them. No torch."""

@@ -1,0 +1,1 @@
+"""One decode step of one sequence in one kernel."""

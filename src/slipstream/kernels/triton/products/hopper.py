@@ -1,0 +1,251 @@
+"""Products of few tokens on Hopper: a ring of weight tiles in shared memory, filled before the
+preceding kernel has ended.
+
+yᵀ = W · xᵀ for fp8 values with scales and for 16-bit values, bound by reading the weight.
+
+1. A thread block computes 64 or 128 outputs. A producer warp copies tiles of W and x by TMA, and a
+   consumer of four warps for each 64 outputs multiplies them on the tensor cores. K may be split
+   over thread blocks.
+2. No kernel writes weights. The producer therefore fills the ring with them before it waits for the
+   preceding kernel (`pdl.py`), and copies x after the wait. The memory idles less during small
+   kernels between two products.
+3. A thread block takes most of a multiprocessor's shared memory. Somewhat fewer thread blocks than
+   multiprocessors cost nothing: those of the next product fill their rings on the idle ones.
+
+Gluon has no interpreter: a test here reads the machine code, and tests/gpu compares the numbers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from slipstream.kernels.thresholds import Thresholds
+from slipstream.kernels.triton.attention.hopper_memory import barriers, load_tile
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
+from slipstream.kernels.triton.products.split_k import ArrivalCounters
+from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
+
+ROWS = gl.constexpr(64)
+"""Outputs of a consumer."""
+TILES = {1: gl.NVMMASharedLayout(128, 8, 2), 2: gl.NVMMASharedLayout(128, 16, 2)}
+"""Shared-memory layout of a tile, by bytes of a value."""
+SHARED_BYTES, MAX_STAGES = 225_000, 8
+MAX_TOKENS = 64
+MIN_ROWS = 2048
+"""Fewest rows of a weight: below it there are too few thread blocks (not measured)."""
+MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
+"""Range of rows in which fp8 weights use this kernel up to MIDDLE_TOKENS tokens. With 48 tokens a
+whole step of 3.0 ms took 0.18 ms longer than with `linear.skinny_gemm`; with 64 it took as long."""
+THRESHOLDS = Thresholds(tokens=(MAX_TOKENS, MIDDLE_TOKENS))
+LONG_ROW = 8192
+"""Bytes of a row from which 64 outputs per thread block are better. The down product of Llama-3-70B
+over two GPUs (8,192 rows of 14,336 bytes) is 10 % faster in 128 thread blocks of 64 rows, which
+nearly fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
+
+
+@gluon.jit
+def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL: gl.constexpr):
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    BYTES: gl.constexpr = (
+        (w_smem.shape[1] + x_smem.shape[1]) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    )
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(full.index(i), BYTES, pred=i < steps)
+        load_tile(
+            w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i), pred=i < steps
+        )
+    if PDL:
+        pdl_wait_first()
+    for i in gl.static_range(STAGES):
+        load_tile(
+            x_desc, [0, (first + i) * BLOCK_K], full.index(i), x_smem.index(i), pred=i < steps
+        )
+    for i in range(STAGES, steps):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        load_tile(w_desc, [row, (first + i) * BLOCK_K], full.index(slot), w_smem.index(slot))
+        load_tile(x_desc, [0, (first + i) * BLOCK_K], full.index(slot), x_smem.index(slot))
+
+
+@gluon.jit
+def _consumer(
+    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part, steps, M, N,
+    size, C: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Compute outputs `row` + 64 · C …. `size`: elements of one split's partial sums. ADDS: add to
+    the contents of `y`."""
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCK_M: gl.constexpr = x_smem.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_M, 256 // w_smem.dtype.primitive_bitwidth]
+    )
+    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+    for i in range(steps):
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        w = w_smem.index(slot).slice(C * ROWS, ROWS, 0)
+        acc = warpgroup_mma(w, x_smem.index(slot).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if PDL:
+        pdl_wait_first()
+    n = row + C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    is_last = True
+    if SPLITS > 1:  # like `split_k.reduce_splits`
+        at = n[:, None] * BLOCK_M + m[None, :]
+        gl.store(partial_ptr + part * size + at, acc)
+        barrier()
+        counter = counter_ptr + row // ROWS + C
+        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            acc = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            for split in gl.static_range(SPLITS):
+                acc += gl.load(partial_ptr + split * size + at, cache_modifier=".cg")
+            gl.store(counter, 0)
+    if is_last:
+        if SCALED:
+            acc *= gl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
+            acc *= gl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+        if HAS_BIAS:
+            acc += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        inside = (m < M)[None, :] & (n < N)[:, None]
+        out = y_ptr + m[None, :] * N + n[:, None]
+        if ADDS:
+            acc += gl.load(out, mask=inside, other=0.0).to(gl.float32)
+        gl.store(out, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _skinny_gemm_kernel(
+    w_desc, x_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, num_steps, size,
+    SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(
+        x_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout
+    )
+    full, empty = barriers(STAGES, 1), barriers(STAGES, BLOCK_N // ROWS)
+    fence_async_shared()
+    row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
+    each = (num_steps + SPLITS - 1) // SPLITS
+    first = part * each
+    steps = gl.minimum(each, num_steps - first)
+    if BLOCK_N == ROWS:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
+                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
+                )),
+                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
+                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
+                )),
+                (_consumer, (
+                    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
+                    steps, M, N, size, 1, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
+                )),
+                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
+            ],
+            [4, 1],
+            [168, 40],
+        )  # fmt: skip
+
+
+def is_faster(num_tokens: int, outer: int, *, scaled: bool) -> bool:
+    """Whether this kernel is faster than the others. `scaled`: fp8."""
+    most = MIDDLE_TOKENS if scaled and outer in MIDDLE_ROWS else MAX_TOKENS
+    return 0 < num_tokens <= most and outer >= MIN_ROWS
+
+
+def covers(values: Tensor, w: Linear) -> bool:
+    """Whether `skinny_gemm` supports these dtypes and strides and is the fastest. `values`: the
+    inputs, [T, K]."""
+    scaled, weight, row_bytes = (
+        isinstance(w, ScaledLinear),
+        w.weight,
+        values.shape[1] * values.element_size(),
+    )
+    kinds = (torch.float8_e4m3fn,) if scaled else (torch.bfloat16, torch.float16)
+    return (
+        is_faster(len(values), weight.shape[0], scaled=scaled)
+        and values.dtype in kinds
+        and weight.dtype == values.dtype
+        and weight.is_contiguous()
+        and values.is_contiguous()
+        and row_bytes % 16 == 0
+        and weight.data_ptr() % 16 == values.data_ptr() % 16 == 0
+    )
+
+
+def skinny_gemm(
+    x: Activations, w: Linear, scratch: ArrivalCounters, added: Tensor | None = None
+) -> Tensor:
+    """x [T, K] · Wᵀ + b → [T, N], if `covers` allows it. With `added` [T, N] the sum is written in
+    its place."""
+    values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
+    (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
+    block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
+    block_n, splits = _tile(outer, inner * size, block_m)
+    tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
+    splits = min(splits, num_steps)
+    stages = min(MAX_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
+    w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
+    x_desc = TensorDescriptor(
+        values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
+    )
+    y = added
+    if y is None:
+        dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
+        y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
+    numbers = tiles * block_n * block_m
+    partial = (
+        torch.empty(splits * numbers, dtype=torch.float32, device=values.device)
+        if splits > 1
+        else y
+    )
+    _skinny_gemm_kernel[(tiles, splits)](
+        w_desc, x_desc, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
+        partial, scratch.counters, num_tokens, outer, num_steps, numbers,
+        SPLITS=splits, SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ADDS=added is not None, STAGES=stages,
+        num_warps=4, **pdl_options(y),
+    )  # fmt: skip
+    return y
+
+
+def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
+    """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B, and of
+    70B over two GPUs (GPU_NOTES.md)."""
+    is_small, processors = block_m == 16, 132
+    if is_small and row_bytes > LONG_ROW and 0.9 * processors <= outer / ROWS.value <= processors:
+        return 64, 1
+    if outer >= 12_288 or (is_small and outer > 4096):
+        return 128, 1
+    return 64, 2 if is_small and row_bytes > LONG_ROW else 1

@@ -1,0 +1,1 @@
+"""Features and measured tiles of devices. No torch."""

@@ -1,0 +1,1 @@
+"""Files of a checkpoint and the number formats in them. No torch."""
