@@ -40,7 +40,7 @@ ORDER = (
     ),
     *("sampling_checks", "answer_forms", "search_params", "sampling_params", "request_fields"),
     *("lora_request", "media", "beam_messages", "text_messages", "logprob_messages"),
-    "tier_messages",
+    *("tier_messages", "cache_hints"),
     *(
         "outputs",
         "stats",

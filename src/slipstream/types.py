@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 from slipstream.answer_forms import ReasoningMarkers as ReasoningMarkers
 from slipstream.answer_forms import StructuredOutputsParams as StructuredOutputsParams
 from slipstream.beam_messages import BeamsOutput, LikeliestTokens
+from slipstream.cache_hints import NO_HINTS, CacheHints
 from slipstream.errors import RequestError
 from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs
 from slipstream.lora_request import LoRARequest
@@ -54,26 +55,6 @@ Prompt: TypeAlias = str | TokensPrompt | TextPrompt | PicturesPrompt
 Reserve: TypeAlias = Callable[[int, int], None]
 """Called with the tokens of a prompt and of its longest answer before a request is queued. It may
 raise."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheHints:
-    """A client's hints about the return of its session.
-
-    They change the order in which cached blocks are evicted, and nothing else.
-    """
-
-    session: str = ""  # requests of one name and `cache_salt` share what is learned of their pauses
-    ttl_s: float | None = None  # kept rather than others for so long
-    weight: float = 1.0  # of its blocks among others'
-    # (share of the prompt up to which it is kept rather than others, seconds for which it is)
-    breakpoints: tuple[tuple[float, float], ...] = ()
-    ends: bool = False  # no request will continue this one
-    calls: bool = False  # its answer may be a tool call, which the next request answers
-    call_tokens: tuple[int, ...] = ()  # one of which every such answer has; none: that is unknown
-
-
-NO_HINTS = CacheHints()
 
 
 @suggesting_init

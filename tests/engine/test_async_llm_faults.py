@@ -16,8 +16,8 @@ import pytest
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine import async_llm, core_client, core_operations
-from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
+from slipstream.engine import async_llm, core_client, core_operations, core_start
+from slipstream.engine.core_client import ChildLink
 from slipstream.engine.core_messages import (
     Abort,
     Add,
@@ -28,10 +28,11 @@ from slipstream.engine.core_messages import (
     Rejected,
     Stats,
 )
-from slipstream.engine.core_process import Failed
+from slipstream.engine.core_start import MAX_FAST_DEATHS
 from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
+from slipstream.start_messages import Failed
 from slipstream.stats import EngineStats
 from slipstream.text_messages import VectorOutput
 from slipstream.types import FinishReason, TokenOutput
@@ -187,7 +188,7 @@ async def test_failed_starts_are_tried_again_after_growing_pauses(world):
 
 
 async def test_after_too_many_failed_starts_it_stays_down(world, monkeypatch):
-    monkeypatch.setattr(core_client, "MAX_RESTART_PAUSE_S", 5.0)
+    monkeypatch.setattr(core_start, "MAX_RESTART_PAUSE_S", 5.0)
     engine = await world.start([world.ready, DEAD], *[[OUT_OF_MEMORY]] * 20)
     await world.until(engine._core.reader.done)
     assert (world.num_spawns, world.pauses) == (1 + MAX_FAST_DEATHS, [4.0, 5.0])
@@ -511,7 +512,7 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
 def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(core_client.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
+    monkeypatch.setattr(core_start.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
     monkeypatch.setattr(
         core_client.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
     )

@@ -27,21 +27,17 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine.core_client import (
-    ChildLink,
-    CoreClient,
-    CoreLink,
-    CoreSource,
-    resolved_config,
-)
+from slipstream.engine.core_client import ChildLink, CoreClient, CoreLink
 from slipstream.engine.core_messages import (
     Abort,
     Add,
     Outputs,
     Ready,
     Rejected,
+    Stats,
     ToParent,
 )
+from slipstream.engine.core_start import CoreSource, resolved_config
 from slipstream.engine.folder import settled
 from slipstream.engine.grammars.grammar import check_in_thread
 from slipstream.engine.model_files import load_tokenizer, log_canary
@@ -61,7 +57,7 @@ from slipstream.errors import EngineDeadError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
 from slipstream.outputs import RequestOutput
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.stats import CanaryResult
+from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (
     DEFAULT_OPTIONS,
     Prompt,
@@ -237,7 +233,7 @@ class AsyncLLM(OtherRequests):
     @property
     def num_requests(self) -> int:
         """Requests not yet finished."""
-        return len(self._sinks) + self.num_other_requests
+        return len(self._sinks) + len(self._texts) + len(self._beams)
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Take no more requests, wait up to `drain_s` seconds for those in flight, cancel the rest, end the process."""
@@ -290,7 +286,10 @@ class AsyncLLM(OtherRequests):
         elif isinstance(message, Ready):
             self.core_ready(message)  # it woke up
         else:
-            self.core_answered(message)
+            if isinstance(message, Stats):
+                self._note_progress(message.stats)
+            if not isinstance(message, Stats) or message.asked:
+                self.core_answered(message)
 
     def _deliver(self, delta: RequestOutput) -> None:
         sink = self._sinks.get(delta.request_id)
@@ -303,6 +302,14 @@ class AsyncLLM(OtherRequests):
         except SlipstreamError as error:
             self._forget(delta.request_id)
             sink.fail(error)
+
+    def _note_progress(self, stats: EngineStats) -> None:
+        """Note the time of progress. Only steps count, since a stuck scheduler still answers and
+        sends heartbeats."""
+        idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
+        if idle or stats.num_steps != self._num_steps:
+            self._last_progress = self._last_heard
+        self._num_steps, self.is_sleeping = stats.num_steps, stats.is_sleeping
 
     def core_died(self, reason: str, *, final: bool) -> None:
         """End everything that waits for the core."""

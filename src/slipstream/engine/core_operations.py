@@ -169,13 +169,10 @@ class CoreOperations:
 
     def core_answered(self, message: ToParent) -> None:
         if isinstance(message, Stats):
-            self._note_progress(message.stats)
-            self.is_sleeping = message.stats.is_sleeping
-            if message.asked:
-                waiters, self._stats_waiters = self._stats_waiters, []
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(message.stats)
+            waiters, self._stats_waiters = self._stats_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(message.stats)
         elif isinstance(message, Answered):
             answered = self._waiters.pop(message.ticket)
             if answered.done():  # its caller has gone
@@ -198,11 +195,3 @@ class CoreOperations:
         for waiter in asked:
             if not waiter.done():
                 waiter.set_exception(error)
-
-    def _note_progress(self, stats: EngineStats) -> None:
-        """Note the time of progress. Only steps count, since a stuck scheduler still answers and
-        sends heartbeats."""
-        idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
-        if idle or stats.num_steps != self._num_steps:
-            self._last_progress = self._last_heard
-        self._num_steps = stats.num_steps

@@ -647,7 +647,8 @@ class LLM:
     ) -> list[RequestOutput]:
         each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
         requests = []
-        prompts = self._input.prompts.with_prepared(prompts)
+        if self._input.pictures is not None:
+            prompts = self._input.prompts.media.with_prepared(prompts)
         for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             try:
                 requests.append(self._input.prepare(prompt, *how))

@@ -54,10 +54,6 @@ class OtherRequests(CoreOperations):
         self._texts: dict[str, PendingTexts] = {}
         self._beams: dict[str, asyncio.Future[BeamsOutput]] = {}
 
-    @property
-    def num_other_requests(self) -> int:
-        return len(self._texts) + len(self._beams)
-
     def _running_child(self) -> CoreLink:
         """The link to the core. EngineDeadError if there is none."""
         raise NotImplementedError
@@ -68,18 +64,18 @@ class OtherRequests(CoreOperations):
 
     def check_pictures(self, count: int) -> None:
         """Raise RequestError if a prompt can't have `count` pictures."""
-        self._input.prompts.check_pictures(count)
+        self._input.prompts.media.check_pictures(count)
 
     async def measure_picture(self, data: bytes) -> PictureFile:
         """A picture's file, which is known to be one and how many pixels it has; for `prepare_picture`."""
-        self._input.prompts.check_pictures(1)
+        self._input.prompts.media.check_pictures(1)
         assert self._input.pictures is not None
         return await asyncio.wrap_future(self._input.pictures.measure(data))
 
     async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
         `detail` is OpenAI's: "low" reads it smaller."""
-        self._input.prompts.check_pictures(1)
+        self._input.prompts.media.check_pictures(1)
         assert self._input.pictures is not None
         return await asyncio.wrap_future(self._input.pictures.submit(source, detail))
 

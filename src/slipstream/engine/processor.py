@@ -28,6 +28,7 @@ from slipstream.errors import (
     ContextLengthError,
     RequestError,
 )
+from slipstream.media import AudioWindow
 from slipstream.spec.description import ModelDescription
 from slipstream.types import (
     DEFAULT_OPTIONS,
@@ -129,6 +130,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.description = description
         self._writes = description is None or description.spec.generates
+        encoder = None if description is None else description.spec.encoder
+        self._reads_audio = encoder is not None and encoder.audio is not None
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
@@ -192,15 +195,18 @@ class InputProcessor:
             )
         if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
-        audio = self.prompts.audio_of(prompt)
-        prompt, pictures = self.prompts.parted(prompt)
+        audio: AudioWindow | None = None
+        pictures: Sequence[PreparedPicture] = ()
+        if self._reads_audio or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
+            audio = self.prompts.media.audio_of(prompt)
+            prompt, pictures = self.prompts.media.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
         special = options.add_special_tokens
         text, tokens = self.prompts.tokens(
             prompt, special, any_length=any_length, pictures=pictures
         )
         salt = options.cache_salt
-        images = placed(tokens, pictures, self.prompts.vision, salt) if pictures else ()
+        images = placed(tokens, pictures, self.prompts.media.vision, salt) if pictures else ()
         if images and any_length:
             raise RequestError(
                 "a prompt with pictures can't be cut", field="truncate_prompt_tokens"

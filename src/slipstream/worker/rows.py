@@ -108,21 +108,6 @@ class Row:
         allowed = self.sampling.allowed_token_ids
         self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
 
-    def image_parts(self, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:
-        """Images with placeholders in a step, as (image, first, last + 1) of the image's tokens."""
-        begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
-        return [
-            (image, max(begin - image.offset, 0), min(end, image.end) - image.offset)
-            for image in self.images
-            if image.offset < end and begin < image.end
-        ]
-
-    def needs_images(self, share: ScheduledRequest) -> bool:
-        """True if a step's part of the request has placeholders, or tokens with three positions."""
-        if not self.images or share.num_computed_tokens >= self.images[-1].end:
-            return False
-        return self.places is not None or bool(self.image_parts(share))
-
     def wants(self) -> Iterator[Want]:
         s = self.sampling
         asked: dict[Want, object] = {

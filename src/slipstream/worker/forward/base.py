@@ -17,6 +17,7 @@ from slipstream.platform import Event
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan, StepShape
 from slipstream.worker.forward.state_cache import StateCache
+from slipstream.worker.image_rows import needs_images
 from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import shape_of
@@ -114,7 +115,7 @@ class InputBatch:
             return False
         wanting, rows = self.table.wanting["images"], self.table.rows
         return any(
-            rows[s.request_id].needs_images(s)
+            needs_images(rows[s.request_id], s)
             for s in self.plan.scheduled
             if s.request_id in wanting
         )
