@@ -1,6 +1,7 @@
 """What requests may bring: grammars, adapters, pictures.
 
     python benchmarks/features.py --study grammar             # a token with schemas and without, and a new schema's first mask
+    python benchmarks/features.py --study masks               # masks next to the forward of a GPU: checks, threads, tokens/s
     python benchmarks/features.py --study adapters            # many adapters at many sequences beside none
     python benchmarks/features.py --study pictures            # pictures a second beside transformers
     python benchmarks/features.py --study exact               # greedy answers of a CPU with drafts, chunks, hits and batches

@@ -365,6 +365,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
         **dict(indexer_types=["full", "shared", "full", "shared"]),
     },
+    "deepseek_v4": {
+        **dict(
+            model_type="deepseek_v4", vocab_size=VOCAB, hidden_size=32, moe_intermediate_size=32
+        ),
+        **dict(num_hidden_layers=4, num_attention_heads=4, head_dim=16, q_lora_rank=16),
+        **dict(n_routed_experts=6, num_experts_per_tok=2, o_groups=2, o_lora_rank=12),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=3, sliding_window=7),
+        **dict(hc_mult=3, hc_sinkhorn_iters=4, swiglu_limit=1.5, partial_rotary_factor=0.5),
+        "layer_types": [
+            *("compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"),
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {
+            **dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+        },
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
+        **dict(max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.2),
+    },
     "youtu": {
         **{k: v for k, v in _LATENT.items() if "expert" not in k and "first" not in k},
         **dict(model_type="youtu", moe_intermediate_size=None),
@@ -594,10 +612,14 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
 
 def shake_buffers(model: Any) -> None:
     """Gives what models learn beside gradients other numbers than those that they begin with."""
+    import torch
+
     for buffer in correction_buffers(model):
         buffer.normal_(0.0, 0.3)
     for buffer in scalar_buffers(model):
         buffer.uniform_(0.5, 1.5)
+    for buffer in expert_tables(model):
+        buffer.copy_(torch.rand(len(buffer), 6).topk(buffer.shape[1]).indices)
 
 
 _written: dict[str, tuple[dict[str, bytes], Any]] = {}
@@ -660,6 +682,11 @@ def correction_buffers(model: Any) -> list[Any]:
     """What DeepSeek V3 learns beside gradients."""
     ends = ("e_score_correction_bias", "expert_bias")
     return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
+
+
+def expert_tables(model: Any) -> list[Any]:
+    """DeepSeek V4's experts of each token."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("tid2eid")]
 
 
 def scalar_buffers(model: Any) -> list[Any]:

@@ -1,11 +1,14 @@
 """One GPU, one model shape, one scheme: start, decode of one sequence, time to first token, throughput of several loads.
 
     python benchmarks/engine.py --study table [--quantization fp8] [--kv-cache-dtype fp8] [--loads 128/128x1024,…] [--profile]
+    python benchmarks/engine.py --study table --config gpt-oss-20b --set num_hidden_layers=36 num_local_experts=128
+    python benchmarks/engine.py --study table --gguf
     python benchmarks/engine.py --study table --engine transformers --loads 128/128x1,128/128x512
 
 Random weights and token ids, greedy, no end-of-sequence, no prefix cache, all requests of a load submitted at once. A load
 is IN/OUTxREQUESTS or sharegptxREQUESTS, with *TIMES behind it where that is not `--repeat`. Each figure is printed and
 written as it comes. `--profile` adds the kernels of prefill and decode steps and the share of a run in which the GPU was busy.
+`--set` changes the config: with these two, gpt-oss-20b's is 120b's. `--gguf` takes a file of a Llama's shape in Q4_K_M's types.
 With `--engine transformers`, `transformers.generate` takes each load as one static batch in bfloat16.
 """
 
@@ -13,8 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import struct
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import common
@@ -32,15 +39,88 @@ def lengths_of(load: str) -> Lengths:
     return [(n_in, n_out)] * int(count)
 
 
+def changed(args: argparse.Namespace) -> Path:
+    """The model's folder or file, in a new temporary folder if the config is changed."""
+    if not args.set and not args.gguf:
+        return common.CONFIGS / args.config
+    folder = Path(tempfile.mkdtemp())
+    config = json.loads((common.CONFIGS / args.config / "config.json").read_text())
+    config |= {name: json.loads(value) for name, _, value in (s.partition("=") for s in args.set)}
+    if "layer_types" in config:
+        kinds, count = config["layer_types"], config["num_hidden_layers"]
+        config["layer_types"] = [kinds[i % len(kinds)] for i in range(count)]
+    if args.gguf:
+        return write_gguf(folder / "llama.gguf", config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_gguf(path: Path, c: dict[str, Any]) -> Path:
+    """A GGUF file of a Llama's shape in Q4_K_M's types: the header, and a hole of the tensors' size."""
+    from slipstream.spec.stored.gguf import TYPES
+
+    types = {quant.name: (number, quant) for number, quant in TYPES.items()}
+    n, hidden, mlp = c["num_hidden_layers"], c["hidden_size"], c["intermediate_size"]
+    kv = hidden // c["num_attention_heads"] * c["num_key_value_heads"]
+    tensors = [("token_embd", (c["vocab_size"], hidden), "Q4_K"), ("output_norm", (hidden,), "F32")]
+    tensors.append(("output", (c["vocab_size"], hidden), "Q6_K"))
+    for i in range(n):
+        is_high = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+        high = "Q6_K" if is_high else "Q4_K"
+        tensors += [(f"blk.{i}.{name}_norm", (hidden,), "F32") for name in ("attn", "ffn")]
+        tensors += [
+            (f"blk.{i}.{name}", shape, kind)
+            for name, shape, kind in (
+                ("attn_q", (hidden, hidden), "Q4_K"),
+                ("attn_k", (kv, hidden), "Q4_K"),
+                ("attn_v", (kv, hidden), high),
+                ("attn_output", (hidden, hidden), "Q4_K"),
+                ("ffn_gate", (mlp, hidden), "Q4_K"),
+                ("ffn_up", (mlp, hidden), "Q4_K"),
+                ("ffn_down", (hidden, mlp), high),
+            )
+        ]
+    ints = {"block_count": n, "embedding_length": hidden, "feed_forward_length": mlp}
+    ints |= {"context_length": c["max_position_embeddings"], "vocab_size": c["vocab_size"]}
+    ints |= {"attention.head_count": c["num_attention_heads"]}
+    ints |= {"attention.head_count_kv": c["num_key_value_heads"]}
+    floats = {"rope.freq_base": c["rope_theta"], "attention.layer_norm_rms_epsilon": 1e-5}
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1 + len(ints) + len(floats))
+    out += text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    for key, number in ints.items():
+        out += text(f"llama.{key}") + struct.pack("<II", 4, number)
+    for key, real in floats.items():
+        out += text(f"llama.{key}") + struct.pack("<If", 6, real)
+    at = 0
+    for name, shape, kind in tensors:
+        number, quant = types[kind]
+        out += text(f"{name}.weight") + struct.pack("<I", len(shape))
+        out += b"".join(struct.pack("<Q", size) for size in reversed(shape))
+        out += struct.pack("<IQ", number, at)
+        size = math.prod(shape) // quant.block_size * quant.block_bytes
+        at += -(-size // 32) * 32
+    with path.open("wb") as file:
+        file.write(out)
+        file.truncate(-(-len(out) // 32) * 32 + at + 64)
+    return path
+
+
 class Slipstream:
     def __init__(self, args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         from slipstream import LLM, SamplingParams
 
         imports = time.perf_counter() - begin
-        self.sampling = SamplingParams
+        self.sampling, self.loaded, self.prompts = SamplingParams, {}, args.prompts
+        if args.device != "cpu":
+            self.watch_load()
+        model = changed(args)
         self.llm = LLM(
-            str(common.CONFIGS / args.config),
+            str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
@@ -54,13 +134,35 @@ class Slipstream:
         )
         from slipstream.spec.description import read_spec
 
-        self.vocab_size, self.seed = read_spec(common.CONFIGS / args.config).spec.vocab_size, 0
+        self.vocab_size, self.seed = read_spec(model).spec.vocab_size, 0
         self.generate([(min(128, self.llm.config.model.max_model_len - 1), 1)])
         self.start = {
             "start_to_first_token_s": seconds_since_process_start(),
             "phases_s": {"imports": imports, **self.llm.phases},
             "ledger": self.llm.ledger.describe(),
+            "load": self.loaded,
         }
+
+    def watch_load(self) -> None:
+        """Note the GPU's peak while weights are loaded, before the cache is made."""
+        import torch
+
+        from slipstream.model.load import loader
+        from slipstream.worker import torch_loading
+
+        load = loader.load_model
+
+        def watched(*given: Any, **how: Any) -> Any:
+            if not torch.cuda.is_available():
+                return load(*given, **how)
+            torch.cuda.reset_peak_memory_stats()
+            made = load(*given, **how)
+            torch.cuda.synchronize()
+            self.loaded["peak_bytes"] = torch.cuda.max_memory_allocated()
+            self.loaded["weights_bytes"] = made.weights_bytes
+            return made
+
+        loader.load_model = torch_loading.load_model = watched
 
     def generate(self, lengths: Lengths) -> tuple[list[Any], float]:
         """Answers, and seconds from submission to the last token."""
@@ -84,7 +186,7 @@ class Slipstream:
     def singles(self, note: Callable[[str, Any], None], n_in: int, n_out: int) -> None:
         self.single(n_in, n_out)
         note("decode_batch_1_ms", sorted(self.single(n_in, n_out)[1] for _ in range(3))[1])
-        for length in (n for n in (128, 2048) if n < self.llm.config.model.max_model_len):
+        for length in (n for n in self.prompts if n < self.llm.config.model.max_model_len):
             note(f"ttft_{length}_ms", sorted(self.single(length, 1)[0] for _ in range(7))[3])
 
     def profile(self, note: Callable[[str, Any], None], num_seqs: int) -> None:
@@ -150,6 +252,8 @@ RECORD = "llama_table"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("slipstream", "transformers"), default="slipstream")
     parser.add_argument("--config", default="llama-3-8b")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="in the config")
+    parser.add_argument("--gguf", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -163,6 +267,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--single",
         default="128/256",
         help="the request whose decode is timed; '' for none (default: 128/256)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[128, 2048],
+        help="lengths whose times to the first token are measured (default: 128 2048)",
     )
     parser.add_argument("--loads", default="128/128x1024")
     parser.add_argument("--repeat", type=int, default=2)

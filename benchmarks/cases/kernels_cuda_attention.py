@@ -1,10 +1,12 @@
 """Prefill attention over the paged cache: microseconds and TFLOP/s of the kernel for every chip, of Hopper's, and of cuDNN.
 
     python benchmarks/kernels.py --device cuda --op attention
+    python benchmarks/kernels.py --device cuda --op attention --cases "1 of 256 behind 130,816" --errors --peak 6
 
-Where Hopper's splits the keys of few queries, it runs without that as well. Each is replayed from a graph, so the host's time
-is not in it. FLOPs are those of the keys that a query sees. cuDNN gets contiguous keys and values without a cache. The cache's
-blocks of 16 tokens lie anywhere.
+Where Hopper's splits the keys of few queries, it runs without that as well. An FP8 cache is multiplied in 16 and in 8 bits.
+`--errors` adds the relative error against the reference, with queries `--peak` times as large. Each is replayed from a graph,
+so the host's time is not in it. FLOPs are those of the keys that a query sees. cuDNN gets contiguous keys and values without a
+cache. The cache's blocks of 16 tokens lie anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from slipstream.kernels.cache_tensors import by_dim
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton.attention import hopper
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.triton.attention import hopper, paged
 from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
@@ -38,6 +41,10 @@ CASES = {  # lengths of the prompts, tokens in the cache before them, (query hea
     "1 of 128 behind 8,192": ([128], 8192, (32, 8, 128)),
     "1 of 128 behind 32,768": ([128], 32768, (32, 8, 128)),
     "4 of 64 behind 1,024": ([64] * 4, 1024, (32, 8, 128)),
+    "1 of 8,192": ([8192], 0, (32, 8, 128)),
+    "1 of 8,192 behind 114,688": ([8192], 114688, (32, 8, 128)),
+    "1 of 2,048 behind 30,000": ([2048], 30000, (32, 8, 128)),
+    "1 of 256 behind 130,816": ([256], 130816, (8, 2, 128)),
     "22 of 20 to 1,500": (LENGTHS, 0, (32, 8, 128)),
     "8 of 2,048, D = 64": ([2048] * 8, 0, (32, 8, 64)),
     "4 of 2,048, GPT-J": ([2048] * 4, 0, (16, 16, 256)),
@@ -86,17 +93,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME"
     )
+    parser.add_argument("--errors", action="store_true", help="against the reference; takes memory")
+    parser.add_argument("--peak", type=float, default=1.0, help="factor of the queries")
 
 
 @torch.inference_mode()
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    rows = []
+    rows: list[dict[str, object]] = []
+    expected: torch.Tensor | None = None
 
     def measure(case: str, kernel: str, flops: int, call: partial[torch.Tensor]) -> None:
         call()
         torch.cuda.synchronize()
         taken = microseconds([call] * max(2, min(50, int(2e13 / flops))))
-        rows.append({"case": case, "kernel": kernel, "us": taken, "tflops": flops / taken / 1e6})
+        row = {"case": case, "kernel": kernel, "us": taken, "tflops": flops / taken / 1e6}
+        if args.errors and expected is not None:
+            row["error"] = float((call().float() - expected).norm() / expected.norm())
+        rows.append(row)
         print(
             f"{case:22} {kernel:20} {taken:9.1f} us {flops / taken / 1e6:7.1f} TFLOP/s", flush=True
         )
@@ -105,14 +118,22 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for case in args.cases:
         lengths, context, (heads, kv_heads, dim) = CASES[case]
         flops = sum(4 * dim * heads * (n * context + n * (n + 1) // 2) for n in lengths)
-        q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16)
+        q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16) * args.peak
         for kind in ("bf16", "fp8"):
             kv, meta = step(lengths, [context] * len(lengths), kv_heads, dim, kind)
-            call = partial(paged_attention, q, kv, meta, AttentionParams(scale=dim**-0.5))
+            params = AttentionParams(scale=dim**-0.5)
+            call = partial(paged_attention, q, kv, meta, params)
+            expected = (
+                ReferenceOps().attention(q, kv, meta, params).float() if args.errors else None
+            )
             measure(
                 case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim])
             )
-            measure(case, f"{kind} Hopper", flops, call)
+            for bits, num_keys in {"16": 2**31, "8": 0}.items() if kind == "fp8" else ():
+                with mock.patch.object(paged, "HOPPER_FP8_KEYS", num_keys):
+                    measure(case, f"fp8 Hopper, {bits}-bit products", flops, call)
+            if kind != "fp8":
+                measure(case, f"{kind} Hopper", flops, call)
             if sum(lengths) <= MAX_SPLIT:
                 with mock.patch.object(hopper, "num_parts", return_value=1):
                     measure(case, f"{kind} Hopper, unsplit", flops, call)
@@ -126,5 +147,6 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             cudnn = partial(
                 F.scaled_dot_product_attention, q4, k4, v4, is_causal=True, enable_gqa=True
             )
+            expected = None
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 measure(case, "bf16 cuDNN", flops, cudnn)

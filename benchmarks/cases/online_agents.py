@@ -2,12 +2,16 @@
 
     python benchmarks/online.py --study agents --variants cache_eviction=value cache_eviction=lru
     python benchmarks/online.py --study agents --variants none --url http://127.0.0.1:8001
+    python benchmarks/online.py --study agents --max-num-seqs 8 --variants cache_eviction=value cache_eviction=lru \
+        --vllm SITE --turns uniform:6-7 --task-tokens lognormal:8000:0.9 --turn-tokens lognormal:300:0.9 --answer-tokens 60 \
+        --pause lognormal:3:0.6 --subagent-rate 0.001 --system-tokens 2000
     python benchmarks/online.py --study agents --config tiny --context 2048 --quantization none --kv-cache-dtype auto \
         --sessions 6 --turns 4 --turn-tokens 150 --answer-tokens 12 --pause 0.05 --variants none --output agents.json
 
 The default is for an H200: Llama-3.1-8B's shape in FP8 with random weights, 64 sessions of up to 64k tokens with pauses of
 some seconds, and a cache for a third of them. A variant's run takes about three minutes. A variant is `NAME=VALUE`, several
 joined by commas, of engine settings; `none` changes nothing. Each has a server of its own, one after the other, in `--rounds`.
+`--vllm` is a folder with vLLM for PYTHONPATH: its server takes its turn, with an FP8 cache of as many bytes.
 `--url` is a server that runs already (vLLM with `--enable-prompt-tokens-details`), and takes its turn with the same sessions.
 `--measure` first measures this machine's steps of the model, for the simulator.
 """
@@ -18,6 +22,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", default=["none"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--vllm", metavar="SITE", help="a folder of installed packages with vLLM")
+    parser.add_argument("--vllm-max-num-seqs", type=int, default=64)
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--url-model", help="its model's name")
 
@@ -117,13 +124,16 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             made = planned(args, folder, settings_of(variant))
             found = {"results": prediction(made, cache, workload, users)}
             predicted.append({"variant": f"{variant}, simulated", "cache_share": share, **found})
-    turns = [*args.variants, *([args.url] if args.url else [])]
+    turns = [*args.variants, *(["vllm"] if args.vllm else []), *([args.url] if args.url else [])]
     for round_, (share, cache), variant in itertools.product(
         range(args.rounds), sizes.items(), turns
     ):
         if variant == args.url:
             named = ["--served-model-name", args.url_model] if args.url_model else []
             found = measured(args.url, [*bench, *named])
+        elif variant == "vllm":
+            with vllm(args, folder, cache) as (url, _):
+                found = measured(url, [*bench, "--api", "completions"])
         else:
             own = {**settings_of(variant), "kv_cache_bytes": cache}
             more = [w for n, v in own.items() for w in ("--" + n.replace("_", "-"), str(v))]
@@ -136,6 +146,20 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     columns = ("", "cache", "hits", "could be", "turns/min", "out tok/s", "turn p50, s")
     columns += ("TTFT p50 · p99, ms", "tok/s/user")
     print_table("sessions of agents", columns, map(shown, [*predicted, *rows]))
+
+
+def vllm(args: argparse.Namespace, folder: Path, cache: int) -> Any:
+    """vLLM's server of the same model, without network."""
+    words = f"{folder} --load-format dummy --max-model-len {args.context} --enable-prefix-caching"
+    words += f" --kv-cache-dtype {args.kv_cache_dtype} --kv-cache-memory-bytes {cache}"
+    words += f" --max-num-seqs {args.vllm_max_num_seqs} --enable-prompt-tokens-details"
+    words += "" if args.quantization == "none" else f" --quantization {args.quantization}"
+    off = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+    env = {**os.environ, "PYTHONPATH": args.vllm, "VLLM_PLUGINS": "", **dict.fromkeys(off, "1")}
+    env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_HOST_IP": "127.0.0.1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    program = ("-m", "vllm.entrypoints.cli.main")
+    return served(words.split(), folder / "vllm.log", program, ready="/health", env=env)
 
 
 def settings_of(variant: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,27 @@ LONG_PROMPTS = [[100, 250]] * 19 + [[7900, 50]]
 
 @contextlib.contextmanager
 def served(
-    words: list[str], log: Path, program: Sequence[str] = ("-m", "slipstream")
+    words: list[str],
+    log: Path,
+    program: Sequence[str] = ("-m", "slipstream"),
+    *,
+    ready: str = "/ready",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """A server's address, and seconds until it was ready. `program` is what takes the words `serve …`."""
+    """A server's address, and seconds until `ready` answered. `program` is what takes the words `serve …`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     begin, url = time.monotonic(), f"http://127.0.0.1:{port}"
     command = [sys.executable, *program, "serve", *words, "--port", str(port)]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=common.with_source())
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=env or common.with_source()
+        )
     try:
         while True:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(url + "/ready", timeout=2).close()
+                urllib.request.urlopen(url + ready, timeout=2).close()
                 break
             if process.poll() is not None or time.monotonic() - begin > 300:
                 raise SystemExit(log.read_text()[-3000:])

@@ -232,7 +232,7 @@ def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
     top, folder = "agent_options console main models options parser", Path(__path__[0])
-    others = {*top.split(), "answers.answer", "answers.terminal", "serving.running"}
+    others = {*top.split(), "answers.answer", "answers.terminal", "serving.running", "serving.serve_several"}
     paths = [f.relative_to(folder) for f in folder.rglob("*.py") if f.name != "__init__.py"]
     files = {".".join(path.with_suffix("").parts) for path in paths}
     modules = {module for module, _ in cli.VERBS.values()}
@@ -254,7 +254,7 @@ def test_interrupt(fails_with):
         ["frob"],
         ["run"],
         ["run", "x", "--no-such-option"],
-        ["serve", "smollm2", "word"],
+        ["pull", "smollm2", "word"],
         ["bench"],
         ["run", "x", "--max-tokens", "few"],
     ],
@@ -272,7 +272,7 @@ def test_usage_errors(capsys, words):
     ("words", "whose"),
     [
         (["run", "x", "--no-such-option"], "slipstream run"),
-        (["serve", "smollm2", "more"], "slipstream serve"),
+        (["pull", "smollm2", "more"], "slipstream pull"),
         (["bench", "latency", "x", "-n", "5"], "slipstream bench latency model"),
         (["--no-such-option", "run", "x"], "slipstream"),
     ],

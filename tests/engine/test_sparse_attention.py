@@ -20,7 +20,7 @@ from tests import tiny_models
 from tests.engine.test_draft_heads import proposals
 from tests.engine.test_window_groups import COMMON, PROMPTS, SETTINGS, answers, greedy
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 SAVED = "model.safetensors"
 
 
@@ -85,6 +85,7 @@ def add_drafting_layer(path):
     save_file(tensors | new, path / SAVED)
 
 
+@pytest.mark.parametrize("model", FAMILIES[:2], indirect=True)  # V4's are not run
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_drafts_of_the_checkpoints_own_layer_change_no_answer(model, tmp_path, kernels):
     path, expected = model

@@ -14,7 +14,7 @@ import torch
 from slipstream.config import DTYPE_BYTES
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.description import read_spec
-from slipstream.spec.model import IndexSpec, LatentAttentionSpec
+from slipstream.spec.model import CompressedAttentionSpec, IndexSpec, LatentAttentionSpec
 from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.model.harness import Paged, greedy, load, run
@@ -406,6 +406,7 @@ def test_the_spec_counts_what_is_there(case):
     description = read_spec(path)
     spec = description.spec
     buffers = tiny_models.correction_buffers(theirs) + tiny_models.scalar_buffers(theirs)
+    buffers += tiny_models.expert_tables(theirs)
     theirs_all = (*theirs.parameters(), *buffers)
     assert spec.num_parameters == sum(p.numel() for p in theirs_all)
     count = 0
@@ -419,7 +420,12 @@ def test_the_spec_counts_what_is_there(case):
     for a in (a for a in spec.attentions if a.kv_from is None):
         latent = isinstance(a, LatentAttentionSpec)
         numbers += a.kv_rank + a.rotary_dim if latent else 2 * a.num_kv_heads * a.head_dim
-        numbers += a.index.head_dim if latent and isinstance(a.index, IndexSpec) else 0
+        if isinstance(a, CompressedAttentionSpec) and a.rate:  # values, gates, compressed keys
+            of_index = a.index_spec.head_dim if a.index_spec else 0
+            series = 2 if a.index_spec else 1
+            numbers += (2 * series * 4 + 1) * (a.head_dim + of_index) // 4
+        elif latent and isinstance(a.index, IndexSpec):
+            numbers += a.index.head_dim
     assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * numbers
 
 

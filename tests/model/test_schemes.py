@@ -14,7 +14,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.model.layers import LatentAttention
+from slipstream.model.layers import CompressedAttention, LatentAttention
 from slipstream.model.load.loader import load_model
 from slipstream.model.recurrent import Mamba, Mamba2
 from slipstream.spec.model import GatedDeltaSpec, LightningSpec, MoESpec, SinusoidSpec
@@ -44,7 +44,7 @@ WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_hea
 WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
 WIDE |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "linear_head_dim": 32}
 WIDE |= {"mamba_d_ssm": 256, "mamba_d_head": 32, "mamba_head_dim": 16, "block_multiple_of": 128}
-WIDE |= {"intermediate_size_mlp": 128, "prefix_dense_intermediate_size": 128}
+WIDE |= {"o_lora_rank": 64, "intermediate_size_mlp": 128, "prefix_dense_intermediate_size": 128}
 WIDE |= {"shared_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
@@ -66,6 +66,7 @@ ALL_EXPERTS = {
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     # Nor does another choice of keys.
     "deepseek_v32": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "index_topk": 256},
+    "deepseek_v4": {"num_experts_per_tok": 6, "index_topk": 256},
     "glm_moe_dsa": {"num_experts_per_tok": 8, "index_topk": 256},
     "dbrx": {
         **dict(d_model=128, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}),
@@ -165,13 +166,14 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
     ]
     kept: list[torch.Tensor | None] = []
     for a in (x.attention for x in layers if x.attention is not None):
-        latent = isinstance(a, LatentAttention)
+        latent = isinstance(a, LatentAttention | CompressedAttention)
         kept += (
             [a.params.cos_sin]
             if latent
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
-        kept.append(a.query_scale)
+        if not isinstance(a, CompressedAttention):
+            kept.append(a.query_scale)
         if not latent and (terms := a.disentangled) is not None:
             kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:

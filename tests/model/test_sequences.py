@@ -60,7 +60,7 @@ def test_layers_that_cannot_be_trained_are_refused_by_name(name, tmp_path):
     [
         name
         for name, (family, _) in CASES.items()
-        if "kv_lora_rank" not in tiny_models.FAMILIES[family] and name not in (*RECURRENT, *SHARING)
+        if "q_lora_rank" not in tiny_models.FAMILIES[family] and name not in (*RECURRENT, *SHARING)
     ],
 )  # latent attention is refused
 def test_gradients_equal_transformers(name, tmp_path):

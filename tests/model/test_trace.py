@@ -11,8 +11,10 @@ import torch
 from slipstream.kernels.cpu.lowering import DryEmitter, lower
 from slipstream.kernels.layouts import (
     AttentionParams,
+    CompressedParams,
     DisentangledParams,
     Experts,
+    HyperParams,
     IndexParams,
     MLAParams,
     NormParams,
@@ -52,11 +54,12 @@ BUILD = {
 WITHOUT_PROGRAM = {
     "gemma3n_text": "table for layers that is shorter",
     "mimo_v2_flash": "values narrower than keys",
+    "deepseek_v4": "no side_by_side",
     **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),
 }
 OF_WEIGHTS = (
     *(QKVLayout, AttentionParams, DisentangledParams, Experts, IndexParams, MLAParams, NormParams),
-    *(ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
+    *(CompressedParams, HyperParams, ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from slipstream.config import EngineArgs
+from slipstream.server.app import create_app
 from slipstream.server.run import bind, make_server, url
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
@@ -27,9 +28,10 @@ TEMPLATE = (
 
 
 class RunningServer:
-    """`start` is a coroutine function that makes the engine, on the server's own loop."""
+    """`start` is a coroutine function that makes the engine, on the server's own loop; `create` makes the app."""
 
-    def __init__(self, start, **settings):
+    def __init__(self, start, create=create_app, **settings):
+        self._create = create
         self.settings = ServerSettings(**{"port": 0, **settings})
         self._start, self._up, self.error = start, threading.Event(), None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -49,7 +51,7 @@ class RunningServer:
             self.url = url(self.settings, listener)
             self.loop, self.server = (
                 asyncio.get_running_loop(),
-                make_server(self.engine, self.settings),
+                make_server(self.engine, self.settings, create=self._create),
             )
         except BaseException as exc:
             self.error = exc

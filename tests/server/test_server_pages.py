@@ -4,12 +4,15 @@ error, and need a key where the server does."""
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
+from slipstream.server.operations.status import StatusMemory
 from tests.browser import Browser
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import wait_for
 
 FINDING = {
     "number": 1,
@@ -82,43 +85,33 @@ def test_pages_fit_the_window(browser, width, height):
     assert browser.errors() == []
 
 
-def say(browser, text):
-    browser.run(
-        f"document.getElementById('text').value = {text!r}; document.getElementById('send').requestSubmit()"
-    )
+def test_status_shows_what_was_before_the_page_was_opened(browser, monkeypatch):
+    monkeypatch.setattr(StatusMemory, "EVERY_S", 0.02)
+    with serving() as server, server.http() as http:
+        wait_for(lambda: len(http.get("/status.json?past=1").json()["past"]) > 2, "nothing is kept")
+        assert http.get("/status.json").json()["past"] is None
+        browser.visit(server.url + "/status", width=1280, height=900)
+        browser.wait_for("return !document.getElementById('main').hidden", "the page shows nothing")
+        line = "return document.querySelector('#load polyline').getAttribute('points').split(' ')"
+        assert len(browser.run(line)) > 3
+        browser.visit("about:blank", width=1280, height=900)
+    assert browser.errors() == []
 
 
-def answers(browser):
-    return browser.run(
-        "return [...document.querySelectorAll('.assistant')].map(e => e.textContent)"
-    )
-
-
-def test_chat_streams_and_keeps_the_conversation(browser):
+def test_docs_send_what_one_writes(browser):
     with serving() as server:
-        browser.visit(server.url + "/chat", width=1280, height=900)
-        browser.wait_for("return document.getElementById('model').value === 'fake'", "no model")
-        browser.run(
-            "document.getElementById('max_tokens').value = 12; document.getElementById('temperature').value = 0.5"
+        browser.visit(server.url + "/docs", width=1280, height=900)
+        form = "document.querySelector('form[data-path=\"/v1/chat/completions\"]')"
+        browser.run(f"{form}.parentElement.open = true")
+        body = browser.wait_for(
+            f"const text = {form}.elements.body.value; return text.includes('fake') && text",
+            "no example",
         )
-        say(browser, "<i>hello</i>")
-        browser.wait_for("return document.querySelectorAll('.note').length === 1", "no answer")
-        say(browser, "more")
+        browser.run(f"{form}.requestSubmit()")
         browser.wait_for(
-            "return document.querySelectorAll('.note').length === 2", "no second answer"
+            f"return {form}.querySelector('pre').textContent.startsWith('200')", "no answer"
         )
-        assert [bool(text) for text in answers(browser)] == [True, True]
-        assert browser.run("return document.querySelector('.user').textContent") == "<i>hello</i>"
-        prompt, sampling, _ = server.engine.seen[-1]
-        assert (sampling.temperature, sampling.max_tokens) == (0.5, 12)
-        ids = (
-            prompt["prompt_token_ids"]
-            if isinstance(prompt, dict)
-            else server.engine.tokenizer.encode(prompt)
-        )
-        assert "<i>hello</i>" in server.engine.tokenizer.decode(
-            ids
-        )  # the first turn is in the second's prompt
+        assert server.engine.seen[-1][1].max_tokens == json.loads(body)["max_tokens"]
         browser.visit("about:blank", width=1280, height=900)
     assert browser.errors() == []
 
@@ -127,9 +120,11 @@ def test_stop_ends_the_answer_and_frees_the_engine(browser):
     with serving(FakeEngine(delay_s=0.05)) as server:
         browser.visit(server.url + "/chat", width=390, height=844)
         browser.wait_for("return document.getElementById('model').value === 'fake'", "no model")
-        say(browser, "hello")
+        browser.run(
+            "document.getElementById('text').value = 'hello'; document.getElementById('send').requestSubmit()"
+        )
         browser.wait_for(
-            "return document.querySelector('.assistant')?.textContent.length > 3", "nothing comes"
+            "return document.querySelector('.assistant .body')?.textContent.length > 3", "no text"
         )
         browser.run("document.getElementById('stop').click()")
         server.wait_idle()
@@ -178,10 +173,10 @@ def test_routes_without_a_detector(shared):
         missing = http.get("/findings")
         assert missing.status_code == 404
         assert "--detect" in missing.json()["error"]["message"]
-        for page in ("/status", "/chat"):
-            text = http.get(page).text
-            assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
-            assert "connect-src 'self'" in text
+        for page in ("/status", "/chat", "/docs"):
+            text = http.get(page).text  # nothing from elsewhere
+            assert "default-src 'none'; script-src 'unsafe-inline'; connect-src 'self';" in text
+            assert 'src="http' not in text
 
 
 def test_findings_are_in_the_metrics():

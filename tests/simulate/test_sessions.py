@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +15,13 @@ from slipstream.bench.session_run import SessionRun, TokenText, dialogue_of
 from slipstream.bench.sessions import parse_load
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import find_device
 from slipstream.costs.step_cost import HostCost
 from slipstream.simulate.capacity import LatencyObjectives, find_capacity
+from slipstream.simulate.engines import plan_engine
 from slipstream.simulate.simulator import SimulatedEngine, simulate
 from slipstream.simulate.traffic import SessionWorkload, parse_workload
+from slipstream.spec.description import read_spec
 from tests.simulate.test_simulator import engine
 
 LOAD = parse_load(
@@ -100,6 +104,34 @@ def test_both_schedulers_tell_the_same_of_sessions(num_blocks, arrivals):
     assert found.agents == exact.agents
     assert found.agents.num_complete == 8
     assert 0 < found.agents.hit_rate <= found.agents.cacheable_rate
+
+
+def test_sessions_beyond_the_cache_are_served_faster_by_value(tmp_path):
+    """Llama-3.1-8B in FP8 on an H200: 64 sessions to 64k tokens, a cache for a third of what they hold at their ends."""
+    load = {"sessions": 64, "max_context": 65536, "turns": "uniform:6-7", "system_tokens": 2000}
+    load |= {"task_tokens": "lognormal:8000:0.9", "turn_tokens": "lognormal:300:0.9"}
+    load |= {"answer_tokens": "60", "pause": "lognormal:3:0.6", "subagent_rate": 0.001}
+    workload, found = SessionWorkload.agents(parse_load(load), 0), {}
+    room = sum(session.context_lengths[-1] for session in workload.sessions) // 3
+    shape = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b" / "config.json"
+    config = json.loads(shape.read_text()) | {"max_position_embeddings": 65536}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for eviction in ("value", "lru"):
+        args = EngineArgs(
+            model=str(tmp_path),
+            load_format="dummy",
+            quantization="fp8",
+            kv_cache_dtype="fp8",
+            cache_eviction=eviction,
+        )
+        made = plan_engine(args, read_spec(tmp_path), find_device("h200")).simulated
+        made = dataclasses.replace(made, num_blocks=room // made.cache.block_size)
+        traffic = workload.of_sessions(ClosedLoop(concurrency=64), 64)
+        found[eviction] = simulate(made, traffic).agents
+    value, lru = found["value"], found["lru"]
+    assert value.turns_per_minute > 1.5 * lru.turns_per_minute
+    assert value.turns.ttft_s.mean < lru.turns.ttft_s.mean / 1.5
+    assert value.turns.ttft_s.p50 < lru.turns.ttft_s.p50 / 1.5
 
 
 def test_turns_wait_for_what_they_follow():

@@ -25,8 +25,10 @@ def refuse_wrong_name(words: Sequence[str]) -> None:
         return
     if given and given[0] and not any(word.startswith("-") and word != "-" for word in given):
         from slipstream.hub import check_name
+        from slipstream.hub.several import named_models
 
-        check_name(given[0])
+        for name in named_models(given).values() if verb == "serve" else given[:1]:
+            check_name(name)
 
 
 def fetch_model(

@@ -69,6 +69,11 @@ def parallel_section(
     if spec.encoder is not None and spec.encoder.audio is not None:
         field = split_setting(args)
         raise ConfigError(f"{field} does not cover encoders of audio; leave it at 1", field=field)
+    if args.cpu_layers is not None and any(x.streams is not None for x in spec.layers):
+        raise ConfigError(
+            f"cpu_layers does not cover layers with several residuals ({spec.family}); leave it out",
+            field="cpu_layers",
+        )
     if args.cpu_layers is not None:
         return HostAndGpu(int(args.cpu_layers), spec.num_layers - int(args.cpu_layers))
     check_split(spec, tensor=tensor, experts=experts)
@@ -133,6 +138,12 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
         raise ConfigError(
             f"pipeline_parallel_size={size}: layers of {spec.family} read the first stage's inputs, or the keys and values of "
             "an earlier layer, which another stage has not got; use tensor_parallel_size",
+            field="pipeline_parallel_size",
+        )
+    if any(x.streams is not None for x in spec.layers):
+        raise ConfigError(
+            f"pipeline_parallel_size={size}: layers of {spec.family} have several residuals, which stages don't send; use "
+            "tensor_parallel_size",
             field="pipeline_parallel_size",
         )
     if size > spec.num_layers:

@@ -45,7 +45,7 @@ from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.cache import attention_depth, state_interval
 from slipstream.spec.devices.gpu_archs import gpu_arch, least_with_fp8
-from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import GPU_BLOCK_BYTES, NATIVE_PRODUCTS, SCHEMES
 from slipstream.spec.stored.native_formats import is_product
 
@@ -203,6 +203,12 @@ def _cache_section(
     )
     block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
     positive("block_size", block_size)
+    for a in spec.attentions:
+        if isinstance(a, CompressedAttentionSpec) and a.rate and block_size % a.entry_rows:
+            raise ConfigError(
+                f"block_size={block_size}: compressed keys take a multiple of {a.entry_rows}",
+                field="block_size",
+            )
     if device.is_cuda and block_size not in (16, 32, 64, 128):
         raise ConfigError(
             f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size"
@@ -565,6 +571,8 @@ def _has_graphs(args: EngineArgs, spec: ModelSpec) -> bool:
     Generators can. Encoders can unless `deterministic`: their kernels' launches would not depend on
     the number of tokens alone. The reference can't: its attention reads lengths on the host.
     """
+    if any(isinstance(a, CompressedAttentionSpec) for a in spec.attentions):
+        return False  # it reads lengths on the host, too
     return args.kernels != "reference" and (
         spec.generates or (spec.is_encoder and not args.deterministic)
     )

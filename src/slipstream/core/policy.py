@@ -1,6 +1,7 @@
-"""Batches whose end the next one waits for: baselines for benchmarks of continuous batching.
+"""Admission policies: which waiting request joins the running ones next, and when.
 
-1. `inflight`, the default: a request joins whenever there is room. There is no `Batched` then.
+1. `inflight`: whenever there is room (continuous batching). This is the default. Where cached blocks
+   are evicted by value, the cache has a say (`CacheAware`). The other two are baselines for benchmarks.
 2. `static`: all requests that wait while the engine is idle form a batch. No request joins until
    all of them have ended.
 3. `dynamic`: like `static`, but a batch starts only when it is full or its oldest request has
@@ -9,11 +10,180 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import inf
+from typing import Protocol
+
 from slipstream.config import SchedulingConfig
+from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.prefix_cache import group_key
+from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request
 
+MAX_OVERTAKES = 32
+"""Maximum number of requests that overtake one that waits for a resource, for a rank, or for room in the cache.
 
-class Batched:
+After that, no other request is admitted before it. Choices go with their first.
+"""
+
+COSTLY = 0.01
+"""Share of the cache above which the blocks that a request lacks count."""
+
+RUNNING_SHARE = 1 / 3
+"""Share of the cache that running requests hold at most when a costly one joins them. The rest is for sessions that pause."""
+
+PATIENCE_S = 10.0
+"""Seconds within which a pausing session is worth waiting for; shorter waits of requests hardly count."""
+
+MAX_COMPARED = 256
+"""Maximum number of an owner's requests that are compared."""
+
+RECHECK_S = 0.05
+"""Seconds until a costly request asks for room again, if no request comes or ends meanwhile."""
+
+
+class AdmissionPolicy(Protocol):
+    def first(self, waiting: WaitingQueue, now: float) -> Request | None:
+        """The request that joins next. None: none may now."""
+        ...
+
+    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
+        """Return whether `request`, the first in the queue, may join now."""
+        ...
+
+    def admitted(self, request: Request) -> None: ...
+
+    def finished(self, request: Request) -> None: ...
+
+    def opens_at(self, oldest_arrival: float | None) -> float | None:
+        """Time at which a batch starts without any other event; None if never."""
+        ...
+
+
+class InFlightPolicy:
+    def first(self, waiting: WaitingQueue, now: float) -> Request | None:
+        return waiting.first()
+
+    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
+        return True
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def finished(self, request: Request) -> None:
+        pass
+
+    def opens_at(self, oldest_arrival: float | None) -> float | None:
+        return None
+
+
+class CacheAware(InFlightPolicy):
+    """Continuous batching that keeps the contexts of sessions in the cache.
+
+    If sessions need more room than the cache has, then in order of arrival each turn evicts the context of
+    another session, whose next turn computes all of it again. So some sessions go on, and others wait:
+
+    1. A request is *costly* if it lacks more than `COSTLY` of the cache's blocks, and would evict others for them.
+       All others join in order.
+    2. If the next in order is costly, its owner's other requests of equal priority are compared. Those that are
+       not costly go first, then the one that has waited longest for what it lacks (highest response ratio next).
+    3. A costly one joins if nothing runs, if running requests then hold at most `RUNNING_SHARE` of the blocks, or if it
+       evicts only what is not expected back within `PATIENCE_S`. Otherwise, other owners' requests may join.
+    4. The first in order is overtaken at most `MAX_OVERTAKES` times. Then, or when half of the time to its deadline
+       has passed, it joins as soon as it fits. So the n-th in order waits for at most (`MAX_OVERTAKES` + 1) n others.
+
+    Requests that were preempted, that share a prompt or have an adapter are not costly. Without evictions nothing is.
+    """
+
+    def __init__(self, kvs: Sequence[KVCacheManager]) -> None:
+        self._kvs = kvs
+        self._small = int(COSTLY * sum(kv.pool.num_usable for kv in kvs))
+        self._head: Request | None = None  # the first in order, if it is costly
+        self._closed_until, self._num_pushed = -inf, 0
+
+    def first(self, waiting: WaitingQueue, now: float) -> Request | None:
+        self._head = None
+        head = waiting.first()
+        if head is None or not self._is_costly(self._lacking(head)):
+            return head
+        self._head = head
+        if self._is_due(head, now):
+            return head
+        if now < self._closed_until and waiting.num_pushed == self._num_pushed:
+            return None
+        for other in waiting.heads():
+            if other.order[0] != head.order[0]:
+                break
+            best = self._best(waiting.beside(other, MAX_COMPARED), now)
+            if best is not None:
+                return best
+        self._closed_until, self._num_pushed = now + RECHECK_S, waiting.num_pushed
+        return None
+
+    def admitted(self, request: Request) -> None:
+        head = self._head
+        if head is not None and head is not request and request.spec.parent is None:
+            head.num_overtaken += 1
+        self._closed_until = -inf
+
+    def finished(self, request: Request) -> None:
+        self._closed_until = -inf
+
+    def _best(self, requests: Sequence[Request], now: float) -> Request | None:
+        """The one of an owner's requests that joins next. None if it has to wait for room."""
+        found = None
+        for request in requests:
+            lacking = self._lacking(request)
+            free = not self._is_costly(lacking) or self._is_due(request, now)
+            ratio = 0.0 if free else (now - request.spec.arrival + PATIENCE_S) / lacking
+            merits = free, ratio, [-part for part in request.order], request, lacking
+            if found is None or merits > found:
+                found = merits
+        if found is None:
+            return None
+        free, _, _, request, lacking = found
+        return request if free or self._has_room(lacking) else None
+
+    def _lacking(self, request: Request) -> int:
+        """Number of blocks of a request's tokens that are not cached. A block is cached after those before it."""
+        full, keys = request.kv.full, request.block_keys
+        if full is None or request.session is None or request.num_preemptions:
+            return 0
+        if not request.kv.may_begin_cached(request):
+            return len(keys)
+        hit = 0
+        for kv in self._kvs:
+            lookup = kv.pool.lookup
+            hit = max(
+                hit, bisect_left(keys, True, key=lambda key: lookup(group_key(key, full)) is None)
+            )
+        return len(keys) - hit
+
+    def _is_costly(self, lacking: int) -> bool:
+        return lacking > self._small and all(
+            kv.pool.num_blank(lacking) < lacking for kv in self._kvs
+        )
+
+    def _is_due(self, request: Request, now: float) -> bool:
+        spec = request.spec
+        return request.num_overtaken >= MAX_OVERTAKES or (
+            spec.deadline is not None and now - spec.arrival >= spec.deadline - now
+        )
+
+    def _has_room(self, lacking: int) -> bool:
+        return any(
+            not kv.num_running
+            or kv.pool.num_usable - kv.pool.num_free + lacking <= RUNNING_SHARE * kv.pool.num_usable
+            or (
+                kv.order is not None
+                and kv.pool.num_blank(lacking) + kv.order.num_below(1 / PATIENCE_S) >= lacking
+            )
+            for kv in self._kvs
+        )
+
+
+class Batched(InFlightPolicy):
     """Policies `static` (window 0) and `dynamic`.
 
     A batch accepts requests until it is full or a request does not fit. It is then closed until its
@@ -29,7 +199,6 @@ class Batched:
         self._formed_at: float | None = None
 
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
-        """Return whether `request`, the first in the queue, may join now."""
         if request.request_id in self._members or request.spec.parent in self._members:
             return True
         if self._members and not num_running:
@@ -52,15 +221,16 @@ class Batched:
         self._members.discard(request.request_id)
 
     def opens_at(self, oldest_arrival: float | None) -> float | None:
-        """Time at which a batch starts without any other event; None if never."""
         if self._members or oldest_arrival is None or not self.window_s:
             return None
         return oldest_arrival + self.window_s
 
 
-def make_policy(config: SchedulingConfig) -> Batched | None:
+def make_policy(config: SchedulingConfig, kvs: Sequence[KVCacheManager]) -> AdmissionPolicy:
+    """Make the policy that the settings name. Tiers bring evicted contexts back, so these need not be spared."""
     if config.policy == "inflight":
-        return None
+        by_value = all(kv.order is not None and kv.tiers is None for kv in kvs)
+        return CacheAware(kvs) if by_value else InFlightPolicy()
     return Batched(
         config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0
     )

@@ -50,7 +50,7 @@ class WaitingQueue:
         self._accounts: dict[str, Account] = {}
         # accounts with waiting requests, and perhaps some without; `first` drops those
         self._asking: dict[Account, None] = {}
-        self._next: Account | None = None  # account of the request that `first` found
+        self.num_pushed = 0  # requests that began to wait, ever
 
     def enter(self, request: Request) -> None:
         """Attach a new request to its owner's account."""
@@ -80,27 +80,47 @@ class WaitingQueue:
         assert request.account is not None
         heapq.heappush(request.account.waiting, (request.order, request))
         self._asking[request.account] = None
+        self.num_pushed += 1
 
-    def first(self) -> Request | None:
-        """Return the next request without removing it."""
-        found, best = None, None
+    def _ranked(self) -> Iterator[tuple[tuple[int, float, tuple[int, float, int]], Request]]:
+        """The first request of each owner, with its rank among them."""
         for account in list(self._asking):
             heap = account.waiting
             while heap and heap[0][1].status is not Status.WAITING:
                 heapq.heappop(heap)
-            if not heap:
+            if heap:
+                order = heap[0][0]
+                yield (order[0], account.served, order), heap[0][1]
+            else:
                 del self._asking[account]
-                continue
-            order = heap[0][0]
-            rank = (order[0], account.served, order)
-            if best is None or rank < best:
-                found, best, self._next = heap[0][1], rank, account
-        return found
 
-    def pop(self) -> Request:
-        """Remove the request that `first` has just returned."""
-        assert self._next is not None
-        return heapq.heappop(self._next.waiting)[1]
+    def first(self) -> Request | None:
+        """Return the next request without removing it."""
+        found = min(self._ranked(), default=None)
+        return None if found is None else found[1]
+
+    def heads(self) -> list[Request]:
+        """Return the first request of each owner, in the order of their turns."""
+        return [request for _, request in sorted(self._ranked())]
+
+    def beside(self, request: Request, count: int) -> list[Request]:
+        """Return waiting requests with the owner and the priority of `request`, out of the first `count` or so."""
+        assert request.account is not None
+        return [
+            other
+            for order, other in request.account.waiting[:count]
+            if other.status is Status.WAITING and order[0] == request.order[0]
+        ]
+
+    def pop(self, request: Request) -> Request:
+        """Remove a waiting request, and return it."""
+        assert request.account is not None
+        heap = request.account.waiting
+        if heap[0][1] is request:
+            return heapq.heappop(heap)[1]
+        heap.remove((request.order, request))
+        heapq.heapify(heap)
+        return request
 
     def oldest_arrival(self) -> float | None:
         """Arrival time of the next request, for policies that wait for a batch."""

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.participants.base import Participant
-from slipstream.core.policy import Batched
+from slipstream.core.policy import AdmissionPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
 from slipstream.core.shared_blocks import share_prompt
@@ -32,7 +32,7 @@ from slipstream.types import EngineOutput, EngineRequest, FinishReason, TableUpd
 
 class RequestTable:
     def __init__(
-        self, kv: KVCacheManager, policy: Batched | None, participants: Sequence[Participant]
+        self, kv: KVCacheManager, policy: AdmissionPolicy, participants: Sequence[Participant]
     ) -> None:
         """`kv` is the cache manager of the first or only rank."""
         self.kv = kv
@@ -154,8 +154,7 @@ class RequestTable:
         for part in request.participants:
             part.started(request)
         insort(self.running, request, key=_order)
-        if self.policy is not None:
-            self.policy.admitted(request)
+        self.policy.admitted(request)
 
     def _stop(self, request: Request) -> None:
         """Remove a request from the running ones."""
@@ -209,8 +208,7 @@ class RequestTable:
         del self.by_id[request.request_id]
         self.num_joined -= request.spec.parent is not None
         self.waiting.leave(request)
-        if self.policy is not None:
-            self.policy.finished(request)
+        self.policy.finished(request)
         make = VectorOutput if request.spec.pooled else TokenOutput
         return make(request.request_id, finish_reason=reason, error=error)
 

@@ -61,7 +61,7 @@ from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import Lengths
 from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
-from slipstream.core.policy import make_policy
+from slipstream.core.policy import MAX_OVERTAKES, make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
@@ -94,13 +94,6 @@ UNEVEN_SHARE = 8
 
 A cached prefix decides a request's rank unless that rank runs more requests than another by over
 1/`UNEVEN_SHARE`.
-"""
-
-
-MAX_OVERTAKES = 32
-"""Maximum number of requests that overtake one that lacks a resource or whose rank is full.
-
-After that, no other request is admitted before it. Choices go with their first.
 """
 
 
@@ -149,7 +142,7 @@ class Scheduler:
         ]
         self.kv = self.kvs[0]
         self.tiers = self.kv.tiers
-        self.policy = make_policy(scheduling)
+        self.policy = make_policy(scheduling, self.kvs)
         self._pace = (
             None
             if scheduling.target_itl_ms is None
@@ -259,9 +252,8 @@ class Scheduler:
         """
         deadline = self.requests.next_deadline()
         times = [] if deadline is None else [deadline]
-        if self.policy is not None:
-            window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
-            times += [] if window is None else [window]
+        window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
+        times += [] if window is None else [window]
         if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
             times.append(self._clock() + COPYING_S)
         return min(times, default=None)
@@ -462,7 +454,7 @@ class Scheduler:
         """
         scheduling = self.scheduling
         while step.budget.left > 0 and len(self.requests.running) < scheduling.max_num_seqs:
-            request = self.requests.waiting.first()
+            request = self.policy.first(self.requests.waiting, now)
             if request is None or request.num_pending:
                 return
             if _is_closed(passed) and request.spec.parent is None:
@@ -473,10 +465,9 @@ class Scheduler:
                 if may is False and not self._pass_by(request, passed):
                     return
                 continue
-            if self.policy is not None:
-                counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
-                if not self.policy.admits(request, **counts, now=now):
-                    return
+            counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
+            if not self.policy.admits(request, **counts, now=now):
+                return
             holds = request.holds_blocks  # true for forks
             cached, computed = (
                 ([], request.num_computed_tokens) if holds else self._deal(step, request)
@@ -489,7 +480,7 @@ class Scheduler:
                 continue
             spare = self._watermark if kv.num_running else 0
             if not holds and kv.waits_for_tiers(request, cached, computed, spare):
-                self.requests.waiting.pop()
+                self.requests.waiting.pop(request)
                 request.status = Status.LOADING
                 continue
             # An encoder reads its whole text at once, before the first token that attends to it.
@@ -506,7 +497,7 @@ class Scheduler:
                 if not kv.num_running and self.requests.drop_waiting_blocks(kv):
                     continue
                 return
-            self.requests.waiting.pop()
+            self.requests.waiting.pop(request)
             if request.spec.parent is None:
                 for other in passed:
                     other.num_overtaken += 1
@@ -535,7 +526,7 @@ class Scheduler:
         is_closed = _is_closed([request, *passed]) and not self.requests.num_joined
         if is_closed or len(passed) == MAX_PASSED_BY:
             return False
-        passed.append(self.requests.waiting.pop())
+        passed.append(self.requests.waiting.pop(request))
         return True
 
     def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:

@@ -39,6 +39,7 @@ class Asleep:
         self.check(core, level)
         core.flush()
         self._args, self.level, self._release = args, level, core.executor.release_unused
+        self._known = core.executor.description
         self._executor = core.executor.sleep(level)
 
     @staticmethod
@@ -58,7 +59,7 @@ class Asleep:
     def wake(self) -> EngineCore:
         """The core as it was, without requests and cached prefixes."""
         if self._executor is None:
-            return build_core(self._args)
+            return core_of(build_executor(self._args, known=self._known), self._args)
         return core_of(self._executor(), self._args)
 
 

@@ -247,6 +247,13 @@ class CoreClient:
         if link is not None:
             await link.end()
 
+    async def start_again(self) -> None:
+        """Open another link after `stop`, or after a death that no restart followed. Errors as of `adopt`."""
+        await self.stop()  # nothing, unless the death was not seen yet
+        self.stopping = False
+        await self.adopt(await self._source.connect())
+        self.watch()
+
     async def _read(self) -> None:
         """Take the core's messages as they come. When it dies, log it and open another link. An unexpected error counts as the
         core's death: if it ended this task, every request would wait for ever."""

@@ -139,11 +139,13 @@ class CoreProcess:
                 self._core.shutdown()
             self._context.destroy()
 
-    def _prepare(self) -> None:
-        """Prepare a new core for requests, then tell all clients that they may send some."""
+    def _prepare(self, *, soon: bool = False) -> None:
+        """Prepare a new core for requests, then tell all clients that they may send some. `soon`: see `WakeUp`; this
+        process has compiled what the core needs."""
         core = self._core
         assert core is not None
-        core.warm(WARM_S)
+        if not soon:
+            core.warm(WARM_S)
         executor = core.executor
         self._ready = Ready(
             core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary
@@ -195,7 +197,7 @@ class CoreProcess:
                 return False
             self._report()
         self._core = sleeper.wake()
-        self._prepare()
+        self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
         sleeper.answer_woken()
         return True
 

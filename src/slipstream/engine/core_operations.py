@@ -110,9 +110,18 @@ class CoreOperations:
         """`LLM.sleep`, once all requests have ended, whoever sent them. New ones get an EngineAsleepError from now on."""
         await self._ask_for(lambda ticket: Sleep(level, ticket))
 
-    async def wake_up(self) -> None:
-        """Take back what `sleep` gave away. A core that can't is dead, and starts again."""
-        await self._ask_for(WakeUp)
+    async def wake_up(self, *, soon: bool = False) -> None:
+        """Take back what `sleep` gave away. A core that can't is dead, and starts again. `soon`: see `WakeUp`."""
+        await self._ask_for(lambda ticket: WakeUp(ticket, soon))
+
+    async def start_again(self) -> None:
+        """Start the engine process after `shutdown` or its death. The tokenizer is kept. Errors as of `start`."""
+        await self._core.start_again()
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Numbers of the engine's processes, the core's first."""
+        return self._processes
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it."""

@@ -19,10 +19,13 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.deaths import WINDOW_S, Deaths, describe_exit
 from slipstream.errors import EngineError
+
+if TYPE_CHECKING:
+    from slipstream.server.state import ServerSettings
 
 STOP_SIGNAL = signal.SIGUSR1
 
@@ -54,6 +57,27 @@ class Guarded:
         while self._control.recv(1):
             self._taken.set()
         os._exit(1)  # the engine ends with us
+
+
+def warn_of_start(settings: ServerSettings, guarded: Guarded | None) -> None:
+    """Log that the server is open to all, and that it died before. After a death, wait."""
+    import logging
+    import time
+
+    logger = logging.getLogger("slipstream.server")
+    is_local = settings.host in ("127.0.0.1", "localhost", "::1")
+    if not (settings.api_keys or settings.keys_file or is_local):
+        logger.warning(
+            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
+        )
+    if guarded is not None and guarded.num_deaths:
+        logger.error(
+            "the server's process %s: it starts again in %g s (death %d)",
+            guarded.last_death,
+            guarded.pause_s,
+            guarded.num_deaths,
+        )
+        time.sleep(guarded.pause_s)
 
 
 class ServerGuard:

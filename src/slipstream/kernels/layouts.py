@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from slipstream.spec.model import (
     AttentionSpec,
     ClampedSwiglu,
+    CompressedAttentionSpec,
     GatedDeltaSpec,
     MoESpec,
     NamedActivation,
@@ -144,6 +145,33 @@ class MLAParams:
     @property
     def rotary_dim(self) -> int:
         return self.cos_sin.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedParams:
+    """A layer's attention to compressed keys (`CompressedAttentionSpec`)."""
+
+    spec: CompressedAttentionSpec
+    norm: Tensor  # [D]
+    sinks: Tensor  # [H]
+    cos_sin: Tensor  # float32 [max_position, R]
+    entry_norm: Tensor | None = None  # [D]
+    index_norm: Tensor | None = None  # [I]
+    gate_bias: Tensor | None = None  # float32 [rate, D], twice as wide if windows overlap
+    index_gate_bias: Tensor | None = None  # float32 [rate, 2 · I]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperParams:
+    """The parameters of the coefficients of N streams, float32 (`HyperSpec`)."""
+
+    product: Tensor  # [N + N + N · N, N · E], or [N, N · E] after the last layer
+    base: Tensor
+    scale: Tensor  # [3] or [1]
+    count: int
+    iterations: int
+    eps: float
+    norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

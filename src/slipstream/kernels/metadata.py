@@ -120,6 +120,9 @@ class AttentionMetadata:
     of_steps: JoinedSteps | None = None
     most_tokens: int | None = None
     layer_inputs: Tensor | None = None  # [T, L · P]
+    token_ids: Tensor | None = (
+        None  # [T], for layers that choose experts by them (the decoder sets it)
+    )
     states: StateMetadata | None = None  # for recurrent layers
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import recurrent
+from slipstream.kernels import compressed, recurrent
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
+from slipstream.kernels.layouts import CompressedParams as CompressedParams
 from slipstream.kernels.layouts import DisentangledParams as DisentangledParams
 from slipstream.kernels.layouts import Experts as Experts
+from slipstream.kernels.layouts import HyperParams as HyperParams
 from slipstream.kernels.layouts import IndexParams as IndexParams
 from slipstream.kernels.layouts import LayerTensors as LayerTensors
 from slipstream.kernels.layouts import MLAParams as MLAParams
@@ -408,6 +410,48 @@ class OpSet(WeightOps, RankOps):
         streams = h.view(len(h), coefficients.shape[1], -1)
         change = made - streams[:, active]
         return (streams + change[:, None] * (coefficients + 1)[..., None]).view_as(h)
+
+    def stream_coefficients(self, h: Tensor, params: HyperParams) -> Tensor:
+        """Coefficients of streams h [T, N · E] (`HyperSpec`), float32 [T, N + N + N · N]; [T, N] after the last layer."""
+        return compressed.coefficients(h, params)
+
+    def collapsed_streams(self, h: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
+        """h [T, N · E] → the sum of its streams, times their first coefficients [T, E]."""
+        return compressed.collapsed(h, coefficients, count)
+
+    def merged_streams(
+        self, h: Tensor, made: Tensor, coefficients: Tensor, *, count: int
+    ) -> Tensor:
+        """h [T, N · E], made [T, E] → the streams mixed with each other, plus `made` times a coefficient each."""
+        return compressed.merged(h, made, coefficients, count)
+
+    def grouped_linear(self, x: Tensor, *, weight: Tensor) -> Tensor:
+        """x [T, G · F] → [T, G · R]: each of G parts of a row times rows of its own, of weight [G · R, F]."""
+        return compressed.grouped_linear(x, weight)
+
+    def hashed_logits(self, logits: Tensor, meta: AttentionMetadata, table: Tensor) -> Tensor:
+        """Logits [T, X] of the experts that a token has in `table` [V, k], and −∞ of others."""
+        assert meta.token_ids is not None
+        hidden = torch.ones_like(logits, dtype=torch.bool)
+        chosen = table[meta.token_ids.long()].long()
+        return logits.masked_fill(hidden.scatter_(1, chosen, False), -math.inf)
+
+    def compressed_attention(
+        self,
+        q: Tensor,
+        key: Tensor,
+        rows: Tensor | None,
+        index: tuple[Tensor, Tensor] | None,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: CompressedParams,
+    ) -> Tensor:
+        """Attention to near keys and to compressed ones (`CompressedAttentionSpec`): q [T, H · D], key [T, D] → [T, H · D].
+
+        `rows` has what a token gives to compressed keys, `index` the queries [T, heads · I] and weights [T, heads] of the
+        index.
+        """
+        return compressed.attend(q, key, rows, index, kv, meta, params)
 
     def widened(self, h: Tensor, x: Tensor) -> Tensor:
         """h [T, N · E] → x [T, E] added to all streams but the first."""

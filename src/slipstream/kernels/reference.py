@@ -48,7 +48,7 @@ def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
     if isinstance(activation, ClampedSilu):
         limit = activation.limit
-        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+        return F.silu(gate).clamp(max=activation.highest) * up.clamp(-limit, limit)
     if isinstance(activation, OwnActivation):
         made: Tensor = activation.function(gate, up)
         return made
@@ -87,7 +87,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Returns (weights float32, experts int64), [T, num_experts_per_token] each."""
     logits = router_logits.float()
-    scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
+    if spec.scores == "sqrt_softplus":
+        scores = F.softplus(logits).sqrt()
+    else:
+        scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
     merits = scores if correction is None else scores + correction
     if (limit := spec.groups) is not None:
         groups = merits.unflatten(-1, (limit.num_groups, -1))

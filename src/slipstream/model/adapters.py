@@ -20,7 +20,7 @@ from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelErr
 from slipstream.kernels.adapters import LoRAWeights
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import MLP, Attention
+from slipstream.model.layers import MLP, Attention, CompressedAttention
 from slipstream.model.load.sharding import part_of
 from slipstream.model.load.weights import transform
 from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem
@@ -51,6 +51,11 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
             own = {"recurrent.in": r.into, "recurrent.out": r.out}
         if isinstance(a, Attention):
             own |= {"attention.qkv": a.qkv, "attention.out": a.out}
+        elif isinstance(a, CompressedAttention):
+            parts = {x: getattr(a, x) for x in ("q_latent", "q", "latent", "out", "compress")}
+            own |= {f"attention.{key}": w for key, w in parts.items()}
+            for key, w in zip(("q", "weights"), a.index or (), strict=False):
+                own[f"attention.index_{key}"] = w
         elif a is not None:
             own |= {
                 "attention.q_latent": a.q_latent,

@@ -12,7 +12,9 @@ import numpy as np
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    CompressedParams,
     Experts,
+    HyperParams,
     IndexParams,
     MLAParams,
     NormParams,
@@ -21,7 +23,9 @@ from slipstream.kernels.layouts import (
 from slipstream.model.layers import (
     MLP,
     Attention,
+    CompressedAttention,
     CrossAttention,
+    HyperStreams,
     Index,
     LatentAttention,
     Layer,
@@ -34,8 +38,10 @@ from slipstream.model.recurrent import build_recurrent, constant
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     DisentangledSpec,
+    HyperSpec,
     IndexSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -106,6 +112,7 @@ def build_layer(
             dense(s.shared.mlp, "shared") if s.shared is not None else None,
             linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
             None if s.latent is None else (linear("experts_in", None), linear("experts_out", None)),
+            parameters.pop(f"{name}expert_table.weight", None),
         )
 
     def attention(s: AttentionSpec) -> Attention:
@@ -176,6 +183,36 @@ def build_layer(
         found = index(s.index) if isinstance(s.index, IndexSpec) else None
         return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale, found)
 
+    def compressed(s: CompressedAttentionSpec) -> CompressedAttention:
+        def take(part: str) -> Any:
+            return parameters.pop(f"{name}attention.{part}.weight", None)
+
+        params = CompressedParams(
+            spec=s,
+            norm=take("k_norm"),
+            sinks=take("sinks"),
+            cos_sin=tables.rope(s.position),
+            **{x: take(x) for x in ("entry_norm", "index_norm", "gate_bias", "index_gate_bias")},
+        )
+        q_latent, q, latent, out = (
+            linear(f"attention.{part}") for part in ("q_latent", "q", "latent", "out")
+        )
+        index: Any = tuple(
+            linear(f"attention.index_{x}", None) for x in ("q", "weights")[: 2 * s.overlaps]
+        )
+        return CompressedAttention(
+            s,
+            q_latent,
+            q,
+            latent,
+            take("out_parts"),
+            out,
+            NormParams(kind="rms", weight=take("q_norm"), eps=s.eps),
+            params,
+            linear("attention.compress", None) if s.rate else None,
+            index or None,
+        )
+
     def index(s: IndexSpec) -> Index:
         q, k, weights = (linear(f"attention.index_{x}", None) for x in ("q", "k", "weights"))
         layout = QKVLayout(
@@ -197,6 +234,17 @@ def build_layer(
     def own_input(s: OwnInputSpec) -> OwnInput:
         gate, project = linear("own_input.gate", None), linear("own_input.project", None)
         return OwnInput(s, gate, project, build_norm(s.norm, f"{name}own_input.norm", parameters))
+
+    def hyper(s: HyperSpec) -> HyperStreams:
+        def of(part: str) -> HyperParams:
+            own: Any = {
+                x: parameters.pop(f"{name}hyper.{part}_{x}.weight")
+                for x in ("product", "base", "scale")
+            }
+            own |= dict(count=s.count, iterations=s.iterations, eps=s.eps, norm_eps=s.norm_eps)
+            return HyperParams(**own)
+
+        return HyperStreams(s, of("attention"), of("mlp"), of("last") if s.closes else None)
 
     def streams(s: StreamsSpec) -> Streams:
         parts = ("router", "predict", "correct", "narrow", "wide")
@@ -222,9 +270,18 @@ def build_layer(
     mlp: MLP | MoE | None = None
     if spec.mlp is not None:
         mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
-    attended: Attention | LatentAttention | None = None
-    if (own := spec.attention) is not None:
-        attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    attended: Attention | LatentAttention | CompressedAttention | None = None
+    match spec.attention:
+        case CompressedAttentionSpec() as own:
+            attended = compressed(own)
+        case LatentAttentionSpec() as own:
+            attended = latent(own)
+        case AttentionSpec() as own:
+            attended = attention(own)
+    residuals: Streams | HyperStreams | None = None
+    if spec.streams is not None:
+        s = spec.streams
+        residuals = hyper(s) if isinstance(s, HyperSpec) else streams(s)
     recurrent = None
     if spec.recurrent is not None:
         recurrent = build_recurrent(spec.recurrent, parameters, name, linear, summed_ranks)
@@ -238,7 +295,7 @@ def build_layer(
         recurrent,
         own_input=None if spec.own_input is None else own_input(spec.own_input),
         scalar=parameters.pop(f"{name}scalar.weight", None),
-        streams=None if spec.streams is None else streams(spec.streams),
+        streams=residuals,
         attention_ranks=summed_ranks,
         mlp_ranks=summed_ranks,
         expert_ranks=ranks if deals_requests else None,

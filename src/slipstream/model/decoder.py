@@ -168,6 +168,7 @@ class Decoder:
                 build_norm(s.norm, "layer_inputs.norm", parameters),
                 s.vocab_size < spec.vocab_size,
             )
+        self.reads_tokens = any(getattr(layer.mlp, "hashed", 0) for layer in spec.layers)
         self.encoder = self.classifier = None
         self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads
 
@@ -245,6 +246,8 @@ class Decoder:
     def with_inputs(self, token_ids: Tensor, h: Tensor, meta: Any) -> Any:
         """Returns the step's metadata with what layers read beside the residual, made from the first
         layer's input `h`."""
+        if self.reads_tokens:
+            meta = dataclasses.replace(meta, token_ids=token_ids)
         made = self.layer_inputs
         return meta if made is None else made.into(meta, self.ops, token_ids, h)
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    CompressedParams,
     DisentangledParams,
     Experts,
+    HyperParams,
     IndexParams,
     MLAParams,
     NormParams,
@@ -33,7 +35,9 @@ from slipstream.kernels.weights import Pair
 from slipstream.model.recurrent import Recurrent
 from slipstream.spec.model import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
+    HyperSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoESpec,
@@ -210,6 +214,39 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """Attention to near keys and to compressed ones (`CompressedAttentionSpec`)."""
+
+    spec: CompressedAttentionSpec
+    q_latent: Linear
+    q: Linear
+    latent: Linear
+    out_parts: Tensor
+    out: Linear
+    q_norm: NormParams
+    params: CompressedParams
+    compress: Linear | None = None
+    index: tuple[Linear, Linear] | None = None  # the products of its queries and of their weights
+
+    inputs: InputFormat | None = None  # compressed keys are never rounded
+
+    def __call__(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]."""
+        return ops.linear(self.mixed(ops, x, kv, meta), self.out)
+
+    def mixed(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, G · R], the input of `out`."""
+        rows = normed(ops, self.q_norm, ops.linear(x, self.q_latent))
+        q, key = ops.linear(rows, self.q), ops.linear(x, self.latent)
+        sources = None if self.compress is None else ops.linear(x, self.compress)
+        index = None
+        if self.index is not None:
+            index = ops.linear(rows, self.index[0]), ops.linear(x, self.index[1])
+        found = ops.compressed_attention(q, key, sources, index, kv, meta, self.params)
+        return ops.grouped_linear(found, weight=self.out_parts)
+
+
+@dataclass(frozen=True, slots=True)
 class CrossAttention:
     """Attention of a decoder's tokens to an encoder's states. `kv` is the weight that makes keys
     and values from the states."""
@@ -262,10 +299,13 @@ class MoE:
     shared: MLP | None
     shared_weight: Linear | None
     latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
+    table: Tensor | None = None  # float32 [V, k]: the experts of each token, if `spec.hashed`
 
-    def __call__(self, ops: OpSet, x: Any, load: Any = None) -> Tensor:
-        """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted."""
+    def __call__(self, ops: OpSet, x: Any, load: Any = None, step: Any = None) -> Tensor:
+        """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted. `step` is needed with a `table`."""
         logits = ops.linear(x, self.router)
+        if self.table is not None:
+            logits = ops.hashed_logits(logits, meta=step, table=self.table)
         if self.shared is None or self.latent is not None:
             return self._with_shared(ops, x, self._chosen(ops, x, logits, load))
         expert, always = self.spec.expert, self.shared.spec
@@ -279,7 +319,13 @@ class MoE:
         return self._with_shared(ops, x, ops.moe(x, logits, self.experts, load))
 
     def over_ranks(
-        self, ops: OpSet, x: Tensor, ranks: RankGroup, num_tokens: int, load: Any = None
+        self,
+        ops: OpSet,
+        x: Tensor,
+        ranks: RankGroup,
+        num_tokens: int,
+        load: Any = None,
+        step: Any = None,
     ) -> Tensor:
         """Computes a mixture whose experts are split over `ranks`, each with its own tokens, at
         most `num_tokens`.
@@ -289,16 +335,26 @@ class MoE:
 
         `load` counts this rank's own tokens. Shared experts see only these.
         """
-        return self._with_shared(ops, x, self.routed(ops, x, x, ranks, num_tokens, load))
+        return self._with_shared(ops, x, self.routed(ops, x, x, ranks, num_tokens, load, step))
 
     def routed(
-        self, ops: OpSet, x: Tensor, by: Tensor, ranks: RankGroup, num_tokens: int, load: Any
+        self,
+        ops: OpSet,
+        x: Tensor,
+        by: Tensor,
+        ranks: RankGroup,
+        num_tokens: int,
+        load: Any,
+        step: Any = None,
     ) -> Tensor:
         """Computes `over_ranks` without shared experts. The router reads `by`, which are other rows
         than x or the same."""
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
-        logits = ops.linear(rows if by is x else by, self.router)
-        if by is not x:
+        is_own = by is not x or self.table is not None  # logits of this rank's tokens alone
+        logits = ops.linear(by if is_own else rows, self.router)
+        if self.table is not None:
+            logits = ops.hashed_logits(logits, meta=step, table=self.table)
+        if is_own:
             every = ranks.size * num_tokens
             logits = ops.gather_tokens(ops.filled_up(logits, num_tokens), ranks, every)
         load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
@@ -419,6 +475,40 @@ class Streams:
         return self.closed(ops, h, width) if self.closing else h
 
 
+@dataclass(frozen=True, slots=True)
+class HyperStreams:
+    """The coefficients of a layer with hyper-connections (`HyperSpec`): for attention, for the MLP, and behind the last
+    layer."""
+
+    spec: HyperSpec
+    attention: HyperParams
+    mlp: HyperParams
+    last: HyperParams | None = None
+
+    def run(
+        self,
+        ops: OpSet,
+        h: Tensor,
+        layer: Layer,
+        attend: Callable[[Any], Pending],
+        feed: Callable[[Any], Pending],
+        step: AttentionMetadata,
+    ) -> Tensor:
+        """[T, N · E] → [T, N · E]; [T, E] before the first layer and after the last."""
+        n = self.spec.count
+        h = ops.side_by_side(*[h] * n) if self.spec.opens else h
+        for params, norm, branch in (
+            (self.attention, "pre_attention", attend),
+            (self.mlp, "pre_mlp", feed),
+        ):
+            factors = ops.stream_coefficients(h, params=params)
+            rows = normed(ops, layer.norms[norm], ops.collapsed_streams(h, factors, count=n))
+            h = ops.merged_streams(h, whole(ops, branch(rows)), factors, count=n)
+        if self.last is None:
+            return h
+        return ops.collapsed_streams(h, ops.stream_coefficients(h, params=self.last), count=n)
+
+
 SEQUENCE_TOKENS = 64
 """Minimum tokens of a step with sequence parallelism. In a smaller step one kernel for the
 all-reduce beats two."""
@@ -484,14 +574,14 @@ class Layer:
     """
 
     spec: LayerSpec
-    attention: Attention | LatentAttention | None
+    attention: Attention | LatentAttention | CompressedAttention | None
     mlp: MLP | MoE | None
     norms: Mapping[str, NormParams]
     cross: CrossAttention | None = None
     recurrent: Recurrent | None = None
     own_input: OwnInput | None = None
     scalar: Tensor | None = None  # [1], multiplies the residual after the layer
-    streams: Streams | None = None
+    streams: Streams | HyperStreams | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -714,9 +804,9 @@ class Layer:
             return self.mlp(ops, x)
         load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
         if self.expert_ranks is None:
-            return self.mlp(ops, x, load)
+            return self.mlp(ops, x, load, step)
         most_tokens = len(x) if step.most_tokens is None else step.most_tokens
-        return self.mlp.over_ranks(ops, x, self.expert_ranks, most_tokens, load)
+        return self.mlp.over_ranks(ops, x, self.expert_ranks, most_tokens, load, step)
 
     def _before(
         self,

@@ -28,6 +28,7 @@ from slipstream.spec.parameters import (
     AxisHalves,
     Deinterleave,
     Flatten,
+    Integers,
     OneRow,
     Placement,
     Regroup,
@@ -119,6 +120,8 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
     match placement.transform:
         case None | Turnable():
             return part
+        case Integers():
+            return part.long()
         case Transpose():
             return part.mT
         case OneRow():

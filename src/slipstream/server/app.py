@@ -112,6 +112,24 @@ def prompt_routes(state: ServerState) -> list[Route]:
     ]
 
 
+def model_routes(state: ServerState) -> list[Route]:
+    """Routes that ask a model. A server of several models has them once for each."""
+    tokens = Tokens(state)
+    pooled = (
+        *((path, ClassifyRequest, classify) for path in CLASSIFY_PATHS),
+        *((path, PoolingRequest, pooling) for path in POOLING_PATHS),
+        *((path, SparseRequest, embed_sparse) for path in SPARSE_PATHS),
+    )
+    return [
+        *prompt_routes(state),
+        *(Route(path, PooledRoute(state, kind, do), methods=["POST"]) for path, kind, do in pooled),
+        Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
+        Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
+        Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
+        Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),
+    ]
+
+
 def make_state(
     engine: EngineProtocol,
     settings: ServerSettings,
@@ -174,6 +192,23 @@ def create_app(
     names = settings.served_model_names or (engine.model_name,)
     engine.formats = settings.formats
     state = make_state(engine, settings, names[0], shortener)
+    probes, models = Probes(state), Models(state)
+    return make_app(
+        state,
+        [
+            *model_routes(state),
+            Route("/v1/models", models.list),
+            Route("/models", models.list),
+            Route("/v1/models/{id:path}", models.get),
+            Route("/metrics", probes.metrics),
+            *StatusRoutes(state).routes(),
+        ],
+    )
+
+
+def make_app(state: ServerState, routes: list[Route]) -> Starlette:
+    """The app of these routes, and of those that any server has."""
+    settings = state.settings
     if settings.max_stored_responses:
         kept = settings.state_dir or settings.shared_dir
         state.responses = ResponseStore(
@@ -182,8 +217,7 @@ def create_app(
             max_bytes=settings.max_stored_bytes,
         )
     open_files(state)
-    probes, models, tokens = Probes(state), Models(state), Tokens(state)
-    has_keys = bool(state.keys)
+    probes, has_keys = Probes(state), bool(state.keys)
 
     async def describe(request: Request) -> Response:
         return Response(
@@ -203,33 +237,12 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *prompt_routes(state),
-            *(
-                Route(path, PooledRoute(state, ClassifyRequest, classify), methods=["POST"])
-                for path in CLASSIFY_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, PoolingRequest, pooling), methods=["POST"])
-                for path in POOLING_PATHS
-            ),
-            *(
-                Route(path, PooledRoute(state, SparseRequest, embed_sparse), methods=["POST"])
-                for path in SPARSE_PATHS
-            ),
-            Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
-            Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
-            Route("/v1/models", models.list),
-            Route("/models", models.list),
-            Route("/v1/models/{id:path}", models.get),
-            Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
-            Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),
+            *routes,
             Route("/version", version),
             Route("/ping", probes.health, methods=["GET", "POST"]),
             Route("/live", probes.live),
             Route("/ready", probes.ready),
             Route("/health", probes.health),
-            Route("/metrics", probes.metrics),
-            *StatusRoutes(state).routes(),
             Route("/", root),
             Route("/openapi.json", describe),
             Route("/docs", docs),

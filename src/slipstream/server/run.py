@@ -23,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
+from starlette.applications import Starlette
 
 from slipstream.errors import ConfigError, install_command
 from slipstream.server.app import create_app
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slipstream.server")
 
+Create: TypeAlias = Callable[[EngineProtocol, ServerSettings, ShortenerProtocol | None], Starlette]
+"""Makes the app of an engine."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
 # Longer than load balancers usually keep idle connections, so that they close first.
@@ -69,6 +73,7 @@ class Server(uvicorn.Server):
         self._renewing: asyncio.Task[None] | None = None
         self._batches: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._revoking: asyncio.Task[None] | None = None
         self.grpc: GrpcServer | None = None
 
@@ -79,7 +84,7 @@ class Server(uvicorn.Server):
             self._patience_ends = now
             return
         self._patience_ends = now + self.state.settings.drain_timeout_s
-        self.state.draining = True
+        self.state.load.draining = True
         self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
@@ -107,7 +112,8 @@ class Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in (self._renewing, self._batches, self._watching, self._revoking):
+        own = (self._renewing, self._batches, self._watching, self._revoking)
+        for task in (*own, *self._background):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -137,6 +143,7 @@ class Server(uvicorn.Server):
             self._renewing = asyncio.create_task(certificates.keep_fresh(self.config.ssl))
         if self.state.watch is not None:
             self._watching = asyncio.create_task(self.state.watch.run(self.state))
+        self._background = [asyncio.create_task(work()) for work in self.state.background]
         self._revoking = asyncio.create_task(end_revoked(self.state))
         if not self.state.load.is_shared:
             return
@@ -251,8 +258,9 @@ def make_server(
     settings: ServerSettings,
     shortener: ShortenerProtocol | None = None,
     watch: Watcher | None = None,
+    create: Create = create_app,
 ) -> Server:
-    app = create_app(engine, settings, shortener)
+    app = create(engine, settings, shortener)
     state = app.state.server
     state.watch = watch
     made = Server(uvicorn_config(app, settings), state, EngineLineRunner(state))
@@ -271,11 +279,12 @@ async def serve(
     watch: Watcher | None = None,
     signals: Sequence[signal.Signals] = SIGNALS,
     num_deaths: int = 0,
+    create: Create = create_app,
 ) -> None:
     """Serve until one of the signals, then shut the engine down. `num_deaths`: front ends that died
-    before this one."""
+    before this one. `create` makes the app."""
     try:
-        server = make_server(engine, settings, shortener, watch)
+        server = make_server(engine, settings, shortener, watch, create)
         server.state.metrics.num_front_end_deaths = num_deaths
         listener.listen(BACKLOG)  # so that a client that sees us ready can connect at once
         with stop_signals(server.stop, signals):

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -353,7 +353,6 @@ class ServerState:
     keys: Keyring
     limiter: Limiter
     shortener: ShortenerProtocol | None = None  # shortens prompts with a small model
-    draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)  # this process's
     load: ServerLoad = field(default_factory=ServerLoad)
     responses: ResponseStore | None = None
@@ -362,12 +361,20 @@ class ServerState:
     # Counts of all front ends, given this one's. None: there is no other.
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
     watch: Watcher | None = None  # None: without a detector
+    # Work that runs as long as the server does.
+    background: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
+    on_demand: bool = False  # the model is loaded and unloaded as requests say (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""
 
     @property
     def metrics(self) -> Metrics:
         return self.observers.metrics
+
+    @property
+    def draining(self) -> bool:
+        """Whether the process takes no new requests; the states of its models share it."""
+        return self.load.draining
 
     @property
     def fingerprint(self) -> str:

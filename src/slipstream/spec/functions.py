@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -28,9 +29,16 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSilu:
-    """min(silu(g), limit) · u, with u clamped to ± `limit` (Step 3.5), for gated MLPs only. The C++ kernels lack it."""
+    """min(silu(g), limit) · u, with u clamped to ± `limit` (Step 3.5), for gated MLPs only. `of_gate`: g itself is clamped,
+    before silu (DeepSeek V4). The C++ kernels lack it."""
 
     limit: float
+    of_gate: bool = False
+
+    @property
+    def highest(self) -> float:
+        """The largest value of the clamped silu."""
+        return self.limit / (1 + math.exp(-self.limit)) if self.of_gate else self.limit
 
     def __str__(self) -> str:
         return f"clamped silu (±{self.limit:g})"

@@ -270,6 +270,87 @@ class LatentAttentionSpec:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttentionSpec(LatentAttentionSpec):
+    """DeepSeek V4's attention: latent attention whose values are the keys themselves, to near tokens and to compressed keys.
+
+    1. A token has one RMS-normed key of `head_dim` numbers, the last of which are rotated. Queries are products of a latent,
+       normed by head without weights. Results are rotated back by the query's position.
+    2. A token attends to itself and the `local` − 1 tokens before it, and to a learned score without a value (a sink).
+    3. With a `rate`, each `rate` tokens make a compressed key when the last of them is there: a mean of their values with
+       the softmax of their gates plus a learned bias as weights, by column, then RMS-normed, and rotated as their first
+       position. A token attends to all of those.
+    4. With an `index_spec` windows overlap: a token has other values and gates for the next window than for its own. The index
+       has smaller compressed keys of the same windows, and chooses the `top_k` that a token attends to.
+    5. The output is two products: one for each of `num_out_groups` parts of the heads, to `out_rank` numbers, and one of all.
+
+    A token's values and gates (`source_size`) stay in the cache next to its key, since later windows and other continuations
+    of a shared prefix read them. A compressed key lies with the last `entry_rows` tokens of its window, whose block no other
+    continuation shares.
+    """
+
+    local: int
+    num_out_groups: int
+    out_rank: int
+    rate: int = 0
+    index_spec: IndexSpec | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        return self.index_spec is not None
+
+    @property
+    def entry_rows(self) -> int:
+        return math.gcd(self.rate, 4)
+
+    def width(self, dim: int) -> int:
+        """Columns of a token's values, for compressed keys of `dim` numbers."""
+        return dim * (2 if self.overlaps else 1)
+
+    @property
+    def source_sizes(self) -> tuple[int, ...]:
+        """Columns of a token's values and gates, and of those for the index."""
+        if not self.rate:
+            return ()
+        own = (self.width(self.head_dim),) * 2
+        return (
+            own if self.index_spec is None else (*own, *(self.width(self.index_spec.head_dim),) * 2)
+        )
+
+    @property
+    def source_size(self) -> int:
+        return sum(self.source_sizes)
+
+    @property
+    def index_dim(self) -> int:
+        """Numbers of a token in the cache next to its key."""
+        if not self.rate:
+            return 0
+        entry = self.head_dim + (0 if self.index_spec is None else self.index_spec.head_dim)
+        return self.source_size + entry // self.entry_rows
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        assert self.q_rank is not None
+        dim, found = self.head_dim, linear_shapes("attention.q_latent", self.q_rank, hidden_size)
+        found["attention.q_norm.weight"] = (self.q_rank,)
+        found |= linear_shapes("attention.q", self.num_heads * dim, self.q_rank)
+        found |= linear_shapes("attention.latent", dim, hidden_size)
+        found["attention.k_norm.weight"] = (dim,)
+        if self.rate:
+            found |= linear_shapes("attention.compress", self.source_size, hidden_size)
+            found["attention.gate_bias.weight"] = (self.rate, self.width(dim))
+            found["attention.entry_norm.weight"] = (dim,)
+        if (x := self.index_spec) is not None:
+            found["attention.index_gate_bias.weight"] = (self.rate, self.width(x.head_dim))
+            found["attention.index_norm.weight"] = (x.head_dim,)
+            found |= linear_shapes("attention.index_q", x.num_heads * x.head_dim, self.q_rank)
+            found |= linear_shapes("attention.index_weights", x.num_heads, hidden_size)
+        found["attention.sinks.weight"] = (self.num_heads,)
+        rows = self.num_out_groups * self.out_rank
+        found["attention.out_parts.weight"] = (rows, self.num_heads * dim // self.num_out_groups)
+        return found | linear_shapes("attention.out", hidden_size, rows)
+
+
 AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 
 
@@ -329,7 +410,7 @@ class MoESpec:
     """A mixture of experts (Shazeer et al. 2017).
 
     1. The router, a product (`router_bias`: with a bias), gives a logit for each of `num_experts`. `scores` makes scores of
-       them: the softmax over all experts, or each one's sigmoid.
+       them: the softmax over all experts, each one's sigmoid, or the root of its softplus (DeepSeek V4).
     2. The `num_experts_per_token` experts with the highest scores are chosen. `correction` adds a learned number to each
        score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
     3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
@@ -337,7 +418,8 @@ class MoESpec:
        `nearness` (PhiMoE, arXiv:2409.12136): the weight of each choice is a softmax of its own, over the experts that are not
        chosen yet, without those whose logit is below the largest, m, by more than `nearness` · max(|logit|, m).
        `scales_input`: the weights multiply what the experts read, in the place of what they give (Llama 4).
-    4. With `latent`, experts read and give rows of so many numbers. One product makes them of a token's row, another makes a
+    4. `hashed`: a table of so many tokens has each one's experts, and takes the place of the choice (DeepSeek V4).
+    5. With `latent`, experts read and give rows of so many numbers. One product makes them of a token's row, another makes a
        row of the sum (Nemotron 3 Super).
 
     `held`: (first, number) of the experts whose weights are here, if other ranks have the others. All are routed to.
@@ -348,7 +430,8 @@ class MoESpec:
     expert: DenseSpec
     normalize: bool
     router_bias: bool = False
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    hashed: int = 0
     correction: bool = False
     groups: GroupLimit | None = None
     weight_scale: float = 1.0
@@ -374,6 +457,8 @@ class MoESpec:
         found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
         if self.correction:
             found["correction.weight"] = (self.num_experts,)
+        if self.hashed:
+            found["expert_table.weight"] = (self.hashed, self.num_experts_per_token)
         if self.expert_scales:
             found["expert_scales.weight"] = (self.num_experts,)
         width = hidden_size if self.latent is None else self.latent
@@ -508,6 +593,36 @@ class StreamsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperSpec:
+    """`count` residuals side by side (hyper-connections, Zhu et al. 2024, arXiv:2409.19606; their manifold-constrained form,
+    arXiv:2512.24880; DeepSeek V4).
+
+    1. Attention and MLP each read a sum of the streams, and their result is added to all of them, which are mixed with
+       each other first. All coefficients of a token are made of its streams by a product, `base` and `scale`.
+    2. `iterations` make the mixing matrix doubly stochastic (Sinkhorn and Knopp).
+    3. The first layer (`opens`) copies the embeddings, and after the last (`closes`) there is a last sum.
+
+    Its parameters stay float32.
+    """
+
+    count: int
+    iterations: int
+    eps: float
+    norm_eps: float
+    opens: bool = False
+    closes: bool = False
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        n, found = self.count, dict[str, Shape]()
+        for part in ("attention", "mlp") + ("last",) * self.closes:
+            rows = n if part == "last" else (2 + n) * n
+            found[f"hyper.{part}_product.weight"] = (rows, n * hidden_size)
+            found[f"hyper.{part}_base.weight"] = (rows,)
+            found[f"hyper.{part}_scale.weight"] = (1 if part == "last" else 3,)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
     the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the layer is multiplied by a
@@ -524,7 +639,7 @@ class LayerSpec:
     recurrent: RecurrentSpec | None = None
     own_input: OwnInputSpec | None = None
     scaled: bool = False
-    streams: StreamsSpec | None = None
+    streams: StreamsSpec | HyperSpec | None = None
 
     @property
     def self_attention(self) -> AttentionKind:
@@ -558,6 +673,7 @@ class LayerSpec:
             and self.recurrent is None
             and self.mlp is not None
             and self.own_input is None
+            and self.streams is None
             and not self.scaled
         )
 

@@ -28,8 +28,10 @@ from slipstream.spec.layers import ROUNDED as ROUNDED
 from slipstream.spec.layers import AttentionKind as AttentionKind
 from slipstream.spec.layers import AttentionSpec as AttentionSpec
 from slipstream.spec.layers import BlockSpec as BlockSpec
+from slipstream.spec.layers import CompressedAttentionSpec as CompressedAttentionSpec
 from slipstream.spec.layers import DenseSpec as DenseSpec
 from slipstream.spec.layers import GroupLimit as GroupLimit
+from slipstream.spec.layers import HyperSpec as HyperSpec
 from slipstream.spec.layers import IndexSpec as IndexSpec
 from slipstream.spec.layers import LatentAttentionSpec as LatentAttentionSpec
 from slipstream.spec.layers import LayerSpec as LayerSpec

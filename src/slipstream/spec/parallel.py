@@ -36,6 +36,7 @@ from slipstream.spec.model import (
     AttentionKind,
     AttentionSpec,
     BucketSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
@@ -232,6 +233,10 @@ def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
     found = _heads(a.num_heads, 1, a.value_dim, shard)
     if not shard.tensor or shard.size == 1:
         return found
+    if isinstance(a, CompressedAttentionSpec):  # whole groups of its output (`check_split`)
+        each = a.num_heads // shard.size
+        own = (shard.rank * each, (shard.rank + 1) * each)
+        return RankHeads(own, (0,), each, 1, shard.size)
     return found._replace(kv=(0,), num_kv_heads=1, copies=shard.size)
 
 
@@ -363,6 +368,9 @@ def _split_attention(a: AttentionKind, shard: Shard) -> AttentionKind:
     if not shard.tensor:
         return a
     heads = heads_of(a, shard)
+    if isinstance(a, CompressedAttentionSpec):
+        num_groups = a.num_out_groups // shard.size
+        return dataclasses.replace(a, num_heads=heads.num_heads, num_out_groups=num_groups)
     if isinstance(a, LatentAttentionSpec):
         return dataclasses.replace(a, num_heads=heads.num_heads)
     position = a.position
@@ -518,6 +526,14 @@ def _of_attention(
     that of a weight and its bias."""
     found: dict[str, ParameterShard] = {}
     heads = heads_of(a, shard)
+    if isinstance(a, CompressedAttentionSpec):
+        product("attention.q", ParameterShard(rows=heads.rows(a.head_dim)))
+        found["attention.sinks.weight"] = ParameterShard(rows=heads.rows(1))
+        each = a.num_out_groups // shard.size * a.out_rank
+        own = ((shard.rank * each, (shard.rank + 1) * each),)
+        found["attention.out_parts.weight"] = ParameterShard(rows=own)
+        sum_of_parts("attention.out", own)
+        return found
     if isinstance(a, LatentAttentionSpec):
         product("attention.q", ParameterShard(rows=heads.rows(a.nope_dim + a.rotary_dim)))
         product("attention.expand", ParameterShard(rows=heads.rows(a.nope_dim + a.value_dim)))
@@ -654,6 +670,11 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
             _check_norm(r, tensor)
         if a is not None:
             _check_enough("num_attention_heads", a.num_heads, tensor, "tensor_parallel_size")
+        if isinstance(a, CompressedAttentionSpec) and a.num_out_groups % tensor:
+            raise ConfigError(
+                f"tensor_parallel_size={tensor} must divide the model's o_groups ({a.num_out_groups})",
+                field="tensor_parallel_size",
+            )
     mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, MoESpec)]
     if experts > 1 and not mixtures:
         raise ConfigError(

@@ -118,8 +118,14 @@ class Reshape:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """The tensor has whole numbers, int64 (DeepSeek V4's experts of each token)."""
+
+
 Transform: TypeAlias = (
-    Transpose
+    Integers
+    | Transpose
     | Turnable
     | Ungroup
     | Unpermute
@@ -140,9 +146,18 @@ Transform: TypeAlias = (
 
 def keeps_float32(name: str) -> bool:
     """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts,
-    scales of experts, and the decays of recurrent layers."""
-    kept = (".correction.weight", "recurrent.decay.weight", "recurrent.time.weight")
-    return name.endswith((*kept, "recurrent.skip.weight", ".expert_scales.weight"))
+    scales of experts, tables of tokens' experts, the decays of recurrent layers, gates' biases of compressed keys, and the
+    coefficients of hyper-connections."""
+    kept = (
+        *(
+            ".correction.weight",
+            ".expert_table.weight",
+            "gate_bias.weight",
+            ".expert_scales.weight",
+        ),
+        *("recurrent.decay.weight", "recurrent.time.weight", "recurrent.skip.weight"),
+    )
+    return name.endswith(kept) or ".hyper." in name
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,20 @@ from collections.abc import Callable
 
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.hardware import wake_gpu
+from slipstream.spec.description import ModelDescription
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 
 
 def build_executor(
-    args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    args: EngineArgs,
+    *,
+    progress: Callable[[str], None] = lambda phase: None,
+    known: ModelDescription | None = None,
 ) -> Executor:
     """Find the model and the device, resolve the settings, and load the model.
 
-    `progress` is called as each phase begins.
+    `progress` is called as each phase begins. `known`: see `load_runner`.
     """
     if args.cpu_layers is not None:
         from slipstream.worker.ranks.process_executor import settled
@@ -32,4 +36,4 @@ def build_executor(
     wake_gpu(args.device)
     from slipstream.worker.local_executor import LocalExecutor
 
-    return LocalExecutor.build(args, progress=progress)
+    return LocalExecutor.build(args, progress=progress, known=known)

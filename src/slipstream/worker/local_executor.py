@@ -56,15 +56,16 @@ class LocalExecutor(Executor):
         by_torch: bool = False,
         ranks: Ranks | None = None,
         device: DeviceInfo | None = None,
+        known: ModelDescription | None = None,
     ) -> LocalExecutor:
         """Find the model and the device, resolve the settings, and load the model.
 
         `progress` is called as each phase begins. A CPU runs the model without torch where it can
         (`forward_paths.host_refusal`), unless `by_torch`. With `ranks`, this is one rank's executor
-        and loads its part of the model. `device`: see `load_runner`.
+        and loads its part of the model. `device`, `known`: see `load_runner`.
         """
         description, loaded, tiles = load_runner(
-            args, progress=progress, by_torch=by_torch, ranks=ranks, device=device
+            args, progress=progress, by_torch=by_torch, ranks=ranks, device=device, known=known
         )
         progress("cache")
         executor = cls(loaded.config, description, loaded, tiles)

@@ -27,6 +27,7 @@ from slipstream.hub import DEFAULT_MODEL
 from slipstream.spec.drafts.mtp import read_mtp
 from slipstream.spec.host_experts import mixtures
 from slipstream.spec.model import (
+    CompressedAttentionSpec,
     DenseSpec,
     GatedDeltaSpec,
     IndexSpec,
@@ -338,7 +339,12 @@ def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
     parts = [] if layer.recurrent is None else [describe_recurrent(layer.recurrent)]
-    if isinstance(a, LatentAttentionSpec):
+    if isinstance(a, CompressedAttentionSpec):
+        parts += [f"{a.num_heads} heads over one key of {a.head_dim}, window {a.local:,}"]
+        if a.rate:
+            best = "" if a.index_spec is None else f", the {a.index_spec.top_k:,} best"
+            parts += [f"a compressed key for {a.rate} tokens{best}, {a.cached_size} cached"]
+    elif isinstance(a, LatentAttentionSpec):
         parts += [f"latent attention, {a.num_heads} heads, {a.cached_size} cached"]
         if isinstance(a.index, IndexSpec):
             parts += [f"the {a.index.top_k:,} best keys of an index with {a.index.num_heads} heads"]

@@ -29,6 +29,11 @@ def run(args: argparse.Namespace) -> int:
         for s in servers:
             memory = megabytes(s.memory_bytes)
             started = ago(s.started_at)
-            rows.append([", ".join(s.models), memory, s.device, s.url, str(s.pid), started])
+            if not s.states:
+                rows.append([", ".join(s.models), memory, s.device, s.url, str(s.pid), started])
+            for model in s.states:
+                held = megabytes(model["memory_bytes"])
+                told = f"{model['name']} ({model['state']})"
+                rows.append([told, held, s.device, s.url, str(s.pid), started])
         print_table(rows)
     return 0

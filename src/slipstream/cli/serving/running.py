@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slipstream.files import write_whole
 from slipstream.hub import cache_folder
@@ -26,6 +28,8 @@ class RunningServer:
     device: str
     memory_bytes: int
     started_at: float
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """State of each model, for a server of several."""
 
 
 def _folder() -> Path:
@@ -54,7 +58,14 @@ def _signalled(pid: int) -> str | None:
 
 
 def register(
-    pid: int, *, url: str, models: tuple[str, ...], device: str, memory_bytes: int, now: float
+    pid: int,
+    *,
+    url: str,
+    models: tuple[str, ...],
+    device: str,
+    memory_bytes: int,
+    now: float,
+    states: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Write down a server that is ready. A cache folder that can't be written keeps none."""
     server = RunningServer(
@@ -65,6 +76,7 @@ def register(
         device=device,
         memory_bytes=memory_bytes,
         started_at=now,
+        states=[*states],
     )
     with suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`slipstream serve MODEL`: runs an HTTP server with OpenAI's API. docs/server.md is the manual."""
+"""`slipstream serve MODEL...`: runs an HTTP server with OpenAI's API. docs/server.md is the manual."""
 
 from __future__ import annotations
 
@@ -37,9 +37,15 @@ MAX_API_SERVERS = 8  # largest automatic number
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. Most destinations are fields of ServerSettings, which has the defaults."""
+    more = "; several, NAME=MODEL or a folder of models: each is loaded when a request names it"
     parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+        "models",
+        nargs="*",
+        action=_Models,
+        metavar="MODEL",
+        help=f"{MODEL_HELP} (default: {DEFAULT_MODEL}){more}",
     )
+    parser.set_defaults(models=[], model=DEFAULT_MODEL)
     group = parser.add_argument_group("address and name")
 
     def add(flag: str, text: str, **how: Any) -> None:
@@ -105,6 +111,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_several("--alert-url", "URL", "POST what is found there, as JSON; with --detect")
     add_output_options(group)
 
+    group = parser.add_argument_group("several models")
+    text = "of all loaded models together (default: most of what is free)"
+    add("--models-memory", text, default=None, **size)
+    text = "how long a model stays after its last request: seconds, 5m, 0, or -1 for as long as there is room (default: 5m)"
+    add("--keep-alive", text, default=None, metavar="TIME")
+    text = "seconds that a request waits for its model; beyond it: 503 (default: 300)"
+    add("--models-wait", text, default=None, **seconds)
+    text = (
+        "settings of single models, by name (YAML): {NAME: {max_model_len: 4096, keep_alive: 1h}}"
+    )
+    add("--model-settings", text, default=None, metavar="FILE")
+
     group = parser.add_argument_group("answers")
     text = "(default: as the chat template says); none: off"
     add("--tool-call-parser", f"format of tool calls {text}", metavar="NAME")
@@ -146,6 +164,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora-modules", Rare("vLLM's name for it"), **several)
     text = "the folder whose adapters may be loaded over HTTP (POST /v1/load_lora_adapter, /v1/unload_lora_adapter)"
     add("--lora-folder", Rare(text), metavar="DIR")
+
+
+class _Models(argparse.Action):
+    """Keeps the list of models, and the first one as `model`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        given = [str(value) for value in values or ()]
+        namespace.models, namespace.model = given, given[0] if given else DEFAULT_MODEL
 
 
 class _Adapters(argparse.Action):
@@ -304,6 +336,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the server. Returns 0 after an orderly stop. Errors of the start are raised. A server
     with one front end is the child of a guard."""
     check_watch(args)
+    if serves_several(args):
+        from slipstream.cli.serving.serve_several import run_several
+
+        return run_several(args, server_settings(args))
     fetch_model(args.model, getattr(args, "download_dir", None))
     if args.detect:
         args.api_servers = 1
@@ -318,12 +354,23 @@ def run(args: argparse.Namespace) -> int:
         forget(os.getpid())
 
 
+def serves_several(args: argparse.Namespace) -> bool:
+    """Whether models are loaded on demand: there are several, or an option of them is given."""
+    options = (args.models_memory, args.keep_alive, args.models_wait, args.model_settings)
+    if len(args.models) > 1 or any(option is not None for option in options):
+        return True
+    from slipstream.hub.several import named_models
+
+    return list(named_models(args.models).values()) not in ([], args.models)
+
+
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
     """Start the engine, then the server with this number of front ends."""
     import time
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
+    from slipstream.frontend.guard import warn_of_start
     from slipstream.frontend.serving import Serving
     from slipstream.server.http.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
@@ -367,27 +414,6 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
         guarded=guarded,
     ).run(number)
     return 0
-
-
-def warn_of_start(settings: ServerSettings, guarded: Guarded | None) -> None:
-    """Log that the server is open to all, and that it died before. After a death, wait."""
-    import logging
-    import time
-
-    logger = logging.getLogger("slipstream.server")
-    is_local = settings.host in ("127.0.0.1", "localhost", "::1")
-    if not (settings.api_keys or settings.keys_file or is_local):
-        logger.warning(
-            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
-        )
-    if guarded is not None and guarded.num_deaths:
-        logger.error(
-            "the server's process %s: it starts again in %g s (death %d)",
-            guarded.last_death,
-            guarded.pause_s,
-            guarded.num_deaths,
-        )
-        time.sleep(guarded.pause_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +460,7 @@ class Banner:
             f"{self.device}, {self.dtype}{tiles}{ranks}: weights {_size(ledger.weights_bytes)}, "
             f"KV cache {_size(ledger.kv_bytes)} for {ledger.describe_capacity()}"
             + (f"\nproducts: {ledger.describe_forms()}" if ledger.forms else "")
+            + f"\npages: {self.url.removesuffix('/v1')}/chat, /status, /docs"
         )
 
 

@@ -47,7 +47,7 @@ from slipstream.server.openai.models import anthropic_card, anthropic_list
 from slipstream.server.openai.protocol import check_depth
 from slipstream.server.operations import feedback
 from slipstream.server.operations.metrics import Metrics
-from slipstream.server.operations.status import page
+from slipstream.server.operations.status import ServerStatus, StatusMemory, page
 from slipstream.server.state import ServerState
 
 _KSERVE = re.compile(
@@ -131,6 +131,8 @@ class Gateway:
         # by pool; set by the head
         self.autoscale_status: Callable[[], dict[str, dict[str, Any]]] = dict
         self.about = FleetDescription(self)
+        self.status_memory = StatusMemory(self._read_status)
+        state.background.append(self.status_memory.run)
         self._stored: list[Route] = [
             *files.routes(state),
             *batches.routes(state),
@@ -138,6 +140,9 @@ class Gateway:
         ]
         metrics.registry.register(ScalerMetrics(lambda: self.autoscale_status()))
         metrics.registry.register(FleetMetrics(members, self.forwarder))
+
+    async def _read_status(self) -> ServerStatus:
+        return fleet_status(self.members, self.state, self.metrics, self.autoscale_status())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -175,7 +180,8 @@ class Gateway:
             await Response(page(path[1:]), media_type="text/html")(scope, receive, send)
             return True
         elif path == "/status.json":
-            answer = fleet_status(self.members, self.state, self.metrics, self.autoscale_status())
+            past = b"past=1" in scope["query_string"].split(b"&")
+            answer = await self.status_memory.answer(with_past=past)
         elif path == "/fleet/status":
             answer = self.status()
         elif path == "/metrics":

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.kernels import reference
 from slipstream.kernels.arrays import as_arrays, meta, to_array
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.host_ops import HostOps
@@ -33,6 +34,7 @@ from slipstream.kernels.cpu.moe import (
     add_down,
     add_expert_linear,
     add_experts,
+    add_made_choice,
 )
 from slipstream.kernels.cpu.native import activation_of
 from slipstream.kernels.cpu.native_program import Program, layer_pointers, state_inputs, step_inputs
@@ -221,9 +223,18 @@ class NativeOps(CpuOps):
         rows, size, k = _wide(x), x.shape[1], spec.num_experts_per_token
         logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
 
+        made: Tensor | None = None
+        if spec.scores == "sqrt_softplus":  # the C++ kernels lack it
+            weights, chosen = reference.route(logits, spec, experts.correction, experts.scales)
+            reference.count_experts(chosen, load)
+            made = torch.cat((chosen.float(), weights), dim=1)
+
         def begun(counted: Tensor | None, form: int) -> tuple[Program, int]:
             p = Program(self.pool)
             gathered = p.buffer(form, size, k)
+            if made is not None:
+                add_made_choice(p, p.bound(rows), p.bound(made), spec, gathered, form, size)
+                return p, gathered
             places = p.bound(rows), p.bound(logits), p.bound(counted)
             numbers = experts.correction, experts.scales
             add_choice(p, *places, spec, *numbers, gathered, form, size)

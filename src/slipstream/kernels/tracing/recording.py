@@ -17,8 +17,10 @@ from typing import Any
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    CompressedParams,
     DisentangledParams,
     Experts,
+    HyperParams,
     IndexParams,
     MLAParams,
     NormParams,
@@ -131,6 +133,7 @@ class TracedMeta:
 
     group: int = 0
     layer_inputs: Value | None = None
+    token_ids: object = None
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def of_group(self, group: int) -> TracedMeta:
@@ -474,6 +477,33 @@ class RecordingOps:
     def disentangled_attention(self, qkv: Value, meta: TracedMeta, params: Any) -> Value:
         width = qkv.shape[0] // 3
         return self.record("disentangled_attention", (qkv,), (width,), meta=meta, params=params)
+
+    def compressed_attention(
+        self,
+        q: Value,
+        key: Value,
+        rows: Value | None,
+        index: tuple[Value, Value] | None,
+        kv: TracedKV,
+        meta: TracedMeta,
+        params: CompressedParams,
+    ) -> Value:
+        inputs = [x for x in (q, key, rows, *(index or ())) if x is not None]
+        return self.record("compressed_attention", tuple(inputs), q.shape, kv=kv, params=params)
+
+    def grouped_linear(self, x: Value, weight: NamedWeight) -> Value:
+        return self.record("grouped_linear", (x,), weight.shape[:1], weight=weight)
+
+    def hashed_logits(self, logits: Value, meta: TracedMeta, table: NamedWeight) -> Value:
+        return self.record("hashed_logits", (logits,), logits.shape, table=table)
+
+    def stream_coefficients(self, h: Value, params: HyperParams) -> Value:
+        rows = params.base.shape[:1]
+        return self.record("stream_coefficients", (h,), tuple(rows), params=params)
+
+    def collapsed_streams(self, h: Value, factors: Value, count: int) -> Value:
+        width = h.shape[0] // count
+        return self.record("collapsed_streams", (h, factors), (width,), count=count)
 
     def choose_keys(
         self,

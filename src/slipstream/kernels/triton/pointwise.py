@@ -461,7 +461,7 @@ def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GA
         elif KIND == 6:  # OWN
             y = FUNCTION(y, up)
         elif KIND == 8:  # CLAMPED_SILU
-            y = tl.minimum(_activate(y, 0), limit) * tl.minimum(tl.maximum(up, -limit), limit)
+            y = tl.minimum(_activate(y, 0), alpha) * tl.minimum(tl.maximum(up, -limit), limit)
         else:
             y = _activate(y, KIND) * up
     elif KIND == 6:
@@ -504,7 +504,8 @@ def activation_arguments(kind: Activation) -> dict[str, object]:
     if isinstance(kind, Xielu):
         return {"alpha": kind.positive, "limit": kind.negative, "KIND": XIELU, "FUNCTION": None}
     if isinstance(kind, ClampedSilu):
-        return {"alpha": 0.0, "limit": kind.limit, "KIND": CLAMPED_SILU, "FUNCTION": None}
+        limits = {"alpha": kind.highest, "limit": kind.limit}
+        return {**limits, "KIND": CLAMPED_SILU, "FUNCTION": None}
     if isinstance(kind, OwnActivation):
         if kind.triton is None:
             raise UnsupportedModelError(

@@ -38,6 +38,7 @@ from slipstream.spec.parameters import (
     AxisHalves,
     Deinterleave,
     Flatten,
+    Integers,
     MinusOne,
     NegatedExp,
     OneRow,
@@ -476,7 +477,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
 def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
     """Returns `value` in the decoder's order. `xp` is the module of its array, NumPy or torch."""
     match how:
-        case None | Turnable():
+        case None | Turnable() | Integers():
             return value
         case Transpose():
             return value.swapaxes(-1, -2)

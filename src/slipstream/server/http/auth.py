@@ -34,12 +34,18 @@ OPEN_ROUTES = frozenset(
         "/v2/health/ready",
         "/status",
         "/chat",
+        "/docs",
     }
 )
-"""Routes that need no key. The last two are pages without data of the server: they ask the reader
+"""Routes that need no key. The last three are pages without data of the server: they ask the reader
 for a key and send it with their requests."""
 
-ADMIN_ROUTES = frozenset({"/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_ROUTES = frozenset(
+    {
+        *("/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/api/pull", "/api/delete", "/models/unload"),
+    }
+)
 METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})
 
 

@@ -1,10 +1,16 @@
-"""/docs: the OpenAPI document as one HTML page, without scripts or external resources."""
+"""/docs: the OpenAPI document as one HTML page, without external resources.
+
+Each route has a form that sends a request (`docs_page.js`).
+"""
 
 from __future__ import annotations
 
 import json
 from html import escape
+from pathlib import Path
 from typing import Any
+
+from slipstream.html import head
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -13,9 +19,23 @@ code { font-family: ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; }
 td { border-bottom: 1px solid #8882; padding: .2rem .6rem .2rem 0; vertical-align: top; }
 h2, td { overflow-wrap: anywhere; } td:first-child { width: 40%; }
-.verb { display: inline-block; min-width: 3.5rem; color: #2563eb; }
+.verb { display: inline-block; min-width: 3.5rem; color: light-dark(#1d4ed8, #8fb4ff); }
+a { color: light-dark(#1d4ed8, #8fb4ff); } summary { cursor: pointer; }
 :root { color-scheme: light dark; }
+body { background: light-dark(#ffffff, #17181c); color: light-dark(#1c1e21, #e8e9eb); }
+textarea { width: 100%; box-sizing: border-box; } textarea, pre { font: .9em/1.45 ui-monospace, monospace; }
+pre { max-height: 24rem; overflow: auto; border: 1px solid #8884; padding: .5rem; white-space: pre-wrap; }
 """
+
+_EXAMPLES: dict[str, Any] = {
+    "model": "MODEL",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 64,
+    "documents": ["Cats purr.", "Dogs bark."],
+    "texts": ["Cats purr.", "Dogs bark."],
+    "tokens": [1, 2, 3],
+}
+"""Values of fields in the bodies that the forms begin with. Other texts are "Hello"."""
 
 
 def page(document: dict[str, Any]) -> str:
@@ -33,27 +53,56 @@ def page(document: dict[str, Any]) -> str:
     ]
     title = f"{escape(document['info']['title'])} {escape(document['info']['version'])}"
     key = (
-        "<p>Every request needs the header <code>Authorization: Bearer KEY</code>.</p>"
+        "<p>Every request needs the header <code>Authorization: Bearer KEY</code>. "
+        '<label>Key for the forms below: <input id="key" type="password" autocomplete="off"></label></p>'
         if document["security"]
         else ""
     )
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+    script = Path(__file__).with_suffix(".js").read_text("utf-8")
     return (
-        f'<!doctype html><html lang="en">{head}<title>{title}</title><style>{_STYLE}</style>'
-        f'<h1>{title}</h1><p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>{key}{"".join(parts)}</html>'
+        f"{head(scripts=True, connect=True)}<title>{title}</title><style>{_STYLE}</style></head><body><main>"
+        f'<h1>{title}</h1><p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>{key}{"".join(parts)}'
+        f"</main><script>{script}</script></body></html>"
     )
 
 
 def _operation(path: str, verb: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
-    head = f'<h2><code><span class="verb">{escape(verb.upper())}</span>{escape(path)}</code></h2>'
+    title = f'<h2><code><span class="verb">{escape(verb.upper())}</span>{escape(path)}</code></h2>'
     body = operation.get("requestBody")
     if body is None:
-        return f"{head}<p>{escape(operation['summary'])}</p>"
-    (content,) = body["content"].values()
+        said = f"<p>{escape(operation['summary'])}</p>"
+        return title + said + _form(path, verb, operation.get("parameters", []), None)
+    ((kind, content),) = body["content"].items()
     schema = content["schema"]
     named = schemas[schema["$ref"].rsplit("/", 1)[1]]
-    said = named.get("description", "").partition("\n")[0].partition(": ")[2]
-    return f"{head}<p>{escape(said)}</p><p>Body: {_type(schema)}</p>"
+    told = named.get("description", "").partition("\n")[0].partition(": ")[2]
+    said = f"<p>{escape(told)}</p><p>Body: {_type(schema)}</p>"
+    if kind != "application/json":  # a form with a file
+        return title + said
+    return title + said + _form(path, verb, operation.get("parameters", []), named)
+
+
+def _form(path: str, verb: str, parameters: list[Any], schema: dict[str, Any] | None) -> str:
+    """A form that sends the request. `schema`: of the body, if there is one."""
+    fields = []
+    for given in parameters:
+        name, place = escape(given["name"]), " data-query" * (given["in"] == "query")
+        fields.append(f"<p><label>{name} <input name={name}{place}></label></p>")
+    if schema is not None:
+        example = escape(json.dumps(_example(schema), indent=1), quote=False)
+        fields.append(f'<textarea name="body" rows="8" aria-label="Body">{example}</textarea>')
+    return (
+        f'<details><summary>Try it</summary><form data-path="{escape(path)}" data-verb="{verb}">{"".join(fields)}'
+        '<p><button>Send</button></p><pre hidden tabindex="0" aria-label="Answer"></pre></form></details>'
+    )
+
+
+def _example(schema: dict[str, Any]) -> dict[str, Any]:
+    """A body with the required fields."""
+    known = schema["properties"]
+    names = [name for name in ("model", "messages", "max_tokens") if name in known]
+    names += [name for name in schema.get("required", ()) if name not in names]
+    return {name: _EXAMPLES.get(name, "Hello") for name in names}
 
 
 def _fields(schema: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ class ServerLoad:
         )
         self.slot, self._own = slot, 2 * slot
         self.is_shared = shared is not None
+        self.draining = False  # this front end takes no new requests
 
     @staticmethod
     def size(num_front_ends: int) -> int:

@@ -89,6 +89,10 @@ ROUTES = _QUIET | {
     "/api/show",
     "/api/tags",
     "/api/ps",
+    "/api/pull",
+    "/api/delete",
+    "/models/load",
+    "/models/unload",
     "/api/version",
     "/version",
     "/fleet/events",
@@ -138,6 +142,7 @@ class RequestRecord:
     )  # fields accepted without effect (`answers.hints`)
     background: bool = False  # belongs to a batch: runs after all others
     address: str = ""  # of the sender
+    load_s: float = 0.0  # waited for the model to be loaded
 
     @property
     def owner(self) -> str:

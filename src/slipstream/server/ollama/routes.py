@@ -7,9 +7,9 @@ differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".
-3. Options about loading a model, and `keep_alive`, are accepted without effect: the server's start
-   decides them. So is `num_ctx`: the context is the server's.
-4. A body without a prompt or messages asks to load the model, which is loaded already.
+3. Options about loading a model are accepted without effect: the server's start decides them. So
+   are `num_ctx`, as the context is the server's, and with one model `keep_alive` (`server.many`).
+4. A body without a prompt or messages asks to load the model.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from slipstream.server.openai.protocol import (
     text_part,
 )
 from slipstream.server.state import ServerState
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.stored.safetensors import weight_bytes
 from slipstream.types import SamplingParams
 
@@ -465,15 +466,16 @@ class OllamaAnswer(Answer):
             return {"done": True, "done_reason": "load"}
         record, total = self.record, time.monotonic() - self.record.start
         prompt = total if record.ttft_s is None else record.ttft_s
+        prompt = max(0.0, prompt - record.load_s)
         return {
             "done": True,
             "done_reason": self.choices[0].finish_reason,
             "total_duration": round(total * 1e9),
-            "load_duration": 0,
+            "load_duration": round(record.load_s * 1e9),
             "prompt_eval_count": record.num_prompt_tokens,
             "prompt_eval_duration": round(prompt * 1e9),
             "eval_count": record.num_output_tokens,
-            "eval_duration": round((total - prompt) * 1e9),
+            "eval_duration": round((total - record.load_s - prompt) * 1e9),
         }
 
 
@@ -524,7 +526,10 @@ class _Generate(GenerationRoute):
 
     def read(self, raw: bytes, scope: Scope) -> GenerationRequest:
         body = decode(self.body, raw)
-        scope["record"].hints += given_hints(body)
+        hints = given_hints(body)
+        scope["record"].hints += [
+            h for h in hints if not (h == "keep_alive" and self.state.on_demand)
+        ]
         return body.translated(self.state)
 
 
@@ -570,7 +575,8 @@ async def _embeddings(
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     total = round((time.monotonic() - record.start) * 1e9)
     found = rows(answer, body.dimensions).tolist() if body.texts else []
-    about = {"total_duration": total, "load_duration": 0, "prompt_eval_count": tokens}
+    load = round(record.load_s * 1e9)
+    about = {"total_duration": total, "load_duration": load, "prompt_eval_count": tokens}
     return {"model": body.model, "embeddings": found, **about}
 
 
@@ -624,7 +630,7 @@ class _About:
         spec, kind = description.spec, description.family.model_type
         answer = {
             "template": template,
-            "details": self._details(),
+            "details": _details(description),
             "model_info": {
                 "general.architecture": kind,
                 "general.parameter_count": spec.num_parameters,
@@ -638,25 +644,32 @@ class _About:
         return json_response(answer)
 
     def _model(self, name: str) -> dict[str, Any]:
-        path = self.state.engine.description.path
-        about = {
-            "modified_at": utc_time(self.state.created),
-            "size": path.stat().st_size if path.is_file() else weight_bytes(path),
-            "digest": "",
-        }
-        return {"name": name, "model": name, **about, "details": self._details()}
+        return model_entry(name, self.state.engine.description, self.state.created)
 
-    def _details(self) -> dict[str, Any]:
-        description = self.state.engine.description
-        family = description.family.model_type
-        return {
-            "parent_model": "",
-            "format": description.format,
-            "family": family,
-            "families": [family],
-            "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
-            "quantization_level": description.scheme or description.gguf_type or description.dtype,
-        }
+
+def model_entry(name: str, description: ModelDescription, created: float) -> dict[str, Any]:
+    """A model as Ollama lists it."""
+    path = description.path
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": utc_time(created),
+        "size": path.stat().st_size if path.is_file() else weight_bytes(path),
+        "digest": "",
+        "details": _details(description),
+    }
+
+
+def _details(description: ModelDescription) -> dict[str, Any]:
+    family = description.family.model_type
+    return {
+        "parent_model": "",
+        "format": description.format,
+        "family": family,
+        "families": [family],
+        "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
+        "quantization_level": description.scheme or description.gguf_type or description.dtype,
+    }
 
 
 def _capabilities(state: ServerState, template: str) -> list[str]:

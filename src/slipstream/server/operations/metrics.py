@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -259,12 +259,15 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def family(self, model: str) -> Metric:
-        edges = (*map(str, self.bounds), "+Inf")
-        family = HistogramMetricFamily(_PREFIX + self.name, self.help, labels=["model_name"])
-        family.add_metric(
-            [model], list(zip(edges, accumulate(self.counts), strict=True)), self.total
-        )
+    @staticmethod
+    def family(by_model: Mapping[str, Histogram]) -> Metric:
+        """One histogram of several models."""
+        one = next(iter(by_model.values()))
+        edges = (*map(str, one.bounds), "+Inf")
+        family = HistogramMetricFamily(_PREFIX + one.name, one.help, labels=["model_name"])
+        for model, own in by_model.items():
+            sums = list(zip(edges, accumulate(own.counts), strict=True))
+            family.add_metric([model], sums, own.total)
         return family
 
 
@@ -345,6 +348,9 @@ class Metrics(Collector):
         self.feedback: Counter[str] = Counter()  # ratings of answers
         self.hints: Counter[str] = Counter()  # fields accepted without effect
         self.engines: Mapping[str, EngineStats | None] = {}  # by model
+        # A server of several models: the counts of each, and families of its own.
+        self.by_model: Mapping[str, Metrics] | None = None
+        self.more: Iterable[Metric] = ()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -387,16 +393,17 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        model = self.model_name
-        for histogram in self.histograms:
-            yield histogram.family(model)
+        models = {self.model_name: self} if self.by_model is None else self.by_model
+        for number in range(len(self.histograms) if models else 0):
+            yield Histogram.family({name: m.histograms[number] for name, m in models.items()})
         success = CounterMetricFamily(
             _PREFIX + "request_success",
             "Choices completed, by reason",
             labels=["model_name", "finish_reason"],
         )
-        for reason in {"stop", "length"} | set(self.finished):
-            success.add_metric([model, reason], self.finished[reason])
+        for model, own in models.items():
+            for reason in {"stop", "length"} | set(own.finished):
+                success.add_metric([model, reason], own.finished[reason])
         yield success
         http = CounterMetricFamily(
             _PREFIX + "http_requests",
@@ -444,6 +451,7 @@ class Metrics(Collector):
                 lasting.add_metric([of_model, cause], count)
             yield lasting
         yield from _engine_families(self.engines)
+        yield from self.more
 
 
 def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metric]:

@@ -8,8 +8,12 @@ replicas.
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,8 @@ from slipstream.server.state import ServerState
 from slipstream.stats import EngineStats
 
 _PAGES = Path(__file__).parent / "pages"
+_INCLUDE = re.compile(r"<!--include (\S+)-->")
+"""Stands in a page for a style or script of a file of its own."""
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):
@@ -63,7 +69,8 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     """The answer of /status.json.
 
     `findings` is None without a detector. `responses` counts by status, from the start. `autoscale`
-    is a gateway's, by pool, if its replicas are scaled automatically.
+    is a gateway's, by pool, if its replicas are scaled automatically. `past`: with ?past=1, the
+    statuses that `StatusMemory` holds.
     """
 
     version: str
@@ -75,6 +82,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     responses: dict[str, int]
     findings: list[dict[str, Any]] | None
     autoscale: dict[str, dict[str, Any]] | None = None
+    past: list[ServerStatus] | None = None
 
 
 def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any) -> ReplicaStatus:
@@ -135,8 +143,9 @@ async def server_status(state: ServerState) -> ServerStatus:
 @cache
 def page(name: str) -> bytes:
     """The HTML of `status` or `chat`: one file that may send requests only to its own server."""
-    opening = head(scripts=True, connect=True)
-    return (opening + (_PAGES / f"{name}.html").read_text(encoding="utf-8")).encode()
+    text = (_PAGES / f"{name}.html").read_text(encoding="utf-8")
+    text = _INCLUDE.sub(lambda found: (_PAGES / found[1]).read_text(encoding="utf-8"), text)
+    return (head(scripts=True, connect=True) + text).encode()
 
 
 def page_route(name: str) -> Route:
@@ -149,18 +158,42 @@ def page_route(name: str) -> Route:
 ReadStatus = Callable[[], Coroutine[Any, Any, ServerStatus]]
 
 
-def status_route(read_status: ReadStatus) -> Route:
-    """The route /status.json, which answers with the result of `read_status`."""
+class StatusMemory:
+    """Reads the status every EVERY_S seconds and keeps those of the last five minutes, so that
+    /status shows them from its first moment. The server runs it (`ServerState.background`)."""
 
-    async def show(request: Request) -> Response:
-        return json_response(await read_status())
+    EVERY_S = 5.0
 
-    return Route("/status.json", show)
+    def __init__(self, read: ReadStatus) -> None:
+        self._read = read
+        self._past: deque[ServerStatus] = deque(maxlen=int(300 / self.EVERY_S))
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self.EVERY_S)
+            with suppress(ApiError):  # another front end does not answer: there is no status now
+                self._past.append(await self._read())
+
+    async def answer(self, *, with_past: bool) -> ServerStatus:
+        """The answer of /status.json."""
+        now = await self._read()
+        if with_past:
+            now.past = list(self._past)
+        return now
+
+    def route(self) -> Route:
+        async def show(request: Request) -> Response:
+            past = request.query_params.get("past") == "1"
+            return json_response(await self.answer(with_past=past))
+
+        return Route("/status.json", show)
 
 
 class StatusRoutes:
     def __init__(self, state: ServerState) -> None:
         self.state = state
+        self._memory = StatusMemory(lambda: server_status(state))
+        state.background.append(self._memory.run)
 
     async def findings(self, request: Request) -> Response:
         if self.state.watch is None:
@@ -175,6 +208,6 @@ class StatusRoutes:
         return [
             page_route("status"),
             page_route("chat"),
-            status_route(lambda: server_status(self.state)),
+            self._memory.route(),
             Route("/findings", self.findings),
         ]

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from slipstream.spec.families.base import Names
 from slipstream.spec.model import (
     AttentionSpec,
+    CompressedAttentionSpec,
     GatedDeltaSpec,
     LayerSpec,
     LightningSpec,
@@ -17,6 +18,7 @@ from slipstream.spec.model import (
 from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
+    Integers,
     MinusOne,
     OneRow,
     Placement,
@@ -41,6 +43,7 @@ Change: TypeAlias = (
         "untwine",
         "untwine_transpose",
         "one_row",
+        "integers",
     ]
     | Callable[[LayerSpec, int], Transform | None]
 )
@@ -203,6 +206,7 @@ PLAIN: Mapping[str, Transform] = {
     "minus_one": MinusOne(),
     "swap": SwapGateUp(),
     "one_row": OneRow(),
+    "integers": Integers(),
 }
 """Changes that ask nothing of the layer."""
 
@@ -224,6 +228,9 @@ def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int,
         if num_parts == 2:  # q, k and v together, then z
             return r.conv_channels, r.v_size
         return (r.q_size, r.q_size, r.v_size, r.v_size)[:num_parts]
+    if stem == "attention.compress":
+        assert isinstance(layer.attention, CompressedAttentionSpec)
+        return layer.attention.source_sizes
     if not stem.endswith("attention.qkv"):
         return whole // 2, whole // 2
     a = layer.attention
@@ -267,6 +274,11 @@ WRITTEN_AS = (
     (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
+    *(
+        ("embed_tokens.", "embed."),
+        ("hc_head.hc_", "hc_head_"),
+        ("lm_head.", "head."),
+    ),  # DeepSeek V4
     # EXAONE 3, by 5
     *((".o_proj.", ".out_proj."), (".self_attn.", ".attn.attention."), (".gate_proj.", ".c_fc_0.")),
     *((".input_layernorm.", ".ln_1."), (".post_attention_layernorm.", ".ln_2.")),

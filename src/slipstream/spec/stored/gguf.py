@@ -115,6 +115,15 @@ class GGUFTensor:
         return self.numel // self.quant.block_size * self.quant.block_bytes
 
 
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Facts of a file that change when it does. Empty if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class GGUFFile:
     """An open file: its `metadata` and `tensors` by name. `raw` gives a tensor's bytes.
 
@@ -189,7 +198,7 @@ class GGUFFile:
             ) from error
         import numpy as np
 
-        self._mapped = mapped
+        self._mapped, self._stamp = mapped, _stamp(path)
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
         reader = _Reader(mapped, self.path)
         self.version = reader.version()
@@ -234,6 +243,11 @@ class GGUFFile:
             for at in (tensor.offset, tensor.offset + tensor.nbytes)
         )
         self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the files are those that were opened, unchanged."""
+        return all(part._stamp == _stamp(part.path) for part in {self, *self._others.values()})
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self.tensors:

@@ -73,12 +73,14 @@ def load_runner(
     by_torch: bool = False,
     ranks: Ranks | None = None,
     device: DeviceInfo | None = None,
+    known: ModelDescription | None = None,
 ) -> tuple[ModelDescription, LoadedRunner, TileTable]:
     """Load the model that `args` describe, without a cache. With `ranks`, load one rank's part.
 
     The engine configuration is `loaded.config`. `by_torch`: see `LocalExecutor.build`. `device` is
-    the device to use, if it was chosen before. ConfigError if the model is to be split and there
-    are no `ranks`.
+    the device to use, if it was chosen before. `known` is the model's description, if it was read
+    before; it is used while a GGUF file, whose header takes long, is unchanged. ConfigError if the
+    model is to be split and there are no `ranks`.
     """
     size = 1 if ranks is None else ranks.size
     rank, num_local = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
@@ -88,7 +90,10 @@ def load_runner(
     begin = time.perf_counter()
     progress("model")
     path = resolve_model(args.model, download_dir=args.download_dir)
-    description = read_spec(path).taking_images(args.max_images)
+    if known is not None and known.gguf is not None and known.gguf.is_current:
+        description = known
+    else:
+        description = read_spec(path).taking_images(args.max_images)
     progress("device")
     once = partial(progress, "how fast this CPU is, once a machine")
     folder, threads = machine_folder(), args.num_threads

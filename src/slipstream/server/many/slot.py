@@ -1,0 +1,201 @@
+"""A served model among several, and its engine.
+
+Its states:
+
+    unloaded ──load──> loading ──> loaded ──unload──> unloading ──> asleep ──load──> loading
+
+`asleep`: the engine's process, tokenizer and compiled code are kept, and the weights are not. A
+model whose process died, or was ended for its memory, is `unloaded`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from slipstream.config import EngineArgs
+from slipstream.costs.memory import MemoryLedger
+from slipstream.engine.async_llm import AsyncLLM
+from slipstream.engine.core_client import ChildLink
+from slipstream.engine.core_start import CoreSource
+from slipstream.engine.folder import settled
+from slipstream.errors import EngineDeadError
+from slipstream.spec.description import ModelDescription
+
+if TYPE_CHECKING:
+    from starlette.routing import Route
+
+    from slipstream.server.state import ServerState
+
+State: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading", "asleep"]
+
+GPU_PROCESS_BYTES = 768 * 2**20
+"""Bytes of a GPU that an engine's process holds next to its ledger: the driver's context and the
+kernels' code. They stay while it sleeps."""
+
+CPU_PROCESS_BYTES = 64 * 2**20
+"""The same of the host's memory for an engine on a CPU: the interpreter and its modules."""
+
+SLEEP_S = 30.0
+"""Seconds for an engine without requests to release its memory. One that takes longer is ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model to serve. `num_bytes` is its estimated memory; `keep_alive_s` may be infinite.
+
+    `server` are settings of the server for this model alone, by their names in ServerSettings."""
+
+    name: str
+    args: EngineArgs
+    description: ModelDescription
+    max_model_len: int
+    num_bytes: int
+    keep_alive_s: float
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name, and what the model was called on the command line."""
+        return tuple(dict.fromkeys((self.name, self.args.model)))
+
+
+class Slot:
+    """`users`: requests that run, or that were given the model and are about to."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model, self.state = model, "unloaded"
+        self.engine: AsyncLLM | None = None  # made by the first load
+        self.server_state: ServerState | None = None
+        self.routes: Sequence[Route] = ()
+        self.need_bytes = model.num_bytes  # when loaded: estimated, then the engine's own ledger
+        self.held_bytes = 0
+        self.users = 0
+        self.is_closing = False  # takes no more requests, since another model waits for its memory
+        self.goes_when_idle = False  # it was told to
+        self.waiters: list[asyncio.Future[None]] = []
+        self.waits_since = 0.0
+        self.last_used = 0.0
+        self.keep_alive_s = model.keep_alive_s
+        self.expires_at: float | None = None  # time.monotonic()
+        self.timer: asyncio.TimerHandle | None = None
+        self.failure = ""  # of the last load
+        self.num_loads = self.num_unloads = self.num_failures = 0
+        self.load_s = 0.0  # of all loads together
+        self.last_load_s = 0.0
+
+    state: State
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def is_up(self) -> bool:
+        """The model is loaded, and its process runs."""
+        return self.state == "loaded" and self.engine is not None and self.engine.is_alive
+
+    def note_death(self) -> None:
+        """Take note of a process that ended by itself: its memory is free."""
+        if (
+            self.state in ("loaded", "asleep")
+            and self.engine is not None
+            and not self.engine.is_alive
+        ):
+            self.failure = f"its engine died: {self.engine.health().reason}"
+            self.state, self.held_bytes, self.is_closing = "unloaded", 0, False
+            self.keep(None)
+
+    async def load(self) -> None:
+        """Load the model. A process that dies meanwhile is started once more. Errors as of
+        `AsyncLLM.start`."""
+        begin = time.monotonic()
+        try:
+            await self._load()
+        except EngineDeadError:
+            await self._load()
+        assert self.engine is not None
+        self.need_bytes = needed_bytes(self.engine.ledger, is_cuda=_is_cuda(self.engine))
+        self.last_load_s = time.monotonic() - begin
+        self.load_s += self.last_load_s
+
+    async def _load(self) -> None:
+        args = settled(self.model.args)
+        if self.engine is None:
+            source = CoreSource(lambda: ChildLink.start(args), pause=lambda deaths, error: None)
+            self.engine = await AsyncLLM.start(args, source=source)
+        elif self.engine.is_alive and self.engine.is_sleeping:
+            await self.engine.wake_up(soon=True)
+        else:
+            await self.engine.start_again()
+
+    async def unload(self) -> None:
+        """Release the weights and the cache. What stays is in `held_bytes`."""
+        assert self.engine is not None
+        try:
+            await asyncio.wait_for(self.engine.sleep(2), SLEEP_S)
+            self.held_bytes = min(self.held_bytes, asleep_bytes(self.engine))
+        except (EngineDeadError, TimeoutError):
+            await self.end()
+
+    async def end(self) -> None:
+        """End the engine's process, if there is one."""
+        if self.engine is not None:
+            await self.engine.shutdown()
+        self.held_bytes = 0
+
+    def keep(self, until: float | None) -> None:
+        """Set when the model expires; None: not by time."""
+        self.expires_at = until
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def facts(self) -> dict[str, Any]:
+        """The state as JSON, for `slipstream ps` and /status.json."""
+        self.note_death()
+        left = None if self.expires_at is None else max(0.0, self.expires_at - time.monotonic())
+        return {
+            "name": self.name,
+            "state": self.state,
+            "memory_bytes": self.held_bytes,
+            "needs_bytes": self.need_bytes,
+            "num_requests": self.users,
+            "num_waiting": len(self.waiters),
+            "expires_at": None
+            if left is None or math.isinf(left)
+            else round(time.time() + left, 3),
+            "failure": self.failure or None,
+        }
+
+
+def needed_bytes(ledger: MemoryLedger, *, is_cuda: bool) -> int:
+    """Memory of the device that a loaded model holds."""
+    return ledger.used_bytes + (GPU_PROCESS_BYTES if is_cuda else CPU_PROCESS_BYTES)
+
+
+def _is_cuda(engine: AsyncLLM) -> bool:
+    return engine.config.device.info.is_cuda
+
+
+def asleep_bytes(engine: AsyncLLM) -> int:
+    """Memory of the device that a sleeping engine holds."""
+    if _is_cuda(engine):
+        return GPU_PROCESS_BYTES
+    return sum(map(_resident_bytes, engine.processes))
+
+
+def _resident_bytes(pid: int) -> int:
+    """A process's own memory that is resident; the pages of its files are the system's."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text("ascii", errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

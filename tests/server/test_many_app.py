@@ -1,0 +1,259 @@
+"""A server of several models over HTTP: every protocol goes by the request's model name. The engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from slipstream.server.many.app import create_many_app
+from tests.server.conftest import RunningServer
+from tests.server.many_models import DEAD, engines_of, model
+from tests.waiting import wait_for
+
+
+@contextlib.contextmanager
+def serving(*models, memory=250, wait_s=30.0, **settings):
+    async def start():
+        return engines_of(*(models or ("a", "b", "c")), memory=memory, wait_s=wait_s)
+
+    server = RunningServer(start, create_many_app, **settings)
+    server.slots = server.engine.slots
+    try:
+        yield server
+    finally:
+        server.begin_stop()
+        server.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def http(server):
+    with server.http() as found:
+        yield found
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+KSERVE = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hi"]}]}
+BODIES = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/chat/completions": {**CHAT, "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {**CHAT, "max_tokens": 2},
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/embeddings": {"input": "hi"},
+    "/api/chat": {**CHAT, "options": {"num_predict": 2}, "stream": False},
+    "/api/generate": {"prompt": "hi", "options": {"num_predict": 2}, "stream": False},
+    "/api/embed": {"input": "hi"},
+    "/completion": {"prompt": "hi", "n_predict": 2},
+    "/tokenize": {"prompt": "hi"},
+    "/api/show": {},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_protocol_goes_by_the_models_name(path, http, server):
+    for name in ("b", "c"):
+        loads = server.slots[name].engine and len(server.slots[name].engine.seen)
+        answer = http.post(path, json=BODIES[path] | {"model": name})
+        assert answer.status_code == 200, answer.text
+        if loads is not None and "max" in str(BODIES[path]):
+            assert len(server.slots[name].engine.seen) == loads + 1
+    wrong = http.post(path, json=BODIES[path] | {"model": "zzz"})
+    assert wrong.status_code == 404
+    assert "use one of a, b, c" in wrong.text
+    for body in ('{"model": 5}', "{", ""):
+        assert (
+            http.post(path, content=body, headers={"content-type": "application/json"}).status_code
+            == 400
+        )
+
+
+def test_names_in_paths_queries_and_none(http, server):
+    answer = http.post(
+        "/v2/models/b/generate", json={"text_input": "hi", "parameters": {"max_tokens": 2}}
+    )
+    assert (answer.status_code, server.slots["b"].state) == (200, "loaded"), answer.text
+    assert http.get("/v2/models/nope").status_code == 404
+    assert http.get("/props", params={"model": "c"}).json()["model_alias"] == "c"
+    named = http.post("/completion", json={"prompt": "hi", "n_predict": 1}).json()
+    assert named["model"] == "a", "the first one, where none is named"
+    for name in ("b:latest", "org/b"):
+        body = {"model": name, "prompt": "hi", "max_tokens": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_load_is_told_in_a_header_and_in_ollamas_answer(http):
+    http.post("/api/generate", json={"model": "a", "keep_alive": 0})
+    told = http.post("/v1/completions", json={"model": "a", "prompt": "hi", "max_tokens": 1})
+    assert int(told.headers["x-slipstream-model-load-ms"]) >= 0
+    told = http.post("/v1/completions", json={"model": "a", "prompt": "hi", "max_tokens": 1})
+    assert "x-slipstream-model-load-ms" not in told.headers
+    http.post("/api/generate", json={"model": "a", "keep_alive": 0})
+    said = http.post("/api/generate", json={"model": "a", "stream": False}).json()
+    assert said["done_reason"] == "load"
+    http.post("/api/generate", json={"model": "a", "keep_alive": 0})
+    body = {"model": "a", "prompt": "hi", "options": {"num_predict": 1}, "stream": False}
+    assert http.post("/api/generate", json=body).json()["load_duration"] > 0
+    assert http.post("/api/generate", json=body).json()["load_duration"] == 0
+    http.post("/api/generate", json=body | {"keep_alive": 60})
+    assert 'request_hints_total{field="keep_alive"}' not in http.get("/metrics").text
+
+
+def test_ollama_loads_unloads_and_lists(http, server):
+    def loaded():
+        return {m["name"]: m for m in http.get("/api/ps").json()["models"]}
+
+    assert [m["name"] for m in http.get("/api/tags").json()["models"]] == ["a", "b", "c"]
+    http.post("/api/generate", json={"model": "b", "keep_alive": "1h"})
+    assert loaded()["b"]["size"] == 100
+    assert (
+        loaded()["b"]["expires_at"]
+        > http.post("/api/generate", json={"model": "b"}).json()["created_at"]
+    )
+    assert server.slots["b"].keep_alive_s == 300
+    gone = http.post("/api/generate", json={"model": "b", "keep_alive": "0"})
+    assert (gone.json()["done_reason"], "b" in loaded()) == ("unload", False)
+    gone = http.post("/api/chat", json={"model": "c", "messages": [], "keep_alive": 0})
+    assert gone.json()["message"]["content"] == ""
+    body = {"model": "c", "prompt": "hi", "keep_alive": 0, "options": {"num_predict": 1}}
+    assert http.post("/api/generate", json=body).status_code == 200
+    wait_for(lambda: "c" not in loaded(), "it stays no longer than its request")
+    wrong = http.post("/api/generate", json={"model": "c", "prompt": "hi", "keep_alive": "soon"})
+    assert (wrong.status_code, "keep_alive" in wrong.text) == (400, True)
+
+
+def test_lists_say_the_state(http):
+    assert http.post("/models/load", json={"model": "a"}).json() == {"success": True}
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert cards["a"]["status"] == {"value": "loaded", "failed": False}
+    assert (cards["a"]["max_model_len"], cards["a"]["vocab_size"]) == (512, 256)
+    assert http.get("/v1/models/a").json() == cards["a"]
+    assert http.get("/v1/models/zzz").status_code == 404
+    http.post("/models/unload", json={"model": "a"})
+    assert http.get("/v1/models/a").json()["status"]["value"] == "sleeping"
+    anthropic = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert [m["id"] for m in anthropic["data"]] == ["a", "b", "c"]
+
+
+def test_metrics_and_status_are_by_model(http):
+    for name in ("a", "b"):
+        http.post("/v1/completions", json={"model": name, "prompt": "hi", "max_tokens": 2})
+    text = http.get("/metrics").text
+    for line in (
+        'slipstream:time_to_first_token_seconds_count{model_name="a"}',
+        'slipstream:time_to_first_token_seconds_count{model_name="b"}',
+        'slipstream:model_state{model_name="b",state="loaded"} 1.0',
+        'slipstream:model_loads_total{model_name="a"}',
+        "slipstream:models_memory_limit_bytes 250.0",
+        'slipstream:engine_up{model_name="b"} 1.0',
+    ):
+        assert line in text, line
+    status = http.get("/status.json").json()
+    assert {r["name"]: r["state"] for r in status["replicas"]}["b"] == "ready"
+    assert sum(status["latency"]["ttft_s"]["counts"]) >= 2
+
+
+def test_a_request_whose_engine_dies_before_it_answers_is_given_to_the_next(server, http):
+    http.post("/models/load", json={"model": "a"})
+    engine = server.slots["a"].engine
+    engine.fail_after = 0
+    engine_calls = []
+
+    async def load():
+        engine.fail_after, engine.dead = None, False
+        engine_calls.append(1)
+
+    begin, server.slots["a"].load = server.slots["a"].load, load
+    try:
+        stream = {"model": "a", "prompt": "hi", "max_tokens": 2, "stream": True}
+        dying = engine.answer
+
+        async def answer(ids, sampling):
+            async for delta in _failing(engine, dying, ids, sampling):
+                yield delta
+
+        engine.answer = answer
+        for body in (stream, stream | {"stream": False}):
+            engine.fail_after = 0
+            answer_ = http.post("/v1/completions", json=body)
+            assert answer_.status_code == 200, answer_.text
+            assert "engine" not in answer_.text
+        assert len(engine_calls) == 2
+    finally:
+        server.slots["a"].load, engine.answer = begin, dying
+
+
+async def _failing(engine, answer, ids, sampling):
+    if engine.fail_after == 0:
+        engine.dead = True
+    async for delta in answer(ids, sampling):
+        yield delta
+
+
+def test_a_load_that_fails_is_that_models_error_alone(server, http):
+    http.post("/models/unload", json={"model": "c"})
+    server.slots["c"].faults = [DEAD]
+    body = {"model": "c", "prompt": "hi", "max_tokens": 1}
+    refused = http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_load_failed")
+    assert http.post("/v1/completions", json=body | {"model": "b"}).status_code == 200
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_cold_model_is_waited_for_within_a_bound():
+    with serving(wait_s=0.05) as server, server.http() as http:
+
+        async def hold():
+            server.slots["a"].gate = asyncio.Event()
+
+        server.call(hold())
+        body = {"model": "a", "prompt": "hi", "max_tokens": 1}
+        late = http.post("/v1/completions", json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "model_loading")
+        assert late.headers["retry-after"]
+        assert http.post("/v1/completions", json=body | {"model": "b"}).status_code == 200
+        server.loop.call_soon_threadsafe(server.slots["a"].gate.set)
+        wait_for(lambda: server.slots["a"].state == "loaded", "the load goes on")
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_models_are_pulled_and_deleted(server, http):
+    lines = http.post("/api/pull", json={"model": "new"}).text.splitlines()
+    assert [json.loads(line)["status"] for line in (lines[0], lines[-1])] == [
+        "pulling manifest",
+        "success",
+    ]
+    assert "new" in [m["name"] for m in http.get("/api/tags").json()["models"]]
+    body = {"model": "new", "prompt": "hi", "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert http.post("/api/pull", json={"model": "new", "stream": False}).json() == {
+        "status": "success"
+    }
+    failed = http.post("/api/pull", json={"model": "none", "stream": False})
+    assert (failed.status_code, failed.json()["error"]) == (404, "there is no model 'none'")
+    assert "there is no model" in http.post("/api/pull", json={"model": "none"}).text
+    assert http.request("DELETE", "/api/delete", json={"model": "new"}).status_code == 200
+    assert http.request("DELETE", "/api/delete", json={"model": "new"}).status_code == 404
+    assert http.post("/v1/completions", json=body).status_code == 404
+
+
+def test_who_may_change_the_models(tmp_path):
+    with serving(host="0.0.0.0") as server, server.http() as http:
+        refused = http.post("/api/pull", json={"model": "new"})
+        assert (refused.status_code, "admin" in refused.text) == (403, True)
+
+
+def test_one_model_may_be_served_on_demand():
+    with serving(model("only", keep_alive_s=0.01)) as server, server.http() as http:
+        assert http.get("/ready").status_code == http.get("/health").status_code == 200
+        body = {"prompt": "hi", "max_tokens": 1}
+        assert http.post("/v1/completions", json=body).json()["model"] == "only"
+        wait_for(lambda: server.slots["only"].state == "asleep", "its time is over")
