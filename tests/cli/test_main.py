@@ -232,7 +232,13 @@ def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
     top, folder = "agent_options console main models options parser", Path(__path__[0])
-    others = {*top.split(), "answers.answer", "answers.terminal", "serving.running", "serving.serve_several"}
+    others = {
+        *top.split(),
+        "answers.answer",
+        "answers.terminal",
+        "serving.running",
+        "serving.serve_several",
+    }
     paths = [f.relative_to(folder) for f in folder.rglob("*.py") if f.name != "__init__.py"]
     files = {".".join(path.with_suffix("").parts) for path in paths}
     modules = {module for module, _ in cli.VERBS.values()}

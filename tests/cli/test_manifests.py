@@ -92,7 +92,9 @@ def test_without_keys_a_server_is_reached_by_the_names_of_its_services(tmp_path)
     words = [word.replace("$(POD_NAMESPACE)", "prod") for word in container["args"]]
 
     def is_allowed(words, host):
-        parsed = ArgumentParser(prog="slipstream serve", module="serving.serve").parse_args(words[1:])
+        parsed = ArgumentParser(prog="slipstream serve", module="serving.serve").parse_args(
+            words[1:]
+        )
         return WebGuard(None, server_settings(parsed), has_keys=False).is_allowed(host)
 
     names = ("chat", "chat.prod", "chat.prod.svc", "chat.prod.svc.cluster.local", "llm.example")

@@ -11,7 +11,8 @@ import torch
 from slipstream import SamplingParams
 from slipstream.kernels.cpu import samplers
 from slipstream.kernels.cpu.row_draw import draw
-from slipstream.kernels.cpu.sampling import apply_bias, mask_logits
+from slipstream.kernels.cpu.sampling import apply_bias
+from slipstream.kernels.cpu.token_masks import mask_logits
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import NewRequest, RequestFailure, SamplerState, ScheduledRequest, StepPlan
 from slipstream.worker.input_batch import gather

@@ -11,9 +11,17 @@ import numpy.typing as npt
 
 from slipstream.beam_messages import LikeliestTokens
 from slipstream.core.request import Request
+from slipstream.core.request_table import RequestTable
 from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs, as_logprobs
-from slipstream.text_messages import PooledVector
-from slipstream.types import Extra, RequestFailure, SamplerState, TokenOutput
+from slipstream.text_messages import PooledVector, VectorOutput
+from slipstream.types import (
+    EngineOutput,
+    Extra,
+    FinishReason,
+    RequestFailure,
+    SamplerState,
+    TokenOutput,
+)
 
 
 class Extras:
@@ -76,3 +84,23 @@ class Extras:
         return output._replace(
             logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None)
         )
+
+
+def outputs_without_tokens(extras: Extras, requests: RequestTable) -> list[EngineOutput]:
+    """Save sampler states, and return outputs of requests that did not sample.
+
+    These are vectors, and log-probabilities of a prompt chunk that is not the prompt's last.
+    """
+    outputs: list[EngineOutput] = []
+    by_id = requests.by_id
+    for state in extras.states:
+        if state.request_id in by_id:
+            by_id[state.request_id].mirostat_mu = state.mirostat_mu
+    for pooled in extras.vectors:
+        if pooled.request_id in by_id:  # also if it was preempted meanwhile
+            requests.finish(by_id[pooled.request_id], FinishReason.STOP)
+            outputs.append(VectorOutput(pooled.request_id, pooled.vector, 0, 1, FinishReason.STOP))
+    outputs += [
+        TokenOutput(i, prompt_logprobs=x) for i, x in extras.of_prompts.items() if i in by_id
+    ]
+    return outputs

@@ -16,15 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from slipstream.core.extras import Extras
+from slipstream.core.extras import Extras, outputs_without_tokens
 from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, new_tuple
-from slipstream.text_messages import VectorOutput
 from slipstream.types import (
-    EngineOutput,
     FinishReason,
     StepOutput,
     StepPlan,
@@ -177,30 +175,9 @@ class StepsInFlight:
             elif len(known) // size > request.num_registered:
                 request.kv.register(request, self.last_id)
         if extras is not None:
-            outputs += self._without_tokens(extras)
+            outputs += outputs_without_tokens(extras, self._requests)
         for part in self.participants:
             outputs += part.step_done(plan, result, extras, now)
-        return outputs
-
-    def _without_tokens(self, extras: Extras) -> list[EngineOutput]:
-        """Save sampler states, and return outputs of requests that did not sample.
-
-        These are vectors, and log-probabilities of a prompt chunk that is not the prompt's last.
-        """
-        outputs: list[EngineOutput] = []
-        by_id = self._requests.by_id
-        for state in extras.states:
-            if state.request_id in by_id:
-                by_id[state.request_id].mirostat_mu = state.mirostat_mu
-        for pooled in extras.vectors:
-            if pooled.request_id in by_id:  # also if it was preempted meanwhile
-                self._requests.finish(by_id[pooled.request_id], FinishReason.STOP)
-                outputs.append(
-                    VectorOutput(pooled.request_id, pooled.vector, 0, 1, FinishReason.STOP)
-                )
-        outputs += [
-            TokenOutput(i, prompt_logprobs=x) for i, x in extras.of_prompts.items() if i in by_id
-        ]
         return outputs
 
 

@@ -55,13 +55,14 @@ from operator import itemgetter
 from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.core.batched import make_policy
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import Lengths
 from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
-from slipstream.core.policy import MAX_OVERTAKES, make_policy
+from slipstream.core.policy import MAX_OVERTAKES
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.kernels.cpu import logprobs, sampling
+from slipstream.kernels.cpu import logprobs, sampling, token_masks
 from slipstream.kernels.cpu.programs import Argmax, RowDraws
 from slipstream.kernels.cpu.row_draw import Floats, Longs
 from slipstream.kernels.cpu.thread_pool import ThreadPool
@@ -38,4 +38,4 @@ class RowSampler:
 
     best_logprobs = staticmethod(logprobs.best_logprobs)
     packed_logprobs = staticmethod(logprobs.packed_logprobs)
-    mask_logits = staticmethod(sampling.mask_logits)
+    mask_logits = staticmethod(token_masks.mask_logits)

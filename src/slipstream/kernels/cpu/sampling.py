@@ -82,18 +82,6 @@ def apply_bias_and_penalties(logits: Floats, params: SamplingTensors) -> None:
         row[answered] -= presence
 
 
-def mask_logits(
-    logits: Floats, rows: Longs, bits: npt.NDArray[np.int32], which: Longs | None = None
-) -> None:
-    """Applies `OpSet.mask_logits`: −∞ where the row's bit in `bits` [U, ⌈V / 32⌉] is 0."""
-    banned = ~np.unpackbits(
-        bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little"
-    ).view(bool)
-    places = range(len(bits)) if which is None else which.tolist()
-    for row, place in zip(rows.tolist(), places, strict=True):
-        np.copyto(logits[row], -np.inf, where=banned[place])
-
-
 def uniform(seeds: npt.NDArray[Any], counters: npt.NDArray[Any]) -> Floats:
     """Returns `reference.uniform`'s numbers in (0, 1), which depend on (seed, counter) alone, with
     the same bits."""
