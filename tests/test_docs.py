@@ -28,7 +28,8 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SERVED = {ROOT / "docs" / "server.md", *(ROOT / "docs" / "server").glob("*.md")}
-DOCS = [path for path in PAGES if path not in SERVED and path.name != "CONTRIBUTING.md"]
+TUTORIALS = set((ROOT / "docs" / "tutorials").glob("*.md"))  # tests/test_tutorials.py
+DOCS = [path for path in PAGES if path not in SERVED | TUTORIALS and path.name != "CONTRIBUTING.md"]
 NOT_RUN = ("./quickstart",)  # .ci/run does, from a fresh clone
 EXAMPLES = [
     pytest.param(language, code, id=f"{path.stem}-{number}")

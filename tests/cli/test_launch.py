@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 
 import pytest
 
@@ -28,6 +29,7 @@ def launched(capsys, *words):
         ("claude", "ANTHROPIC_BASE_URL"),
         ("codex", "SLIPSTREAM_API_KEY"),
         ("opencode", "OPENCODE_CONFIG_CONTENT"),
+        ("any", "OPENAI_BASE_URL"),
     ],
 )
 def test_agents_get_the_server_and_its_model(url, capsys, client, set_):
@@ -52,6 +54,20 @@ def test_agent_is_started_with_its_arguments(url, capsys, tmp_path, monkeypatch)
     assert code == 3
     assert (tmp_path / "out").read_text() == f"{url} fake -p hello there\n"
     assert f"ANTHROPIC_BASE_URL={url}" in told.err
+
+
+def test_any_program_gets_the_variables_of_the_sdks(url, capsys, tmp_path):
+    out = tmp_path / "out"
+    script = (
+        "import os; names = ('OPENAI_BASE_URL', 'OPENAI_MODEL', 'ANTHROPIC_BASE_URL', 'OLLAMA_HOST'); "
+        f"open({str(out)!r}, 'w').write(' '.join(os.environ[name] for name in names))"
+    )
+    code, _ = launched(capsys, "any", "--url", url, "--", sys.executable, "-c", script)
+    assert code == 0
+    assert out.read_text() == f"{url}/v1 fake {url} {url}"
+    code, told = launched(capsys, "any", "--url", url)
+    assert code == 2
+    assert "give the program after --" in told.err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from slipstream.conformance.protocols import PROTOCOLS
 from slipstream.conformance.protocols.base import read_ndjson, read_sse
 from slipstream.conformance.registry import CHECKS, FAIL, PASS, UNSUPPORTED, FailedError
 from slipstream.conformance.runner import run, selected
-from slipstream.conformance.schemas import SCHEMAS, faults
+from slipstream.conformance.schemas import SCHEMAS, begins_json, faults
 from slipstream.conformance.session import Endpoint
 from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import ConfigError, SlipstreamError
@@ -263,6 +263,24 @@ def test_broken_framing_is_found(raw):
         read_sse(raw)
     with pytest.raises(FailedError):
         read_ndjson(b"{}\n{")
+
+
+def test_a_cut_answer_that_no_json_begins_with_is_broken():
+    value = {"a\n": [1.5e-3, -7, None, True, 'ü\t"', {}], "b": {"c": [[], "x"]}, "d": 1e9}
+    for indent in (None, 2):
+        whole = json.dumps(value, indent=indent)
+        assert all(begins_json(whole[:end]) for end in range(len(whole) + 1))
+    for text in (
+        "```json\n{",
+        "Sure",
+        '{"a": yes',
+        "{'a",
+        "[1 2",
+        '{"a" "b',
+        "true story",
+        '"a\nb',
+    ):
+        assert not begins_json(text), text
 
 
 def test_schemas_are_valid_and_can_be_broken():

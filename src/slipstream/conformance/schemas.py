@@ -4,6 +4,8 @@ Texts, lists and numbers are short, so that an answer of any model ends."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 from slipstream.errors import ConfigError, install_command
@@ -71,3 +73,20 @@ def faults(value: Any, schema: dict[str, Any]) -> str:
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )
     return "; ".join(error.message[:120] for error in judge.iter_errors(value))
+
+
+def begins_json(text: str) -> bool:
+    """Whether some JSON begins with a text, such as an answer that was cut. Prose and code fences do not."""
+    text = text.strip()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        rest = text[error.pos :].strip()
+        words = ("", "true", "false", "null", "-")
+        is_open = error.msg.startswith("Unterminated string") or any(
+            word.startswith(rest) for word in words
+        )
+        is_number = error.pos and text[error.pos - 1].isdigit()
+        is_escape = "escape" in error.msg and len(text) - error.pos <= len("u0000")
+        return is_open or is_escape or bool(is_number and re.fullmatch(r"\.|[eE][+-]?", rest))
+    return True

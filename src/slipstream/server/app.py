@@ -92,12 +92,15 @@ def prompt_routes(state: ServerState) -> list[Route]:
         ),
         Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
         *(
-            Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
-            for path in RERANK_PATHS
-        ),
-        *(
-            Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
-            for path in SCORE_PATHS
+            Route(path, PooledRoute(state, kind, answer), methods=["POST"])
+            for paths, kind, answer in (
+                (RERANK_PATHS, RerankRequest, rerank),
+                (SCORE_PATHS, ScoreRequest, score),
+                (CLASSIFY_PATHS, ClassifyRequest, classify),
+                (POOLING_PATHS, PoolingRequest, pooling),
+                (SPARSE_PATHS, SparseRequest, embed_sparse),
+            )
+            for path in paths
         ),
         Route(
             "/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]
@@ -115,14 +118,8 @@ def prompt_routes(state: ServerState) -> list[Route]:
 def model_routes(state: ServerState) -> list[Route]:
     """Routes that ask a model. A server of several models has them once for each."""
     tokens = Tokens(state)
-    pooled = (
-        *((path, ClassifyRequest, classify) for path in CLASSIFY_PATHS),
-        *((path, PoolingRequest, pooling) for path in POOLING_PATHS),
-        *((path, SparseRequest, embed_sparse) for path in SPARSE_PATHS),
-    )
     return [
         *prompt_routes(state),
-        *(Route(path, PooledRoute(state, kind, do), methods=["POST"]) for path, kind, do in pooled),
         Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
         Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
         Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),

@@ -1,8 +1,9 @@
-"""`slipstream launch CLIENT`: starts a coding agent (claude, codex, opencode) that uses one of your
-servers.
+"""`slipstream launch CLIENT`: starts a coding agent (claude, codex, opencode), or any program, that
+uses one of your servers.
 
     slipstream launch claude --serve smollm2          # starts a server, which ends with the agent
     slipstream launch codex --url http://127.0.0.1:8000 -- exec "fix the tests"
+    slipstream launch any -- node app.mjs             # the variables of OpenAI's, Anthropic's and Ollama's SDKs
 
 Only the environment and the arguments of the agent are set, and they are printed. None of the
 agent's files is written."""
@@ -27,8 +28,10 @@ START_S = 1800.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("client", choices=("claude", "codex", "opencode"), help="the agent")
-    parser.add_argument("args", nargs="*", help="arguments for the agent, after --")
+    parser.add_argument("client", choices=("claude", "codex", "opencode", "any"), help="the agent")
+    parser.add_argument(
+        "args", nargs="*", help="arguments for the agent, after --; for any: the program, too"
+    )
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
     )
@@ -55,11 +58,14 @@ def run(args: argparse.Namespace) -> int:
     )
 
     agent = AGENTS[args.client]
-    program = agent.program if args.only_print else find_program(agent)
+    if not agent.program and not (args.args or args.only_print):
+        raise ConfigError("give the program after --, such as -- node app.mjs", field="args")
+    found = not agent.program or args.only_print
+    program = [name for name in (agent.program if found else find_program(agent),) if name]
     with served(args.serve, args.url) if args.serve else contextlib.nullcontext():
         endpoint = find_endpoint(args.url, args.model, args.api_key)
         environment, words = agent.setup(endpoint)
-        command = [program, *words, *args.args]
+        command = [*program, *words, *args.args]
         if args.json:
             print_json({"environment": environment, "command": command})
         else:
@@ -68,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{name}={shlex.quote(shown)}", file=sys.stderr)
             print(shlex.join(command), file=sys.stderr)
         length = endpoint.max_model_len
-        if length is not None and length < SMALL_CONTEXT:
+        if length is not None and length < SMALL_CONTEXT and agent.program:
             print(
                 f"slipstream: the context is {length} tokens; agents' first prompts have 10,000 to 30,000",
                 file=sys.stderr,

@@ -43,6 +43,7 @@ from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.http.replies import greeting, json_response
 from slipstream.server.kserve.routes import VERSION, Description
+from slipstream.server.openai.audio import TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.models import anthropic_card, anthropic_list
 from slipstream.server.openai.protocol import check_depth
 from slipstream.server.operations import feedback
@@ -54,6 +55,10 @@ _KSERVE = re.compile(
     r"/v2/models/([^/]+(?:/[^/]+)*?)(?:/versions/\d+)?(?:/(?:infer|generate|generate_stream|ready|config))?"
 )
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/input_items|/cancel)?")
+_MODEL_OF_FORM = re.compile(
+    rb'\r\ncontent-disposition:[^\r\n]*[; ]name="?model"?(?:;[^\r\n]*)?(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]{1,1024})\r\n--',
+    re.I,
+)
 _WITH_MODEL = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
@@ -65,6 +70,7 @@ _WITH_MODEL = {
         "/v2/rerank",
         "/score",
         "/v1/score",
+        *("/classify", "/v1/classify", "/pooling", "/v1/pooling", "/embed_sparse"),
         "/api/chat",
         "/api/generate",
         "/api/embed",
@@ -197,9 +203,9 @@ class Gateway:
                     code="no_detector",
                 )
             answer = {"findings": self.state.watch.findings}
-        elif path == "/v1/models":
+        elif path in ("/v1/models", "/models"):
             answer = self._models(is_anthropic=b"anthropic-version" in dict(scope["headers"]))
-        elif path == "/api/tags" and (len(models) > 1 or self._sleeps()):
+        elif path in ("/api/tags", "/api/ps") and (len(models) > 1 or self._sleeps()):
             answer = {"models": [{"name": name, "model": name} for name in models]}
         elif path == "/v2/repository/index" and scope["method"] == "POST":
             answer = self.about.index()
@@ -364,6 +370,9 @@ class Gateway:
         models, peek = self.members.models, _Peek()
         if (kserve := _KSERVE.fullmatch(path)) is not None:
             peek.model = kserve[1]
+        elif path in (TRANSCRIPTIONS, TRANSLATIONS):
+            found = _MODEL_OF_FORM.search(raw)
+            peek.model = None if found is None else found[1].decode("utf-8", "replace")
         elif raw:
             check_depth(raw)
             try:

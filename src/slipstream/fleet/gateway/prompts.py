@@ -51,8 +51,8 @@ class _Reading:
         if count:
             raise RequestError("pictures are read by a replica", field="image")
 
-    async def embed(self, texts: Sequence[Any], *, truncate_to: int | None = None, **_: Any) -> Any:
-        prepare = partial(self.input.texts.prepare, texts, truncate_to=truncate_to)
+    async def embed(self, texts: Sequence[Any], options: object = None, **how: Any) -> Any:
+        prepare = partial(self.input.texts.prepare, texts, **how)
         ids = await in_thread_if_long(prepare, INLINE_CHARS + 1)
         raise _Counted(sum(map(len, ids.token_ids)))
 

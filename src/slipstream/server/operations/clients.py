@@ -32,7 +32,7 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class Agent:
     """A coding agent. `setup` returns the environment and arguments that make it use an
-    endpoint."""
+    endpoint. Without a `program`, the user says what is started."""
 
     program: str
     install: str
@@ -81,7 +81,23 @@ def _opencode(server: Endpoint) -> tuple[dict[str, str], list[str]]:
     return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, []
 
 
+def _any(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+    """The variables by which SDKs, and programs made with them, find a server and a model."""
+    url = f"{server.url}/v1"
+    return {
+        "OPENAI_BASE_URL": url,  # openai, the AI SDK, LangChain, Qwen Code
+        "OPENAI_API_BASE": url,  # LiteLLM, LlamaIndex, Aider
+        "OPENAI_API_KEY": server.key,
+        "OPENAI_MODEL": server.model,
+        "OPENAI_DEFAULT_MODEL": server.model,  # OpenAI's Agents SDK
+        **_claude(server)[0],
+        "ANTHROPIC_API_KEY": server.key,
+        "OLLAMA_HOST": server.url,
+    }, []
+
+
 AGENTS = {
+    "any": Agent("", "", _any),
     "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
     "codex": Agent("codex", "npm install -g @openai/codex", _codex),
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),

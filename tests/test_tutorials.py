@@ -1,0 +1,94 @@
+"""The tutorials from top to bottom, as a reader follows them, with the packaged SmolLM2.
+
+The one that compresses takes a tiny model, since compressing SmolLM2 takes minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.waiting import PATIENCE_S, wait_for
+
+TUTORIALS = sorted((Path(__file__).parents[1] / "docs" / "tutorials").glob("*.md"))
+SERVES = ("slipstream serve ", "slipstream fleet up ")  # such a block goes on until the page's end
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """A folder, and the environment of a terminal in it."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, words in (("slipstream", "-m slipstream "), ("python", "")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (tools / name).chmod(0o755)
+    source = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "src"), *(path for path in sys.path if path)]
+    )
+    return tmp_path, {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": source,
+    }
+
+
+def answers(port):
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    return False
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_works_from_top_to_bottom(page, reader, tiny_model):
+    folder, environment = reader
+    port, said, servers = free_port(), "", []
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert blocks
+    try:
+        for number, (language, code) in enumerate(blocks):
+            code = code.replace("8000", str(port)).replace("11434", str(port))
+            if page.stem == "shrink-a-model":
+                code = code.replace("smollm2", str(tiny_model))
+            if code.startswith(SERVES):
+                option = "" if "--port" in code or "fleet" in code else f" --port {port}"
+                words = ["sh", "-ec", f"exec {code.strip()}{option}"]
+                server = subprocess.Popen(words, cwd=folder, env=environment)
+                servers.append(server)
+                wait_for(lambda: answers(port) or servers[-1].poll() is not None, code)
+                assert server.poll() is None, code
+                continue
+            if language == "python":
+                (folder / f"{number}.py").write_text(code)
+                code = f"python {number}.py"
+            done = subprocess.run(
+                ["sh", "-euc", code],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=2 * PATIENCE_S,
+                check=False,
+            )
+            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+            said += done.stdout
+    finally:
+        for server in servers:
+            server.send_signal(signal.SIGTERM)
+        assert [server.wait(PATIENCE_S) for server in servers] == [0] * len(servers)
+    if "Name the capital of France" in page.read_text("utf-8"):
+        assert "Paris" in said
