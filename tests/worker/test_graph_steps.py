@@ -47,10 +47,11 @@ from slipstream.worker.input_batch import (
     _gather_inputs_on_host,
 )
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.packed_tables import PackedTables, upload_together
+from slipstream.worker.packed_tables import PackedTables
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from slipstream.worker.rows import RowTable
 from slipstream.worker.torch_loading import TorchLoaded
+from slipstream.worker.uploads import upload_together
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
 

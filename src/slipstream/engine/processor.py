@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
+from slipstream.engine.choices import check_answer, fork
 from slipstream.engine.grammars.grammar import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.prompts import PromptReader
@@ -264,7 +265,7 @@ class InputProcessor:
         if hides_logprobs:  # they say which answers are the best
             sampling = dataclasses.replace(sampling, logprobs=0)
         if options.answer_token_ids:
-            self._check_answer(options.answer_token_ids, sampling, max_tokens)
+            check_answer(self.prompts, options.answer_token_ids, sampling, max_tokens)
         first = EngineRequest.of(
             options,
             request_id=next(self._ids),
@@ -279,23 +280,9 @@ class InputProcessor:
             images=images,
             marks=self.prompts.borders(tokens),
         )
-        others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
+        others = (fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"
         return PreparedRequest(request_id, text, sampling, (first, *others), hides_logprobs)
-
-    def _check_answer(
-        self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
-    ) -> None:
-        """Raise RequestError if an answer can't go on after the tokens that are there."""
-        self.prompts.check_ids("answer_token_ids", begun)
-        if len(begun) >= max_tokens:
-            raise RequestError(
-                f"{len(begun)} tokens of at most {max_tokens} are there already",
-                field="answer_token_ids",
-            )
-        if sampling.n > 1 or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-            message = "an answer of several choices or with log-probabilities can't go on elsewhere; ask again for all of it"
-            raise RequestError(message, field="answer_token_ids")
 
     def _too_long(self, num_prompt: int, max_tokens: int | None = None) -> ContextLengthError:
         """Begins with the words by which OpenAI's clients know this error."""
@@ -310,15 +297,3 @@ class InputProcessor:
         error = ContextLengthError(what, field="prompt" if max_tokens is None else "max_tokens")
         error.lengths = (num_prompt, max_tokens, self.max_model_len)
         return error
-
-    def _fork(self, first: EngineRequest, index: int) -> EngineRequest:
-        """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
-        sampling = first.sampling
-        seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
-        return dataclasses.replace(
-            first,
-            request_id=f"{first.request_id}/{index}",
-            fork_of=first.request_id,
-            images=tuple(dataclasses.replace(image, pixels=b"") for image in first.images),
-            sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
-        )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.states import StateMetadata
 from slipstream.worker.feature_inputs import cross_groups
-from slipstream.worker.packed_tables import upload_together
 from slipstream.worker.rows import LongArray, RowTable
+from slipstream.worker.uploads import upload_together
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,7 +37,7 @@ from slipstream.kernels.cpu.moe import (
     add_made_choice,
 )
 from slipstream.kernels.cpu.native import activation_of
-from slipstream.kernels.cpu.native_program import Program, layer_pointers, state_inputs, step_inputs
+from slipstream.kernels.cpu.native_program import Program, layer_pointers, step_inputs
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import LinearProgram
 from slipstream.kernels.cpu.recurrent import (
@@ -47,6 +47,7 @@ from slipstream.kernels.cpu.recurrent import (
     add_selective_scan,
     add_short_conv,
 )
+from slipstream.kernels.cpu.state_inputs import state_inputs
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (

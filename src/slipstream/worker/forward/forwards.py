@@ -47,7 +47,7 @@ from slipstream.worker.forward.images import (
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.forward.state_cache import StateCache as StateCache
 from slipstream.worker.input_batch import GatheredInputs
-from slipstream.worker.packed_tables import upload
+from slipstream.worker.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

@@ -28,8 +28,8 @@ from slipstream.model.vision import ImageTower
 from slipstream.spec.media.vision import GridPositionSpec, VisionSpec
 from slipstream.types import StepPlan
 from slipstream.worker.image_rows import image_parts, needs_images
-from slipstream.worker.packed_tables import upload
 from slipstream.worker.rows import IntArray, LongArray, RowTable
+from slipstream.worker.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
