@@ -15,8 +15,11 @@ UNBUILT = (
     "project_in",
     "project_out",
     "per_layer_model_projection",
+    "dt_proj",
 )
-"""Products that have no adapters here."""
+"""Products that have no adapters here, or whose adapters transformers skips (`dt_proj`)."""
+OF_SCANS = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
+"""Models whose `out_proj` PEFT refuses to adapt."""
 OF_STREAMS = {"altup", "laurel", "altup_projections", "altup_unembed_projections"}
 """Modules of such products."""
 
@@ -31,10 +34,11 @@ def targets(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, kinds) and "Router" not in type(module).__name__
     ]
+    by_peft = {"out_proj"} if model.config.model_type in OF_SCANS else set()
     return [
         n
         for n in named
-        if n.rpartition(".")[2] not in UNBUILT
+        if n.rpartition(".")[2] not in (*UNBUILT, *by_peft)
         and ".experts." not in n
         and not OF_STREAMS & {*n.split(".")}
     ]

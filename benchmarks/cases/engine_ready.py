@@ -4,7 +4,10 @@
     python benchmarks/engine.py --study ready --config tiny --device cpu --seqs 16 --output ready.json
 
 Each start is a process of its own: cold (an empty Triton cache), warm (the same again), built (a folder with kernels, and
-another empty cache). `late` are the kernels that were met only after the server was ready.
+another empty cache). `late` are the kernels that were met only after the server was ready. A start's seconds are of `phases_s`;
+`parts` have the number and the seconds of the C modules that it compiled for Triton, of kernels read from a cache and loaded
+onto the GPU (with those modules), and of its waiting for the process that finds and compiles kernels. `first_s`: the first
+token of a prompt of 128.
 """
 
 from __future__ import annotations
@@ -26,19 +29,44 @@ import common
 RECORD = "ready_h200"
 
 ONE = r"""
-import json, sys, time
+import json, subprocess, sys, time
 begin = float(sys.argv[1])
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import build
 from slipstream import LLM, SamplingParams as S
 from slipstream.config import EngineArgs
-from slipstream.kernels.triton.variants import noting_new_kernels
+from slipstream.kernels.triton.variants import KernelVariant, noting_new_kernels
 
-marks, steps_ms = {}, []
+marks, steps_ms, parts = {}, [], {}
+imported_s = time.time() - begin
+
+
+def timed_part(owner, name, label):
+    inner = getattr(owner, name)
+
+    def outer(*args, **more):
+        start = time.perf_counter()
+        try:
+            return inner(*args, **more)
+        finally:
+            count, seconds = parts.get(label, (0, 0.0))
+            parts[label] = count + 1, seconds + time.perf_counter() - start
+
+    setattr(owner, name, outer)
+
+
+timed_part(build, "_build", "c_modules")
+timed_part(CompiledKernel, "_init_handles", "kernels_loaded")
+timed_part(KernelVariant, "load", "kernels_read")
+timed_part(subprocess.Popen, "communicate", "kernels_awaited")
 with noting_new_kernels() as met:
     args = EngineArgs(model=sys.argv[2], load_format="dummy", skip_tokenizer_init=True, **json.loads(sys.argv[3]))
     llm = LLM.from_engine_args(args, progress=lambda phase: marks.update({phase: len(met)}))
     built_s = time.time() - begin
     llm.core.warm(2.0)
     ready_s, ready = time.time() - begin, len(met)
+    llm.generate({"prompt_token_ids": [*range(3, 131)]}, S(temperature=0, max_tokens=1), progress=False)
+    first_s = time.time() - begin
     if sys.argv[4] == "load":
         step = llm.core.step
 
@@ -64,7 +92,8 @@ with noting_new_kernels() as met:
                 llm.generate([prompt((37 * i + 11 * n) % 300 + 1, 7 * i) for i in range(n)], way, progress=False)
         for length in (1000, 4000, longest):
             llm.generate([prompt(length)] * 2, ways[0], progress=False)
-print(json.dumps({"built_s": built_s, "ready_s": ready_s, "phases_s": llm.phases, "num_met_before_cache": marks.get("cache"),
+print(json.dumps({"imported_s": imported_s, "built_s": built_s, "ready_s": ready_s, "first_s": first_s, "parts": parts,
+    "phases_s": llm.phases, "num_met_before_cache": marks.get("cache"),
     "met_by_start": met[marks.get("cache", 0):ready], "late": met[ready:], "steps": len(steps_ms),
     "worst_steps_ms": sorted(steps_ms)[-8:]}))
 """

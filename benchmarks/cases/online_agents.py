@@ -2,7 +2,7 @@
 
     python benchmarks/online.py --study agents --variants cache_eviction=value cache_eviction=lru
     python benchmarks/online.py --study agents --variants none --url http://127.0.0.1:8001
-    python benchmarks/online.py --study agents --max-num-seqs 8 --variants cache_eviction=value cache_eviction=lru \
+    python benchmarks/online.py --study agents --variants cache_eviction=value cache_eviction=lru \
         --vllm SITE --turns uniform:6-7 --task-tokens lognormal:8000:0.9 --turn-tokens lognormal:300:0.9 --answer-tokens 60 \
         --pause lognormal:3:0.6 --subagent-rate 0.001 --system-tokens 2000
     python benchmarks/online.py --study agents --config tiny --context 2048 --quantization none --kv-cache-dtype auto \

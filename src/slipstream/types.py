@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -87,6 +89,24 @@ class RequestOptions:
 DEFAULT_OPTIONS = RequestOptions()
 
 
+TokenIds: TypeAlias = tuple[int, ...] | bytes
+"""Token ids. As bytes they are an int32 array in the machine's order: a process reads 8,000 of them in 1 µs, and a tuple in
+500, before which its engine makes no step."""
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """The ids as bytes. `struct.error` if one is no integer of 32 bits."""
+    return struct.pack(f"{len(ids)}i", *ids)
+
+
+def count_ids(ids: TokenIds) -> int:
+    return len(ids) // 4 if isinstance(ids, bytes) else len(ids)
+
+
+def ids_of(ids: TokenIds) -> array[int]:
+    return array("i", ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One sequence for the engine core, with its `RequestOptions`.
@@ -98,7 +118,7 @@ class EngineRequest:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     max_tokens: int  # resolved: within the context
@@ -142,6 +162,10 @@ class EngineRequest:
         )
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return count_ids(self.prompt_token_ids)
+
+    @property
     def parent(self) -> str | None:
         """The request whose tokens this one begins with; it has been queued before."""
         return self.fork_of or (None if self.beam_of == self.request_id else self.beam_of)
@@ -160,7 +184,7 @@ class NewRequest:
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     num_prompt_tokens: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
@@ -177,7 +201,7 @@ class NewRequest:
     def of(
         cls,
         spec: EngineRequest,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         *,
         encodes: bool,
         mirostat_mu: float | None,
@@ -187,8 +211,8 @@ class NewRequest:
         encoder runs in the request's first step."""
         return cls(
             request_id=spec.request_id,
-            token_ids=tuple(token_ids),
-            num_prompt_tokens=len(spec.prompt_token_ids),
+            token_ids=token_ids,
+            num_prompt_tokens=spec.num_prompt_tokens,
             sampling=spec.sampling,
             eos_token_ids=spec.eos_token_ids,
             pooled=spec.pooled,

@@ -344,3 +344,9 @@ def test_help_lists_the_exit_codes():
     text = " ".join(cli.build_parser().format_help().split())
     for code in ("0 done", "1 failed", "2 wrong argument", "3 model", "130 interrupted"):
         assert code in text
+
+
+def test_verbs_of_one_model_say_so(capsys):
+    for verb in ("plan", "info"):
+        assert main([verb, "smollm2", "qwen3:0.6b"]) == 2
+        assert "takes one model (slipstream serve takes several)" in capsys.readouterr().err

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from slipstream.cli.main import main
 from slipstream.cli.models import ago
 from slipstream.cli.serving.running import began, register, running_servers
 from tests.hub_stand_in import StandIn
@@ -103,6 +105,21 @@ def test_rm_asks_in_a_terminal_and_takes_no_for_an_answer(place, hub):
         assert b"remove org/tiny (" in done.stderr
         os.close(ours)
         os.close(theirs)
+
+
+@pytest.mark.parametrize("by", ["name", "path", "other"])
+def test_rm_tells_which_server_has_the_model_by_its_name_or_its_path(
+    tmp_path, monkeypatch, capsys, by
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = SimpleNamespace(name="org/tiny", path=tmp_path / "tiny", num_bytes=10**6)
+    monkeypatch.setattr("slipstream.hub.listing.find_models", lambda *_: [model])
+    served = {"name": "org/tiny", "path": str(model.path), "other": "org/other"}[by]
+    register(os.getpid(), url="u", models=(served,), device="d", memory_bytes=1, now=1.0)
+    assert main(["rm", "org/tiny"]) == 2  # nobody is asked without a terminal
+    said = capsys.readouterr().err
+    assert (f"(process {os.getpid()}) serves org/tiny" in said) == (by != "other")
+    assert "add --yes" in said
 
 
 def test_a_path_is_never_removed(place, tiny_model):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.main import main
+from tests import tiny_models
 from tests.tiny_models import build
 
 CONFIG = str(Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b")
@@ -161,3 +162,11 @@ def test_this_machine_is_measured_and_the_table_found_again(capsys, tmp_path, mo
     assert again["devices"][0]["at_load"]["ttft_s"] == found["devices"][0]["at_load"]["ttft_s"]
     _, other = plan(capsys, *words, "--quantization", "int8", *load)
     assert other["devices"][0]["steps"] == "from the analytic model"
+
+
+def test_a_model_without_attention_gains_states_by_more_memory(tmp_path, capsys):
+    """Its blocks hold nothing."""
+    tiny_models.write(tmp_path, "mamba2")
+    words = ("plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:60/8", "--no-search")
+    assert main([*words]) == 0
+    assert " more states" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from slipstream import LLM
+from slipstream.cli.answers import answer
 from slipstream.cli.main import main
 
 CPU = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
@@ -44,6 +45,8 @@ def test_as_offline(tiny_encoder, capsys, monkeypatch):
 )
 def test_what_is_wrong_is_named(tiny_encoder, capsys, monkeypatch, words, field):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    if field in ("top_n", "documents"):  # before the model is loaded
+        monkeypatch.setattr(answer, "open_llm", None)
     assert main(["rerank", str(tiny_encoder), *words, "--json", "--device", "cpu"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == field
 

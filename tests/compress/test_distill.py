@@ -395,3 +395,19 @@ def test_the_teacher_makes_examples(teacher):
         assert question in given
         assert given.endswith("assistant\n")
         assert 1 <= len(example.token_ids) - example.num_context <= 5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_a_hybrid_comes_nearer_to_its_teacher(family, tmp_path):
+    """States are matched in all layers, attention in those that have it."""
+    tiny_models.write(tmp_path / "teacher", family)
+    tiny_models.write(tmp_path / "student", family, seed=1)
+    big, small = (
+        load_dense(tmp_path / name, dtype=torch.float32, device=CPU)
+        for name in ("teacher", "student")
+    )
+    chosen = replace(FAST, num_steps=20, state_weight=1.0, attention_weight=1.0)
+    history = distill(small, big, EXAMPLES, chosen, device=CPU).history
+    assert history[-1].loss < 0.8 * history[0].loss
+    assert history[-1].states < history[0].states
+    assert (history[-1].attention > 0) == (family != "mamba2")

@@ -63,7 +63,9 @@ def difference(ours, theirs):
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt2", "gptj", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma3_text", "gpt2", "gptj", "gpt_neox", "qwen3_5_text", "bamba"]
+)
 def test_what_is_trained_is_what_peft_and_we_load(family, tmp_path, texts, monkeypatch):
     from peft import PeftModel
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress import run as run_module
 from slipstream.compress.calibrate import (
@@ -26,7 +27,7 @@ from slipstream.errors import BudgetError, CheckpointError, ConfigError, Unsuppo
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import FORMATS
 from slipstream.spec.stored.quantization_config import COLUMNS_NAME
-from tests import tiny_models
+from tests import mtp_layers, tiny_models, vision_models
 from tests.model.harness import load, run
 
 CPU = torch.device("cpu")
@@ -189,6 +190,14 @@ def test_products_catch_up_with_what_was_rounded_before(tmp_path, model, exact):
     assert errors[1] < errors[0]
 
 
+SIZES_OF = {
+    "qwen3_next": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": {"linear_value_head_dim": 16},
+    "falcon_h1": {"mamba_d_head": 8, "mamba_d_ssm": 64},
+}
+"""Inputs of products that groups of 32 divide."""
+
+
 @pytest.mark.parametrize(("family", "steps"), [
     ("qwen3_moe", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
     ("qwen3_moe", [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}]),
@@ -196,10 +205,16 @@ def test_products_catch_up_with_what_was_rounded_before(tmp_path, model, exact):
     ("gemma2", [{"quantize": {"group_size": 32, "scaling": "awq"}}, {"kv_cache": {"form": "int8", "per": "head"}}]),
     ("opt", [{"quantize": {"group_size": 32, "scaling": "awq"}}]),
     ("phi3", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
+    ("qwen3_next", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
+    ("qwen3_5_text", [{"quantize": {"group_size": 32, "scaling": "awq"}}, {"kv_cache": {"form": "int8"}}]),
+    ("falcon_h1", [{"quantize": {"group_size": 32, "scaling": "awq"}}]),
+    ("falcon_h1", [{"quantize": {"group_size": 32, "symmetric": False}}]),
+    ("jamba", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
+    ("lfm2", [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}]),
 ])  # fmt: skip
 def test_other_families(tmp_path, family, steps):
-    """Experts, rows in another order, folded norms with an offset, biases, fused tensors."""
-    tiny_models.write(tmp_path / "model", family)
+    """Experts, rows in another order, folded norms with an offset, biases, fused tensors, recurrent layers, multipliers."""
+    tiny_models.write(tmp_path / "model", family, **SIZES_OF.get(family, {}))
     source = read_spec(tmp_path / "model")
     done = written(source, tmp_path / "out", steps)
     found = run(load(tmp_path / "out"), WINDOWS[0])
@@ -211,6 +226,40 @@ def test_other_families(tmp_path, family, steps):
         assert "embed_out.weight_packed" in load_file(tmp_path / "out" / "model.safetensors")
     else:
         torch.testing.assert_close(found, expected, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_a_model_inside_another_one_keeps_its_names_and_the_rest(tmp_path, family):
+    """The image encoder is taken over as it is, and what is written is loaded with it."""
+    vision_models.build_vision(tmp_path / "model", family)
+    source = read_spec(tmp_path / "model")
+    steps = [{"quantize": {"bits": 8, "group_size": "channel", "rounding": "gptq"}}]
+    done = written(source, tmp_path / "out", steps)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert {n.replace("weight_packed", "weight") for n in after} >= before.keys()
+    seeing = [n for n in before if n in after and ("visual" in n or "vision" in n)]
+    assert len(seeing) > 8
+    assert all(torch.equal(before[n], after[n]) for n in seeing)
+    assert read_spec(tmp_path / "out").spec.vision == source.spec.vision is not None
+    formats = read_spec(tmp_path / "out").quantization.formats
+    found = run(load(tmp_path / "out"), WINDOWS[0])
+    blind = source.taking_images(0)
+    expected = fake_logits(blind, tmp_path / "out", formats, done, WINDOWS[0])
+    torch.testing.assert_close(found, expected, atol=5e-4, rtol=5e-4)
+    with pytest.raises(ConfigError, match="image encoder"):
+        plan(source, parse([{"rotate": {}}, *steps]))
+
+
+def test_layers_that_draft_stay_with_a_rounded_model(tmp_path):
+    mtp_layers.build(tmp_path / "model", "qwen3_5_text", linear_value_head_dim=16)
+    mtp_layers.teach_to_count(tmp_path / "model", by="token")
+    written(read_spec(tmp_path / "model"), tmp_path / "out", [{"quantize": {"group_size": 32}}])
+    config = {"method": "mtp", "num_speculative_tokens": 3}
+    settings = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=64)
+    with LLM(str(tmp_path / "out"), speculative_config=config, **settings) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [9, 8, *range(20, 30)]}], sampling)
+        assert llm.stats().spec_num_drafts > 0
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -50,6 +50,7 @@ def test_sizes_of_models():
 
 
 CASES = [("llama", True), ("llama", False), ("qwen2", True), ("gemma", True), ("mixtral", False)]
+CASES += [("qwen3_next", False), ("nemotron_h", False)]
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)

@@ -24,6 +24,11 @@ EXPECTED = {  # what can be scaled there
     "olmo2": {"attention.out", "mlp.down"},
     "cohere": {"attention.out", "mlp.down"},
     "mixtral": {"attention.qkv", "attention.out"},
+    "qwen3_5_text": {"recurrent.in", "recurrent.out", "mlp.up", "mlp.down"},
+    "lfm2": {"recurrent.in", "recurrent.out", "mlp.up", "mlp.down"},
+    "bamba": {"recurrent.in", "recurrent.out", "mlp.up", "mlp.down"},
+    "falcon_h1": {"attention.out", "mlp.up", "mlp.down"},
+    "jamba": {"recurrent.in", "mlp.up", "mlp.down"},
 }
 
 

@@ -43,6 +43,12 @@ def correlated(seed=0):
     return torch.randn(OUT, INNER, generator=g), x, stats
 
 
+@pytest.mark.parametrize(("by_row", "zeros"), [(True, 4 * 2), (False, 11)])
+def test_number_of_zeros_is_rounded_down(by_row, zeros):
+    score = torch.rand(4, 10) + 1
+    assert int((~keep(score, 0.29, None, by_row=by_row)).sum()) == zeros
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"ratio": 0.3}, {"ratio": 0.5}, {"ratio": 0.7}, {"pattern": "2:4"}, {"pattern": "4:8"}],

@@ -281,8 +281,8 @@ def test_a_beam_that_takes_over_other_tokens_has_their_keys():
     for name in "ab":
         scheduler.add(request(name, range(BLOCK), 20, beam_of="a"))
     a, b = (scheduler.requests.by_id[name] for name in "ab")
-    a.token_ids += [1] * BLOCK
-    b.token_ids += [2] * BLOCK
+    a.token_ids.extend([1] * BLOCK)
+    b.token_ids.extend([2] * BLOCK)
     scheduler.kv.cached_prefix(b)
     scheduler.part(Beams).go_on([BeamStep("b", "a", 3)])
     scheduler.kv.cached_prefix(b)

@@ -39,3 +39,12 @@ def test_forgotten_blocks_hold_nothing():
     pool.release(held)
     assert pool.allocate(2) == held
     pool.check()
+
+
+def test_a_chain_ends_at_the_first_key_that_is_not_cached():
+    pool = BlockPool(6)
+    blocks = pool.allocate(4)
+    for block, key in zip(blocks, (b"a", b"b", b"d", b"e"), strict=True):
+        pool.register(block, key)
+    assert pool.chain([b"a", b"b", b"c", b"d"]) == blocks[:2]
+    assert pool.chain([b"x", b"a"]) == pool.chain([]) == []

@@ -324,7 +324,7 @@ def test_a_result_is_in_the_plan_s_order():
         for own, width in zip(names, (2, 1), strict=True)
     ]
     found = joined_result(parts, plan, results)
-    assert found.token_ids == [0, 1, 2, 3, 4]
+    assert [*found.token_ids] == [0, 1, 2, 3, 4]
     assert found.num_tokens is None
     assert found.is_cold
     (extra,) = found.extras

@@ -366,7 +366,7 @@ def test_a_salts_answers_stay_with_it(monkeypatch):
     def ask(salt, *answer):
         made = decoding(None)
         made.spec = SimpleNamespace(encoder_token_ids=(), audio=None, cache_salt=salt, pooled=False)
-        made.token_ids += answer
+        made.token_ids.extend(answer)
         speculation.drafting[made] = Drafting(speculation._proposer(made))
         return made
 
@@ -421,7 +421,7 @@ def test_never_slower_than_plain(kind, least, slope):
             now += seconds * rng.uniform(0.8, 1.2) * (2.5 if n % 5 == 3 else 1.0)
             if drafts:
                 speculation.verified(request, len(drafts), right)
-            request.token_ids += answer[done : done + right + 1]
+            request.token_ids.extend(answer[done : done + right + 1])
             speculation.add_time(
                 now, 1, 1 + len(drafts), only_decodes=True, idle=len(request.token_ids) == 200
             )

@@ -25,6 +25,7 @@ from slipstream.worker.draft.host_chain import head_scheme
 from tests import draft_heads, forked_ranks, mtp_layers, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.naive_heads import fused, medusa_states, naive_drafts
+from tests.waiting import wait_for
 
 K = 3
 SOME = PROMPTS[:5]
@@ -149,6 +150,24 @@ def proposals(llm, sampling, prompts):
     draft.write_drafts = noted
     llm.generate(prompts, sampling)
     return found
+
+
+def test_drafts_go_on_from_blocks_of_a_disk(setup, tmp_path):
+    """A later engine that loads the blocks proposes what this one does behind its own."""
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (66, 82)]
+    found, more = [], dict(kv_disk_bytes=2**26, kv_disk_path=str(tmp_path), max_model_len=128)
+    for first in (True, False):
+        with setup.llm(**more) as llm:
+            if first:
+                llm.generate(prompts, sampling)
+            hits = llm.stats().prefix_hits
+            found.append(proposals(llm, sampling, prompts))
+            assert llm.stats().prefix_hits - hits >= 128
+            assert (llm.stats().tiers.disk_hit_tokens >= 128) != first
+            wait_for(lambda: not llm.core.tend(), "blocks are not stored")  # noqa: B023
+    assert len(found[0]) > 4
+    assert sorted(found[0]) == sorted(found[1])
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ CHECKPOINT = 256
 """Most tokens back to a checkpoint."""
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-FAMILIES = {"qwen3_next": "plain drafts disk ranks disk-ranks", "nemotron_h": "plain drafts disk"}
+FAMILIES = {"qwen3_next": "plain drafts disk ranks disk-ranks disk-drafts", "nemotron_h": "plain drafts disk"}
 CASES = [(family, how) for family, hows in FAMILIES.items() for how in hows.split()]
 NUM_TURNS = 10
 LENGTHS = [600, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 80_000))]
@@ -96,6 +96,9 @@ def test_turns_compute_what_is_new(engines, tmp_path, family, how, length):
         "drafts": dict(speculative_config=MTP),
         "disk": dict(kv_disk_bytes=2**30, kv_disk_path=str(tmp_path / "kv")),
         "ranks": dict(tensor_parallel_size=2),
+        "disk-drafts": dict(
+            speculative_config=MTP, kv_disk_bytes=2**30, kv_disk_path=str(tmp_path / "kv")
+        ),
         "disk-ranks": dict(
             tensor_parallel_size=2, kv_disk_bytes=2**30, kv_disk_path=str(tmp_path / "kv")
         ),
@@ -116,7 +119,7 @@ def test_turns_compute_what_is_new(engines, tmp_path, family, how, length):
         check(llm, without, [*history, *message(78, 30)], 30, n=3)
         for i in range(2):  # two ways on from one answer
             check(llm, without, [*history, *message(80 + i, 25)], 25)
-        if how == "drafts":
+        if "drafts" in how:
             assert llm.stats().spec_accepted_tokens > 0
         if "disk" in how:
             assert llm.stats().tiers.disk_hit_tokens >= length

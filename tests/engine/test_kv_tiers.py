@@ -203,10 +203,6 @@ GPU = DeviceInfo(
             "kv_host_bytes",
         ),
         (
-            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "speculative_model": "draft"},
-            "kv_disk_bytes",
-        ),
-        (
             {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"},
             "kv_disk_bytes",
         ),  # by way of the host

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
 import numpy as np
 import pytest
 
 from slipstream import SamplingParams
 from slipstream.engine.processor import InputProcessor
 from slipstream.errors import RequestError
+from slipstream.types import EngineRequest, count_ids, ids_of, pack_ids
 
 
 class Token(enum.IntEnum):
@@ -25,7 +27,8 @@ def processor():
 def test_ids(processor, ids):
     sampling = SamplingParams(stop_token_ids=ids, logit_bias=dict.fromkeys(ids, 1))
     prepared = processor.prepare({"prompt_token_ids": ids}, sampling)
-    assert prepared.engine_requests[0].prompt_token_ids == ids
+    assert prepared.prompt_token_ids == list(ids)
+    assert prepared.engine_requests[0].prompt_token_ids == pack_ids(ids)
 
 
 def test_what_has_no_tokens_is_refused(processor):
@@ -48,3 +51,14 @@ def test_what_is_none_is_named(processor, wrong):
         processor.prepare({"prompt_token_ids": [1]}, SamplingParams(stop_token_ids=[1, wrong]))
     with pytest.raises(RequestError, match="logit_bias"):
         processor.prepare({"prompt_token_ids": [1]}, SamplingParams(logit_bias={10: 1.0}))
+
+
+@pytest.mark.parametrize("ids", [(3, 1, 2), pack_ids((3, 1, 2))], ids=["tuple", "bytes"])
+def test_ids_cross_to_the_engine_as_they_are(ids):
+    request = EngineRequest(
+        request_id="a", prompt_token_ids=ids, sampling=SamplingParams(), max_tokens=1
+    )
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
+    assert sent.prompt_token_ids == ids
+    assert sent.num_prompt_tokens == count_ids(ids) == 3
+    assert [*ids_of(ids)] == [3, 1, 2]

@@ -86,6 +86,15 @@ async def test_an_alert_is_given_up_and_the_next_one_goes(receiver, monkeypatch)
     assert len(got) == 3  # and nothing at the address that it was sent to
 
 
+async def test_oldest_alert_is_dropped_when_too_many_wait(receiver, monkeypatch):
+    monkeypatch.setattr(alerts, "MAX_WAITING", 2)
+    url, got, _ = receiver
+    news = [[FINDING], [FINDING], [ended(FINDING)]]
+    hook = await deliver(url, news, lambda hook: hook.num_sent == 2)
+    assert [alert["event"] for alert in got] == ["changed", "ended"]
+    assert hook.num_lost == 1
+
+
 @pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "odd"), httpx.InvalidURL("odd")])
 async def test_no_error_of_one_address_ends_the_others(receiver, monkeypatch, error):
     """Nor the alerts that come behind it."""

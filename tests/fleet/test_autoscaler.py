@@ -25,13 +25,13 @@ from slipstream.fleet.scaling.autoscaler import (
 )
 from slipstream.fleet.scaling.capacity import FleetCapacity, fleet_capacity
 from slipstream.fleet.scaling.forecast import SPEEDS, Forecast, _Holt
-from slipstream.fleet.scaling.replay import ColdStart, FleetReplay
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.engines import plan_engine
 from slipstream.simulate.simulator import simulate
 from slipstream.simulate.traffic import TrafficRequest, parse_workload
 from slipstream.spec.description import read_spec
 from tests.costs.specs import CONFIGS
+from tests.fleet.replay import ColdStart, FleetReplay
 
 LIMITS = {"ttft_s": 2.0, "tpot_s": 0.1}
 

@@ -112,8 +112,6 @@ def check(path, scheme=None, share=0.85, **more):
     for _ in range(3):
         for ours, theirs in zip(Steps(model).run(), wanted, strict=True):
             assert torch.equal(ours, theirs)
-    assert stream.measure_read_rate() > 0
-    assert all(torch.equal(a, b) for a, b in zip(Steps(model).run(), wanted, strict=True))
     return stream
 
 

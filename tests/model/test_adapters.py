@@ -40,26 +40,14 @@ def difference(ours, theirs):
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-@pytest.mark.parametrize("family", tiny_models.RECURRENT)
-def test_adapters_of_recurrent_products_are_refused_by_name(family, tmp_path):
-    hf = tiny_models.build(tmp_path / "base", family)
-    into = [name for name in adapters.targets(hf) if name.endswith("in_proj")]
-    adapters.write(hf, tmp_path / "lora", modules=into or None)  # PEFT refuses Mamba's out_proj
-    refused(layout_of(load(tmp_path / "base")), tmp_path / "lora", "computed in one piece")
-
-
 # transformers divides a product of Sarvam MoE's, and has modules of DeepSeek V4 under other names than its files: such
 # adapters are refused.
 @pytest.mark.parametrize(
-    "family",
-    [
-        f
-        for f in tiny_models.FAMILIES
-        if f not in (*tiny_models.RECURRENT, "sarvam_moe", "deepseek_v4")
-    ],
+    "family", [f for f in tiny_models.FAMILIES if f not in ("sarvam_moe", "deepseek_v4")]
 )
 def test_family(family, tmp_path):
-    """All modules that can have an adapter, of two ranks, with two scales."""
+    """All modules that can have an adapter, of two ranks, with two scales. A recurrence collects the errors of its tokens."""
+    near = 1e-4 if family in tiny_models.RECURRENT else 1e-5
     hf = tiny_models.build(tmp_path / "base", family)
     with torch.inference_mode():
         without = hf(torch.tensor([TOKENS])).logits[0]
@@ -69,11 +57,11 @@ def test_family(family, tmp_path):
         expected = peft(torch.tensor([TOKENS])).logits[0]
     assert difference(without, expected) > 1e-2
     model = load(tmp_path / "base")
-    assert difference(run(model, TOKENS), without) < 1e-5
+    assert difference(run(model, TOKENS), without) < near
     model = load(tmp_path / "base")
     assert (
         difference(run(adapted(model, layout_of(model), tmp_path / "lora"), TOKENS), expected)
-        < 1e-5
+        < near
     )
 
 

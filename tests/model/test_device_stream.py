@@ -106,13 +106,6 @@ def test_a_step_that_was_broken_off(tmp_path):
         check(whole, model)
 
 
-def test_copies_without_computing_leave_the_places_as_a_step_expects_them(tmp_path):
-    build(tmp_path, "llama", 6)
-    whole, model = pair(tmp_path)
-    assert model.decoder.stream.measure_read_rate() > 0
-    check(whole, model)
-
-
 @pytest.mark.parametrize(
     ("family", "share", "alike"), [("llama", 0.85, True), ("deepseek_v3", 0.5, False)]
 )

@@ -150,6 +150,17 @@ def test_a_dequantised_tensor_is_a_copy(written: Path) -> None:
     assert dequantize_tensor(file, "plain", np.float32).sum() == 15
 
 
+def test_a_file_that_was_changed_is_no_longer_current(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(written.read_bytes())
+    file = GGUFFile(path)
+    assert file.is_current
+    path.unlink()
+    assert not file.is_current
+    path.write_bytes(written.read_bytes())
+    assert not file.is_current, "another file of the same content"
+
+
 def resident_kib(path: Path) -> int:
     """KiB of a mapped file's pages in this process's memory."""
     found, inside = 0, False

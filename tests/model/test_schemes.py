@@ -17,9 +17,11 @@ from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import CompressedAttention, LatentAttention
 from slipstream.model.load.loader import load_model
 from slipstream.model.recurrent import Mamba, Mamba2
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import GatedDeltaSpec, LightningSpec, MoESpec, SinusoidSpec
 from slipstream.spec.parameters import keeps_float32, parameters
 from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.stored.native_formats import is_product
 from tests import tiny_models
 from tests.model.harness import CPU, run, states, written
 
@@ -228,3 +230,13 @@ def test_what_a_cpu_has_loads_on_every_family(folder, unrounded_on_cpu, scheme):
         return
     ours = outputs(load(folder, NativeOps(1), scheme, torch.float32))
     assert near(ours, dense, scheme, spec)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "jamba", "falcon_h1", "gemma4_text"])
+def test_a_load_rounds_the_products_that_a_layer_says(family, tmp_path):
+    """So the ledger counts them rounded, and a file's blocks of them are held as they are."""
+    tiny_models.write(tmp_path, family)
+    spec = read_spec(tmp_path).spec
+    for layer in spec.layers:
+        names = [n for n in layer.shapes(spec.hidden_size) if is_product(f"layers.0.{n}")]
+        assert len(names) == len(layer.weight_shapes(spec.hidden_size)), names

@@ -245,6 +245,18 @@ def test_models_are_pulled_and_deleted(server, http):
     assert http.post("/v1/completions", json=body).status_code == 404
 
 
+def test_the_page_of_the_api_has_the_routes_of_several_models(http, shared):
+    with shared.http() as other:
+        paths, alone = (h.get("/openapi.json").json()["paths"] for h in (http, other))
+    assert paths.keys() - alone.keys() == {
+        "/api/pull",
+        "/api/delete",
+        "/models/load",
+        "/models/unload",
+    }
+    assert list(paths["/api/delete"]) == ["delete"]
+
+
 def test_who_may_change_the_models(tmp_path):
     with serving(host="0.0.0.0") as server, server.http() as http:
         refused = http.post("/api/pull", json={"model": "new"})

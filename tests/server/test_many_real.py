@@ -86,19 +86,19 @@ def test_three_models_in_memory_for_two_survive_kills(folder, tmp_path):
         assert ask("one").json()["choices"] == first["one"].json()["choices"]
 
         def one(number):
-            if number % 12 == 6:
+            if number % 10 == 5:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     engines()[0].kill()
             answer = ask(random.Random(number).choice(["one", "two", "vectors"]))
             return "" if answer.status_code == 200 else answer.text
 
         with ThreadPoolExecutor(6) as pool:
-            lost = [text for text in pool.map(one, range(36)) if text]
+            lost = [text for text in pool.map(one, range(20)) if text]
         assert lost == []
         loads = [
             line for line in http.get("/metrics").text.splitlines() if "model_loads_total{" in line
         ]
-        assert sum(float(line.split()[-1]) for line in loads) > 5, "they did not all fit"
+        assert sum(float(line.split()[-1]) for line in loads) > 4, "they did not all fit"
         assert ask("one").json()["choices"] == first["one"].json()["choices"]
         listed = subprocess.run(
             [sys.executable, "-m", "slipstream", "ps"], env=env, capture_output=True, check=True

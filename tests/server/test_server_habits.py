@@ -76,6 +76,64 @@ def test_what_goes_to_the_template(serve):
         assert tokenizer.variables["enable_thinking"] is False
 
 
+@pytest.mark.parametrize(
+    ("more", "variables"),
+    [
+        ({"thinking": {"type": "disabled", "clear_thinking": False}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled"}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "auto"}}, {}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"reasoning": {"enabled": True}}, {"enable_thinking": True}),
+        ({"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False},
+        ),
+    ],
+)
+def test_other_hosts_fields_for_thinking_reach_the_template(serve, more, variables):
+    server = serve()
+    tokenizer = server.engine.tokenizer
+    tokenizer.chat_template = "{{ messages }}{{ enable_thinking }}"
+    with server.http() as http:
+        assert http.post("/v1/chat/completions", json=CHAT | more).is_success
+        assert tokenizer.variables == variables
+        tokenizer.chat_template = "{{ messages }}{% if not thinking is defined %}{% endif %}"
+        if "chat_template_kwargs" not in more and "effort" not in str(more):
+            assert http.post("/v1/chat/completions", json=CHAT | more).is_success
+            assert list(tokenizer.variables.items()) == [
+                ("thinking", v) for v in variables.values()
+            ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning": {"max_tokens": 7, "exclude": True}},
+        {"thinking": {"type": "enabled", "budget_tokens": 7}},
+        {"thinking_budget": 7},
+        {"thinking_budget": 7, "thinking": {"budget_tokens": 9}},
+    ],
+)
+def test_other_hosts_budgets_of_thinking_are_taken(more):
+    body = decode(ChatRequest, json.dumps(CHAT | more).encode())
+    for _ in range(2):
+        body.check()
+        assert body.thinking_budget == 7
+        assert body.include_reasoning is (False if "reasoning" in more else None)
+
+
+def test_labels_of_other_hosts_are_taken_and_what_they_ask_for_is_refused(shared):
+    taken = {"usage": {"include": True}, "provider": {"order": ["x"]}, "session_id": "s"}
+    taken |= {"tool_stream": True, "cache_prompt": True, "id_slot": -1, "ttl": 300}
+    taken |= {"separate_reasoning": True, "reasoning_format": "auto", "user_id": "u"}
+    with shared.http() as http:
+        assert http.post("/v1/chat/completions", json=CHAT | taken).status_code == 200
+        for name, value in (("separate_reasoning", False), ("reasoning_format", "none")):
+            answer = http.post("/v1/chat/completions", json=CHAT | {name: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 def test_a_token_is_biased_once(shared):
     with shared.http() as http:
         answer = http.post("/v1/completions", json=COMPLETION | {"logit_bias": {"00": 1, "0": 2}})

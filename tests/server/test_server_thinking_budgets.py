@@ -179,6 +179,8 @@ def test_anthropics_budget_tokens_hold(server):
 
 
 EFFORTS = [
+    ("/v1/chat/completions", {"thinking_budget": 9, "max_tokens": 40, **ASK}),
+    ("/v1/chat/completions", {"reasoning": {"max_tokens": 9}, "max_tokens": 40, **ASK}),
     ("/v1/chat/completions", {"reasoning_effort": "low", "max_tokens": 40, **ASK}),
     ("/v1/responses", {"reasoning": {"effort": "low"}, "max_output_tokens": 40, "input": "Who?"}),
     ("/v1/messages", {"output_config": {"effort": "low"}, "max_tokens": 40, **ASK}),
@@ -186,7 +188,9 @@ EFFORTS = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), EFFORTS, ids=[path for path, _ in EFFORTS])
+@pytest.mark.parametrize(
+    ("path", "body"), EFFORTS, ids=[f"{path}-{next(iter(body))}" for path, body in EFFORTS]
+)
 def test_effort_is_a_budget_where_the_template_knows_none(server, monkeypatch, path, body, stream):
     monkeypatch.setitem(EFFORT_BUDGETS, "low", 9)
     body = {"model": "m", "temperature": 0, "stream": stream, **body}
@@ -273,7 +277,7 @@ def test_budget_is_refused_by_name_where_it_cannot_hold(server, post, monkeypatc
         ({"thinking_token_budget": 3, "allowed_token_ids": [70]}, "allowed_token_ids"),
     ):
         assert post(status=400, **ASK, **more)["param"] == field
-    assert "thinking_token_budget" in post(status=400, **ASK, thinking_budget=3)["message"]
+    assert "thinking_token_budget" in post(status=400, **ASK, reasoning_budget=3)["message"]
     monkeypatch.setattr(server.engine.tokenizer, "_templates", {"default": LEFT.partition("{#")[0]})
     error = post(status=400, **ASK, thinking_token_budget=3)
     assert error["param"] == "thinking_token_budget"
@@ -291,6 +295,7 @@ def test_advice_to_a_model_that_does_not_think_is_a_hint(server, post, monkeypat
         ),
         ("/v1/messages", {"thinking": {"type": "disabled"}, "max_tokens": 5}),
         ("/v1/chat/completions", {"reasoning_effort": "low", "max_tokens": 5}),
+        ("/v1/chat/completions", {"thinking": {"budget_tokens": 9}, "max_tokens": 5}),
     ):
         post(path, **ASK, **more)
     assert "leave think out" in post("/api/chat", status=400, **ASK, think="low")

@@ -59,9 +59,10 @@ class Quick:
 
 @pytest.mark.parametrize(("num_kv_tokens", "users"), [(16384, 24), (6000, 24), (900, 1)])
 async def test_hits_are_a_real_engines(config_only, num_kv_tokens, users):
-    """A cache for all 24 sessions, for most of them, and for about three that come one by one.
+    """A cache for all 24 sessions, for most of them, and for about three that come one by one, for which pauses do not count.
     (Where running turns fill the cache, hits depend on how busy the machine is.)"""
-    load = dataclasses.replace(LOAD, sessions=24)
+    pauses = {} if users > 1 else {"pause": parse_load({"pause": "0.01"}).pause}
+    load = dataclasses.replace(LOAD, sessions=24, **pauses)
     args = EngineArgs(
         model=str(config_only),
         load_format="dummy",

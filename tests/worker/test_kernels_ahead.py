@@ -64,7 +64,7 @@ import torch, triton
 from triton import knobs
 from slipstream.kernels.triton import rows, sampling
 from slipstream.kernels.triton.kernel_cache import holds, use_layers
-from slipstream.kernels.triton.variants import TargetDriver, compile_all, recording
+from slipstream.kernels.triton.variants import Compilers, TargetDriver, recording
 from slipstream.platform import platform_of
 from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 
@@ -76,7 +76,9 @@ with recording(capability) as found:
     sampling.argmax(logits[:, :299])
     ids = torch.empty(2, dtype=torch.int64, device="meta")
     rows.write_tokens(torch.empty(4, 9, dtype=torch.int32, device="meta"), ids, ids, ids)
-names, failed = compile_all(capability, found, (), num_processes=2, folder=str(folder / "a"))
+with Compilers(capability, num_processes=2, folder=str(folder / "a")) as compilers:
+    compilers.compile(found)
+    names, failed = compilers.results()
 shutil.move(folder / "a", folder / "b")
 layers = [folder / "b"]
 use_layers(layers)
@@ -86,7 +88,8 @@ compiled = []
 knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
 for variant in found:
     variant.load()
-print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n in names.values())]))
+print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n in names.values()),
+    sorted({file.name.split(".")[0] for file in folder.glob("b/*/*.so")})]))
 """
 
 
@@ -96,9 +99,10 @@ def test_kernels_compiled_without_a_gpu_are_found_in_a_moved_folder(tmp_path, ca
     command = [sys.executable, "-c", COMPILED_AND_MOVED, str(tmp_path), json.dumps(capability)]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    num_found, num_compiled, failed, held = json.loads(ran.stdout.splitlines()[-1])
+    num_found, num_compiled, failed, held, modules = json.loads(ran.stdout.splitlines()[-1])
     assert num_found >= 2
     assert (num_compiled, failed, held) == (0, {}, True)
+    assert "cuda_utils" in modules  # what loads and launches them, too
 
 
 STUB = """

@@ -153,6 +153,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)],
                 self._all_options(),
             )
+            if not words and any(a.dest == "model" for a in self._get_positional_actions()):
+                return f"; {self.prog} takes one model (slipstream serve takes several)"
             if "--model" in words:  # the verbs that know this option take several words
                 return f"; the model stands without it: {self.prog} MODEL"
             others = {

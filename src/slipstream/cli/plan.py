@@ -306,7 +306,10 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
     found.append(("binds", row["binds"]))
     gib, device = row["one_more_gib"], row["one_more_device"]["requests_per_s"]
     more = "" if gib["requests_per_s"] is None else f", {gib['requests_per_s']:+.3g} requests/s"
-    found.append(("one more GiB", f"{gib['kv_tokens']:,} more tokens in the cache{more}"))
+    what = f"{gib['kv_tokens']:,} more tokens in the cache"
+    if not gib["kv_tokens"]:
+        what = f"{gib['states']:,} more states"
+    found.append(("one more GiB", f"{what}{more}"))
     if device is not None:
         found.append(("one more device", f"{device:+.3g} requests/s as a replica"))
     if row["cost_per_million_output_tokens"] is not None:

@@ -178,10 +178,15 @@ class ObservingOps(AutogradOps):
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """(name in the layer, weight) of all products that may be rounded. Experts come one by one, as "experts.up@3"."""
-    assert isinstance(layer.attention, Attention), "`check_writable` refuses others"
-    yield "attention.qkv", layer.attention.qkv.weight
-    yield "attention.out", layer.attention.out.weight
-    assert layer.mlp is not None
+    if layer.attention is not None:
+        assert isinstance(layer.attention, Attention), "`check_writable` refuses others"
+        yield "attention.qkv", layer.attention.qkv.weight
+        yield "attention.out", layer.attention.out.weight
+    if layer.recurrent is not None:
+        yield "recurrent.in", layer.recurrent.into.weight
+        yield "recurrent.out", layer.recurrent.out.weight
+    if layer.mlp is None:
+        return
     if not isinstance(layer.mlp, MoE):
         yield "mlp.up", layer.mlp.up.weight
         yield "mlp.down", layer.mlp.down.weight

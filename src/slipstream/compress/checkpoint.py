@@ -8,10 +8,14 @@ end, complete."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,9 @@ from slipstream.model.save import new_folder, stored, write_config, write_tensor
 from slipstream.model.stored.packing import pack_words, tensor_numbers, unpack_words
 from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import ModelDescription, huggingface_config
-from slipstream.spec.parameters import Placement, Transpose, parameters
+from slipstream.spec.families.base import ROTARY_BUFFERS
+from slipstream.spec.families.names import canonical
+from slipstream.spec.parameters import Placement, Scale, Transpose, parameters
 from slipstream.spec.scheme import RowFormat, WeightFormat
 from slipstream.spec.stored.native_formats import is_product
 from slipstream.spec.stored.quantization_config import StoredFormats
@@ -38,7 +44,8 @@ from slipstream.spec.stored.safetensors import weight_files
 
 
 class Names:
-    """The checkpoint's names for a model's parameters, with the prefix that transformers writes."""
+    """The checkpoint's names for a model's parameters, with the prefix that transformers writes. A language model inside
+    another one keeps its names."""
 
     def __init__(self, description: ModelDescription) -> None:
         family = description.family
@@ -48,20 +55,34 @@ class Names:
             ("" if at.target.startswith("head.") else prefix) + name: at
             for name, at in family.names(description.spec).items()
         }
+        if family.nested_config is not None and description.format == "safetensors":
+            table = family.names(description.spec)
+            own = {canonical(n, family.prefixes, table): n for n, _ in stored_names(description)}
+            base = next(n for n, at in table.items() if at.target == "embed.weight")
+            ours, theirs = apart(base, own.get(base, base))
+            self.places = {
+                own.get(n) or (theirs + n.removeprefix(ours) if n.startswith(ours) else n): at
+                for n, at in table.items()
+            }
         self.shapes = parameters(description.spec)
 
     def of(self, target: str) -> list[str]:
         """The names of the tensors that make up a parameter."""
         return [name for name, at in self.places.items() if at.target == target]
 
-    def check(self, targets: Iterable[str]) -> None:
+    def check(self, formats: Mapping[str, WeightFormat]) -> None:
         """UnsupportedModelError if compressed-tensors has no format for one of these weights as it
         is stored."""
-        wanted = set(targets)
         for name, at in self.places.items():
-            if at.target in wanted and (
-                isinstance(at.transform, Transpose) or at.copies is not None
-            ):
+            if (fmt := formats.get(at.target)) is None:
+                continue
+            if isinstance(at.transform, Scale) and (fmt.in_pairs or fmt.whole):
+                raise UnsupportedModelError(
+                    f"{name} is multiplied by numbers of the config, which {fmt.kind}{fmt.bits} with these scales can't "
+                    "hold; take another format",
+                    field=name,
+                )
+            if isinstance(at.transform, Transpose) or at.copies is not None:
                 raise UnsupportedModelError(
                     f"{name} is not the [out, in] matrix of one module, and compressed-tensors has no other format; this kind "
                     "of model can't be quantised",
@@ -145,14 +166,19 @@ class Names:
                 if grid.zeros is not None:
                     words = opened.get_tensor(f"{module}.weight_zero_point").T.contiguous()
                     zeros = unpack_words(words, fmt.bits, len(scales)).T
-                    place(grid.zeros, at).copy_(transform(zeros, at.transform))
+                    turned = None if isinstance(at.transform, Scale) else at.transform
+                    place(grid.zeros, at).copy_(transform(zeros, turned))
         return found
 
 
 def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tuple[str, Tensor]]:
-    fmt, grid = rounded.fmt, rounded.grid
-    codes = stored(rounded.codes.view(torch.int8), at)
-    scales = grid.scales if fmt.whole else stored(grid.scales, at)
+    fmt, grid, unscaled = rounded.fmt, rounded.grid, at
+    if isinstance(at.transform, Scale):  # the scales take the factors, in full precision
+        unscaled = dataclasses.replace(at, transform=None)
+        scales = stored(grid.scales.float(), at)
+    else:
+        scales = grid.scales if fmt.whole else stored(grid.scales, at)
+    codes = stored(rounded.codes.view(torch.int8), unscaled)
     if fmt.in_pairs:
         yield from _float4_tensors(module, fmt, codes.view(rounded.codes.dtype), scales, grid, at)
         return
@@ -165,7 +191,7 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
     if grid.zeros is not None:
         yield (
             f"{module}.weight_zero_point",
-            pack_words(stored(grid.zeros, at).T.contiguous(), fmt.bits).T.contiguous(),
+            pack_words(stored(grid.zeros, unscaled).T.contiguous(), fmt.bits).T.contiguous(),
         )
 
 
@@ -186,11 +212,44 @@ def _float4_tensors(
 # --- The config -------------------------------------------------------------------------------------------------------
 
 
-def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredFormats:
+def apart(a: str, b: str) -> tuple[str, str]:
+    """The beginnings of two names that end alike, up to the part that they share."""
+    x, y = a.split("."), b.split(".")
+    while x and y and x[-1] == y[-1]:
+        x.pop(), y.pop()
+    return "".join(f"{part}." for part in x), "".join(f"{part}." for part in y)
+
+
+def stored_names(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The names of a folder's tensors, and what reads each."""
+    from safetensors import safe_open
+
+    for file in weight_files(source.path):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no dict)
+                yield name, partial(opened.get_tensor, name)
+
+
+def untouched(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The tensors of a checkpoint that are no parameters of its decoder: layers that draft, an image encoder."""
+    if source.format != "safetensors":
+        return
+    names, prefixes = source.family.names(source.spec), source.family.prefixes
+    skipped = (*ROTARY_BUFFERS, rf"(.*\.)?{re.escape(source.head_name)}")
+    for name, read in stored_names(source):
+        is_skipped = any(re.fullmatch(pattern, name) for pattern in skipped)
+        if not is_skipped and canonical(name, prefixes, names) is None:
+            yield name, read
+
+
+def stored_formats(
+    names: Names, formats: Mapping[str, WeightFormat], untouched: Iterable[str] = ()
+) -> StoredFormats:
     """The formats by module, as the config has them; `formats` are by parameter name. The most frequent format is that of
-    "Linear", modules with other formats are named."""
+    "Linear", modules with other formats are named. Tensors that are `untouched` have none."""
     modules: dict[WeightFormat, list[str]] = {}
     ignored = ["lm_head"] if names.tied else []
+    ignored += [name.removesuffix(".weight") for name in untouched if name.endswith(".weight")]
     for name, at in names.places.items():
         if len(names.shapes[at.target]) != 2 or at.target in ("embed.weight", "positions.weight"):
             continue
@@ -385,11 +444,12 @@ class WorkFolder:
         config: Mapping[str, Any],
         recipe: Any,
         finish: Callable[[Path], None],
+        untouched: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """Make the result from the finished parts, with `config` merged over the source's. Call
+        """Make the result from the finished parts and `untouched`, with `config` merged over the source's. Call
         `finish` on it, and remove this folder."""
         with new_folder(self.out) as folder:
-            write_tensors(folder, self.tensors(parts))
+            write_tensors(folder, chain(self.tensors(parts), untouched))
             write_config(folder, {**huggingface_config(source), **config})
             write_tokenizer(folder, source)
             (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")

@@ -266,6 +266,8 @@ class FindCacheScales:
 
     def __call__(self, layer: LayerState) -> None:
         assert layer.text is not None
+        if layer.spec.attention is None:
+            return
         per_head = self.settings.per == "head"
         for part, top in zip(
             ("k", "v"), layer.text.cache_range(layer.index, layer.values), strict=True

@@ -28,6 +28,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 ORDER = (
     "attention.qkv",
     "attention.out",
+    "recurrent.in",
+    "recurrent.out",
     "mlp.up",
     "mlp.down",
     "experts.up",
@@ -87,10 +89,16 @@ def plan(
 ) -> CompressionPlan:
     """Apply the recipe. `bits`: those that a budget allocated, by product. ConfigError or
     UnsupportedModelError if the recipe can't be applied to the model."""
-    check_writable(source)
+    source = source.taking_images(0)
+    check_writable(source, inside=True)
     quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)
     if recipe.one(Rotate) is not None:
+        if source.family.nested_config is not None:
+            raise ConfigError(
+                "rotate: the image encoder writes into the residual, too; leave rotate out",
+                field="rotate",
+            )
         rotate.check(source.spec)
         source = rotate.untied(source)
     shapes, spec = parameters(source.spec), source.spec
@@ -141,7 +149,7 @@ def plan(
                 "head: true, but the output head is the embedding table, which stays as it is",
                 field="head",
             )
-        Names(source).check(f"{w.name}.weight" for w in weights if w.fmt is not None)
+        Names(source).check({f"{w.name}.weight": w.fmt for w in weights if w.fmt is not None})
         _check_parallel(spec.layers, {w.name: w.fmt for w in weights})
     before = sum(math.prod(shape) for shape in before_shapes.values()) * element
     after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(

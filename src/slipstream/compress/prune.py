@@ -17,6 +17,7 @@ share of Σx² is measured on the text; without text it is taken to be 0. `train
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,9 +99,10 @@ def prune(
     kept = choose(spec, model.parameters, settings, measured)
     smaller, values = cut_spec(spec, kept), cut_parameters(spec, model.parameters, kept)
     config = cut_config(model.family, model.config, smaller, kept)
+    read = model.family.read(ConfigReader(config))
+    smaller = dataclasses.replace(smaller, folded=read.folded)
     if HIDDEN in kept.units:
         _keep_scale(spec, values, kept, measured)
-        read = model.family.read(ConfigReader(config))
         _fold_embed_scale(smaller, read, values)
         smaller = read
     result = DenseModel(source=model.source, config=config, spec=smaller, parameters=values)
@@ -189,6 +191,8 @@ def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
     idle = asked - {key.kind for key in found}
     if idle:
         name = min(idle)
+        if not any(key.kind == name for key in num_units(spec)):
+            raise ConfigError(f"{name}: this model has none; prune other parts", field=name)
         sizes = max(size for key, size in num_units(spec).items() if key.kind == name)
         step = 1 if name == "heads" else settings.multiple
         raise ConfigError(

@@ -10,8 +10,8 @@ A recipe can also be the name of a preset. Errors name the place of a wrong sett
 allowed there.
 
 A *product* is the matrix product of a linear layer. Its name is that of Slipstream's parameter, such as "layers.3.mlp.down";
-there are attention.qkv, attention.out, mlp.up, mlp.down, experts.up, experts.down, shared.up and shared.down in a layer, and
-"head". Patterns with * match several.
+there are attention.qkv, attention.out, recurrent.in, recurrent.out, mlp.up, mlp.down, experts.up, experts.down, shared.up
+and shared.down in a layer, and "head". Patterns with * match several.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from slipstream.compress.checkpoint import (
     fingerprint,
     quantization_config,
     stored_formats,
+    untouched,
 )
 from slipstream.compress.layer_steps import LayerState, layer_steps
 from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, plan
@@ -71,6 +72,7 @@ def compress(
     `windows` are token ids, cut to the model's context; `CompressionPlan.needs_text` says whether any are needed. If
     `QAT.num_windows` is set, training uses that many, and calibration the first of them. The model computes in `dtype`.
     `finish` gets the folder before it becomes `out`; if it raises, `out` is not made and the finished work is kept."""
+    source = source.taking_images(0)  # an image encoder stays as it is
     planned = plan(source, recipe)
     windows = [w[: source.spec.max_position] for w in windows]
     if planned.needs_text and not windows:
@@ -148,10 +150,14 @@ class CompressionRun:
     @cached_property
     def stored(self) -> StoredFormats:
         return (
-            stored_formats(self.names, self.plan.formats)
+            stored_formats(self.names, self.plan.formats, [n for n, _ in self.untouched()])
             if self.plan.formats
             else StoredFormats(())
         )
+
+    def untouched(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Tensors that the result takes over as they are. Layers that draft can't read a rotated model's states."""
+        return iter(()) if self.rotation is not None else untouched(self.original)
 
     @property
     def written(self) -> torch.dtype:
@@ -360,7 +366,14 @@ def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], 
             (folder / COLUMNS_NAME).write_text(json.dumps(columns) + "\n")
         finish(folder)
 
-    run.work.publish(run.original, parts, config, run.recipe.as_data(), finished)
+    run.work.publish(
+        run.original,
+        parts,
+        config,
+        run.recipe.as_data(),
+        finished,
+        ((name, read()) for name, read in run.untouched()),
+    )
 
 
 def _products(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -46,14 +47,22 @@ Axis: TypeAlias = tuple[Units, Tensor] | None
 """The units that an axis consists of, and the unit of each of its rows; −1 for rows that always stay."""
 
 HIDDEN = Units("hidden")
+RESIDUAL_READERS = (
+    *("recurrent.in", "recurrent.gates", "recurrent.decay_latent", "recurrent.gate_latent"),
+    "experts_in",
+)
+"""Products of recurrent layers, and before experts over a latent, that read the residual."""
 
 
 def num_units(spec: ModelSpec) -> dict[Units, int]:
     """The number of units of each kind."""
     found = {HIDDEN: spec.hidden_size}
     for i, layer in enumerate(spec.layers):
-        found[Units("heads", i)] = num_groups(attention_of(layer))
-        m = layer.feed_forward
+        if (a := attention_of(layer)) is not None:
+            found[Units("heads", i)] = num_groups(a)
+        m = layer.mlp
+        if m is None:
+            continue
         if isinstance(m, DenseSpec):
             found[Units("channels", i)] = m.intermediate_size
         else:
@@ -123,7 +132,14 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
     i = int(index)
     layer = spec.layers[i]
     if stem.startswith("attention."):
-        return _attention_axes(attention_of(layer), Units("heads", i), stem, kind, hidden)
+        a = attention_of(layer)
+        assert a is not None
+        return _attention_axes(a, Units("heads", i), stem, kind, hidden)
+    if stem in ("recurrent.out", "experts_out"):
+        return hidden, None
+    if stem.startswith("recurrent.") or stem == "experts_in":  # their own sizes stay
+        reads = stem in RESIDUAL_READERS and kind == "weight"
+        return None, hidden if reads else None
     if stem in layer.norms:
         return hidden, None
     if stem in ("router", "shared_weight", "correction"):
@@ -137,6 +153,9 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
     )
     mlp = _mlp(layer, which)
     rows = torch.arange(mlp.intermediate_size)
+    m = layer.mlp
+    if stem.startswith("experts.") and isinstance(m, MoESpec) and m.latent is not None:
+        hidden = None  # they read and write a latent
     if stem.endswith(".up"):
         return (which, rows.repeat(2) if mlp.gated else rows), hidden if kind == "weight" else None
     return hidden, (which, rows) if kind == "weight" else None
@@ -206,7 +225,8 @@ def cut_spec(spec: ModelSpec, kept: PruneSelection) -> ModelSpec:
             whole.block,
             **{name: norm(n) for name, n in whole.norms.items()},  # type: ignore[arg-type]
         )
-        attention, mlp = _cut_attention(attention_of(whole), i, kept), _cut_mlp(whole, i, kept)
+        a, mlp = attention_of(whole), None if whole.mlp is None else _cut_mlp(whole, i, kept)
+        attention = None if a is None else _cut_attention(a, i, kept)
         return dataclasses.replace(whole, attention=attention, mlp=mlp, block=block)
 
     return dataclasses.replace(
@@ -288,7 +308,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "channels": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "expert": ("moe_intermediate_size", "intermediate_size"),
-    "shared": ("shared_expert_intermediate_size",),
+    "shared": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
 }
 """Config keys of these sizes. A family's reader takes only its own."""
 
@@ -320,10 +340,10 @@ HEADS_SHARE_WIDTH = frozenset(
 def cut_config(
     family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: PruneSelection
 ) -> dict[str, Any]:
-    """The config that reads as `wanted`, except for `embed_scale`, which may follow from the width. UnsupportedModelError if
-    the family's configs can't express it."""
+    """The config that reads as `wanted`, except for `folded`, and `embed_scale`, which may follow from the width.
+    UnsupportedModelError if the family's configs can't express it."""
     reader = _RecordingReader(config)
-    family.read(reader)
+    whole = family.read(reader)
     found = dict(config)
 
     def put(meaning: str, value: int) -> None:
@@ -336,32 +356,41 @@ def cut_config(
                 continue
             found[key] = value
 
-    first = wanted.layers[0]
+    attentions = [attention_of(layer) for layer in wanted.layers]
+    a = next(filter(None, attentions), None)
     put("hidden", wanted.hidden_size)
-    put("layers", wanted.num_layers)
-    put("heads", first.self_attention.num_heads)
-    put("kv_heads", first.self_attention.num_kv_heads)
+    if wanted.num_layers != whole.num_layers:
+        put("layers", wanted.num_layers)
+    if a is not None:
+        put("heads", a.num_heads)
+        put("kv_heads", a.num_kv_heads)
     for layer in wanted.layers:
+        if layer.mlp is None:
+            continue
         if isinstance(layer.feed_forward, DenseSpec):
             put("channels", layer.feed_forward.intermediate_size)
         else:
             put("expert", layer.feed_forward.expert.intermediate_size)
             if layer.feed_forward.shared is not None:
                 put("shared", layer.feed_forward.shared.mlp.intermediate_size)
-    a = attention_of(first)
-    shares = family.model_type in HEADS_SHARE_WIDTH or (
-        family.model_type == "phi" and a.qk_norm is not None
-    )
-    if not shares and ("head_dim" in config or a.q_size != wanted.hidden_size):
-        found["head_dim"] = a.head_dim
-    windows = [attention_of(layer).window for layer in wanted.layers]
-    if "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):
+    if a is not None:
+        shares = family.model_type in HEADS_SHARE_WIDTH or (
+            family.model_type == "phi" and a.qk_norm is not None
+        )
+        if not shares and ("head_dim" in config or a.q_size != wanted.hidden_size):
+            found["head_dim"] = a.head_dim
+    windows = [None if b is None else b.window for b in attentions]
+    if wanted.is_recurrent:
+        found |= _kinds_of_layers(config, whole, kept)
+        if config.get("attn_layer_indices"):
+            found["attn_layer_indices"] = [i for i, b in enumerate(attentions) if b is not None]
+    elif "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):
         found["layer_types"] = [
             "full_attention" if window is None else "sliding_attention" for window in windows
         ]
     if "no_rope_layers" in reader.taken:
         found["no_rope_layers"] = [
-            int(attention_of(layer).position is not None) for layer in wanted.layers
+            int(b is not None and b.position is not None) for b in attentions
         ]
     if config.get("mlp_layer_types"):
         found["mlp_layer_types"] = [
@@ -373,6 +402,8 @@ def cut_config(
             i for i, layer in enumerate(wanted.layers) if isinstance(layer.feed_forward, DenseSpec)
         ]
         found["decoder_sparse_step"] = 1
+    if "block_auto_adjust_ff_dim" in reader.taken:
+        found["block_auto_adjust_ff_dim"] = False  # the size is the MLP's own
     differs = _not_expressed(family, found, wanted)
     if differs is not None:
         raise UnsupportedModelError(
@@ -383,11 +414,31 @@ def cut_config(
     return found
 
 
+def _kinds_of_layers(
+    config: Mapping[str, Any], whole: ModelSpec, kept: PruneSelection
+) -> dict[str, Any]:
+    """The lists by layer of a hybrid's config. Nemotron-H's have an entry for a mixer and one for the MLP behind it."""
+    found: dict[str, Any] = {}
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        kinds: Any = config.get(key) or ()
+        sizes = [1] * whole.num_layers
+        if len(kinds) != len(sizes):
+            sizes = [1 + (layer.mlp is not None) for layer in whole.layers]
+        if len(kinds) == sum(sizes):
+            ends = list(accumulate(sizes))
+            parts = [kinds[ends[i] - sizes[i] : ends[i]] for i in kept.layers]
+            found[key] = "".join(parts) if isinstance(kinds, str) else [k for p in parts for k in p]
+            if sum(sizes) != whole.num_layers:
+                found["num_hidden_layers"] = len(found[key])
+    return found
+
+
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
     """How the config, when read, differs from `wanted`; None if it does not."""
-    a = wanted.layers[0].self_attention
+    a = wanted.layers[0].attention
     if (
-        a.q_size != wanted.hidden_size
+        isinstance(a, AttentionSpec)
+        and a.q_size != wanted.hidden_size
         and isinstance(a.position, RopeSpec)
         and isinstance(a.position.scaling, LongRopeScaling)
     ):
@@ -396,7 +447,7 @@ def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec)
         read = family.read(ConfigReader(config))
     except UnsupportedModelError as error:
         return error.message
-    if dataclasses.replace(read, embed_scale=wanted.embed_scale) == wanted:
+    if dataclasses.replace(read, embed_scale=wanted.embed_scale, folded=wanted.folded) == wanted:
         return None
     return ", ".join(dict.fromkeys(_differences(wanted, read)))
 

@@ -19,6 +19,7 @@ from slipstream.config.sections import (
 )
 from slipstream.config.settings import (
     DTYPE_BYTES,
+    KV_BYTES,
     DeviceInfo,
     DType,
     EngineArgs,
@@ -30,6 +31,7 @@ from slipstream.config.settings import (
 
 __all__ = [
     "DTYPE_BYTES",
+    "KV_BYTES",
     "CacheConfig",
     "DType",
     "DeviceConfig",

@@ -101,8 +101,8 @@ def _refusals(
         (args.deterministic, "deterministic=True does not cover it; leave one out"),
         scheme_refusal(quantization),
         (
-            args.kv_cache_dtype == "fp8",
-            "a CPU's cache can't be fp8; use kv_cache_dtype='int8', or leave it at 'auto'",
+            args.kv_cache_dtype in ("fp8", "int4"),
+            f"a CPU's cache can't be {args.kv_cache_dtype}; use kv_cache_dtype='int8', or leave it at 'auto'",
         ),
         (
             device.best_dtype == "float16",

@@ -35,6 +35,7 @@ from slipstream.config.sections import (
 from slipstream.config.settings import (
     DTYPE_BYTES,
     GPU_MEMORY_SHARE,
+    KV_BYTES,
     DeviceInfo,
     DType,
     EngineArgs,
@@ -199,8 +200,12 @@ def _cache_section(
             field="kv_cache_dtype",
         )
     one_of(
-        "kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8")
+        "kv_cache_dtype",
+        kv_dtype,
+        (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8", "int4"),
     )
+    if kv_dtype == "int4":
+        _check_int4_cache(args, device, spec)
     block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
     positive("block_size", block_size)
     for a in spec.attentions:
@@ -245,10 +250,37 @@ def _cache_section(
         disk_path=args.kv_disk_path,
         eviction=args.cache_eviction,
         state_slots=_state_slots(args, spec),
-        state_interval=state_interval(spec, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]),
+        state_interval=state_interval(spec, DTYPE_BYTES[dtype], KV_BYTES[kv_dtype]),
         attention_tokens=attention_depth(spec),
     )
     return config, chosen.origins
+
+
+INT4_HEAD_DIMS = (32, 64, 128, 256, 512)
+"""Sizes of heads that a Hadamard matrix and the kernels' tiles cover."""
+
+
+def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> None:
+    """Raise ConfigError if the model's attention, or the device, has no cache of 4 bits."""
+    kinds = [layer.attention for layer in spec.layers if layer.attention is not None]
+    sizes = sorted({a.head_dim for a in kinds if a.head_dim not in INT4_HEAD_DIMS})
+    for wrong, why in (
+        (
+            _on_cpu(args, device) and args.kernels != "triton",
+            "needs a GPU (or kernels='reference', which is exact and slow)",
+        ),
+        (not kinds, "the model has no attention"),
+        (bool(sizes), f"the model's heads have {sizes} numbers, and it takes {INT4_HEAD_DIMS}"),
+        (
+            any(group.kind == "cross" for group in spec.cache_groups),
+            "attention to what an encoder read has none",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"kv_cache_dtype='int4': {why}; take 'int8', or leave it at 'auto'",
+                field="kv_cache_dtype",
+            )
 
 
 def _state_slots(args: EngineArgs, spec: ModelSpec) -> int:
@@ -632,7 +664,9 @@ def _check_formats(
         one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
     if kv_dtype is not None:
-        one_of("kv_cache_dtype", kv_dtype, ("float32", "bfloat16", "float16", "fp8", "int8"))
+        one_of(
+            "kv_cache_dtype", kv_dtype, ("float32", "bfloat16", "float16", "fp8", "int8", "int4")
+        )
     kv_off = (
         "leave it at 'auto'"
         if model.kv_cache is None

@@ -10,17 +10,20 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from slipstream.arguments import likely_value, types_of, wrong_type
 from slipstream.errors import ConfigError
+from slipstream.spec.layers import INT4_BYTES
 from slipstream.spec.scheme import SCHEMES
 from slipstream.suggesting import suggesting_init
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
-KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
+KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
 WeightsCache: TypeAlias = Literal["auto", "off"]
 Policy: TypeAlias = Literal["inflight", "dynamic", "static"]
 Kernels: TypeAlias = Literal["auto", "reference", "cpu", "torch", "triton"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+KV_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": INT4_BYTES}
+"""Bytes of a number in the cache, as the ledger takes them (`AttentionSpec.cached_bytes`)."""
 
 GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
@@ -101,7 +104,7 @@ class EngineArgs:
     quantization: str | None = setting(
         None, f"round weights at load: {', '.join(SCHEMES)}; CPUs have int8 and int4 of these"
     )
-    kv_cache_dtype: str = setting("auto", "auto (the checkpoint's), fp8 (GPU) or int8")
+    kv_cache_dtype: str = setting("auto", "auto (the checkpoint's), fp8 (GPU), int8 or int4")
     block_size: int | None = setting(None, "tokens in a block of KV cache", unset=AUTO, rare=True)
     max_model_len: int | None = setting(None, "longest prompt with answer, in tokens", unset=AUTO)
     max_num_seqs: int | None = setting(None, "most sequences in one step", unset=AUTO)

@@ -130,8 +130,6 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
     drafts, field = config.speculation, split_setting(args)
     if not isinstance(drafts, LearnedDrafts):
         return
-    tiers = ("kv_host_bytes", "kv_disk_bytes", "kv_disk_path")
-    tier = next((name for name in tiers if getattr(args, name) is not None), "")
     method, others = f"method {drafts.method!r} of speculation", "use 'ngram' or 'suffix'"
     untried = "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'"
     size = config.parallel.stage.size
@@ -159,11 +157,6 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
             isinstance(config.parallel.stage, DealtRequests),
             f"expert_parallel_size={size} without tensor_parallel_size distributes requests, which does not cover {method}; "
             f"{others}, or set tensor_parallel_size={size}, too",
-        ),
-        (
-            tier,
-            bool(tier),
-            f"the blocks of a draft model or head are not kept; {others}, or leave it out",
         ),
         (
             "speculative_config",

@@ -18,7 +18,8 @@ Every operation takes constant time per block, apart from the order's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from slipstream.errors import ConfigError
@@ -29,14 +30,17 @@ NULL_BLOCK = 0
 class EvictionOrder(Protocol):
     """An order of the free cached blocks other than by their last use."""
 
-    def add(self, blocks: Iterable[int]) -> None:
+    def add(self, blocks: Sequence[int]) -> None:
         """Take in cached blocks that nobody holds any more."""
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """Give out free blocks to a holder."""
 
     def take(self, count: int) -> list[int]:
         """Take the blocks to evict. There are as many."""
+
+    def following(self, block: int) -> Sequence[int]:
+        """Blocks of the same chain from a cached one on, as far as they are known."""
 
     def discard(self, block: int) -> None:
         """Forget a block that is held, or was removed."""
@@ -107,19 +111,23 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add one holder to each block. A free (cached) block leaves the free list."""
-        counts, blocks = self.ref_counts, tuple(blocks)
-        free = {b: None for b in blocks if not counts[b]}
+        counts, free = self.ref_counts, list[int]()
+        for block in blocks:
+            if counts[block]:
+                counts[block] += 1
+            else:
+                counts[block] = 1
+                free.append(block)
         if free:
             self._unlink(free)
-        for block in blocks:
-            counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block, starting with the last block."""
-        counts = self.ref_counts
-        for block in blocks:
-            counts[block] -= 1
-        free = {b: None for b in reversed(blocks) if not counts[b]}
+        counts, free = self.ref_counts, list[int]()
+        for block in reversed(blocks):
+            counts[block] = left = counts[block] - 1
+            if not left:
+                free.append(block)
         if free:
             self._link(free)
 
@@ -132,6 +140,22 @@ class BlockPool:
 
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
+
+    def chain(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the leading keys of a chain that are cached.
+
+        A key covers all tokens before it, so one comparison finds as many blocks as the order has together.
+        """
+        found: list[int] = []
+        get, hashes = self._cached.get, self.hashes
+        while (begin := len(found)) < len(keys) and (block := get(keys[begin])) is not None:
+            run = (block,) if self.order is None else self.order.following(block)
+            most = min(len(run), len(keys) - begin)
+            if hashes[run[most - 1]] != keys[begin + most - 1]:
+                same = range(1, most)
+                most = bisect_left(same, True, key=lambda n: hashes[run[n]] != keys[begin + n]) + 1
+            found += run[:most]
+        return found
 
     def lookups(self, keys: Iterable[bytes]) -> list[int | None]:
         return list(map(self._cached.get, keys))
@@ -204,25 +228,32 @@ class BlockPool:
             b: k for b, k in enumerate(self.hashes) if k is not None
         }
 
-    def _link(self, blocks: Collection[int]) -> None:
+    def _cached_and_others(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        hashes = self.hashes
+        if None not in map(hashes.__getitem__, blocks):
+            return blocks, ()  # mostly
+        others = [b for b in blocks if hashes[b] is None]
+        return [b for b in blocks if hashes[b] is not None], others
+
+    def _link(self, blocks: Sequence[int]) -> None:
         """Take free blocks in: cached ones at the list's tail, or into the order; others at the head."""
         self.num_free += len(blocks)
         following, previous, hashes = self._next, self._previous, self.hashes
         if self.order is not None:
-            self.order.add([b for b in blocks if hashes[b] is not None])
-            blocks = [b for b in blocks if hashes[b] is None]
+            cached, blocks = self._cached_and_others(blocks)
+            self.order.add(cached)
         for block in blocks:
             before = self._end if hashes[block] is None else previous[self._end]
             after = following[before]
             following[before], previous[block] = block, before
             following[block], previous[after] = after, block
 
-    def _unlink(self, blocks: Collection[int]) -> None:
+    def _unlink(self, blocks: Sequence[int]) -> None:
         self.num_free -= len(blocks)
-        following, previous, hashes = self._next, self._previous, self.hashes
+        following, previous = self._next, self._previous
         if self.order is not None:
-            self.order.remove([b for b in blocks if hashes[b] is not None])
-            blocks = [b for b in blocks if hashes[b] is None]
+            cached, blocks = self._cached_and_others(blocks)
+            self.order.remove(cached)
         for block in blocks:
             before, after = previous[block], following[block]
             following[before], previous[after] = after, before

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.core.sessions import Session, Sessions
@@ -74,26 +75,32 @@ class ValueOrder:
 
     # --- What the pool calls ------------------------------------------------------------------------------------------
 
-    def add(self, blocks: Iterable[int]) -> None:
+    def add(self, blocks: Sequence[int]) -> None:
         """Take in cached blocks that nobody holds any more."""
-        for block in blocks:
-            run = self._owners[block]
+        for run, same in self._by_run(blocks):
             if run is None:
-                self._loose[block] = None
+                self._loose.update(dict.fromkeys(same))
                 continue
-            run.num_free += 1
+            run.num_free += len(same)
             if run.entry is None:
                 self.revalue(run)
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """Give out free blocks to a holder."""
-        owners = self._owners
-        for block in blocks:
-            run = owners[block]
+        for run, same in self._by_run(blocks):
             if run is None:
-                del self._loose[block]
+                for block in same:
+                    del self._loose[block]
             else:
-                run.num_free -= 1
+                run.num_free -= len(same)
+
+    def _by_run(self, blocks: Sequence[int]) -> Iterable[tuple[Run | None, Sequence[int]]]:
+        """Neighbours of one run together. Without a loop in Python where all blocks are of one, as a session's mostly are."""
+        runs = [*map(self._owners.__getitem__, blocks)]
+        if runs and runs.count(runs[0]) == len(runs):
+            return ((runs[0], blocks),)
+        own = self._owners.__getitem__
+        return ((run, [*same]) for run, same in groupby(blocks, own))
 
     def take(self, count: int) -> list[int]:
         """Take the blocks that are worth least. There must be as many."""
@@ -132,6 +139,11 @@ class ValueOrder:
                 if self._fresh:
                     self._refresh()
         return taken
+
+    def following(self, block: int) -> Sequence[int]:
+        """Blocks of the same chain from a cached one on, as far as they are known."""
+        run = self._owners[block]
+        return (block,) if run is None or run.blocks[0] != block else run.blocks
 
     def discard(self, block: int) -> None:
         """Forget a block that is held, or was removed; it is cached no more."""

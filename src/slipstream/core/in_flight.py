@@ -123,7 +123,7 @@ class StepsInFlight:
                 # Fast path for one token of a request that continues: the code below without the
                 # inapplicable parts. Large batches wait for this loop.
                 request.num_pending -= 1
-                known += tokens
+                known.append(tokens[0])
                 if (account := request.account) is not None:
                     account.served += 1 / account.weight
                 outputs.append(
@@ -157,7 +157,7 @@ class StepsInFlight:
                 self.num_certain += len(certain)
             else:
                 request.num_pending -= 1
-            known += tokens
+            known.extend(tokens)
             reason = stop = None
             if len(known) >= request.end or not request.stops.isdisjoint(tokens):
                 reason, stop = _end(request, before)

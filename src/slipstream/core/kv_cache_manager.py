@@ -272,8 +272,9 @@ class KVCacheManager:
         depth = len(tables[self.own[0]]) * self.block_size
         for g in self.own:
             if g == self.full:
-                table, hashes = tables[g], self.pool.hashes
-                end = next((i for i, b in enumerate(table) if hashes[b] is None), len(table))
+                table = tables[g]
+                keys = [*map(self.pool.hashes.__getitem__, table)]
+                end = keys.index(None) if None in keys else len(table)
                 request.run, request.shared, request.num_shared = order.enter(
                     table[:end], session, request.request_id
                 )

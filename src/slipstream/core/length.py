@@ -31,7 +31,7 @@ class Lengths:
 
     def check(self, spec: EngineRequest) -> None:
         """Raise ContextLengthError if a request can never run."""
-        total, encoded = len(spec.prompt_token_ids) + spec.max_tokens, len(spec.encoder_token_ids)
+        total, encoded = spec.num_prompt_tokens + spec.max_tokens, len(spec.encoder_token_ids)
         if total > self._longest:
             raise ContextLengthError(
                 f"prompt and answer are {total} tokens, more than max_model_len={self._longest}",

@@ -7,7 +7,7 @@ cryptographic (BLAKE2b, 128 bits).
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -62,7 +62,7 @@ def extend_keys(
     end = num_blocks * block_size
     if first >= end:
         return
-    data, size = struct.pack(f"{end - first}i", *tokens[first:end]), 4
+    data, size = array("i", tokens[first:end]).tobytes(), 4
     if not images:
         each, begin = block_size * size, 0
         while begin < len(data):  # up to the next multiple of STRETCH blocks
@@ -138,13 +138,16 @@ def longest_hit(
     extend_keys(
         keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images
     )
-    found = {g: pool.lookups([group_key(key, g) for key in keys] if g else keys) for g in own}
+    found: dict[int, Sequence[int | None]] = {}
+    for g in own:
+        of_group = [group_key(key, g) for key in keys] if g else keys
+        found[g] = pool.lookups(of_group) if g in windows else pool.chain(of_group)
     begins, n = usable_prefix(found, windows, num_tokens, size, ends)
     if not n:
         return [], 0
     tables: list[list[int]] = [[] for _ in request.blocks]
     for g, begin in begins.items():
-        tables[g] = [NULL_BLOCK] * begin + [b for b in found[g][begin:n] if b is not None]
+        tables[g] = [NULL_BLOCK] * begin + found[g][begin:n]  # type: ignore[operator]
     return tables, n * size
 
 

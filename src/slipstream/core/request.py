@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from slipstream.types import EngineRequest
+from slipstream.types import EngineRequest, ids_of
 
 if TYPE_CHECKING:
     from slipstream.core.cache_value import Run
@@ -92,8 +92,9 @@ class Request:
         self.request_id = spec.request_id
         self.order = order  # (priority, arrival, number); the smallest goes first
         self.root_key = root_key
-        self.token_ids = [*spec.prompt_token_ids, *spec.answer_token_ids]
-        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.token_ids = ids_of(spec.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids.extend(spec.answer_token_ids)
         # prompt tokens, and answer tokens that another engine has already generated
         self.num_given = len(self.token_ids)
         # maximum number of tokens

@@ -49,8 +49,9 @@ that share a prompt stay on one rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress, islice
+from operator import countOf, not_
 from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
@@ -92,6 +93,18 @@ WATERMARK = 0.01
 
 MAX_PASSED_BY = 128
 """Maximum number of such requests that are passed by in one step."""
+
+
+MAX_ADOPTED, ENOUGH_TOKENS = 8192, 512
+"""Cached blocks that one step's new requests take over, and prompt tokens after which the rest wait for the next step.
+
+The host takes 0.4 ms for 1,000 of these blocks. So a device computes the first requests' tokens while the host plans the
+others. Fewer tokens than these would not keep it busy.
+"""
+
+
+SHARE_BEHIND, MAX_BEHIND = 0.5, 16
+"""Share of a step's prompt tokens for short prompts behind a long one, and how many of the waiting ones are looked at."""
 
 
 P = TypeVar("P", bound=Participant)
@@ -323,9 +336,15 @@ class Scheduler:
                 step.budget.bound(fits)
         else:
             step.budget.widen()
-        for request in unfinished:
-            if request.status is Status.RUNNING:
-                self._schedule_prompt(step, request)
+        if unfinished and (behind := self._tokens_behind(step, unfinished)):
+            kept = step.budget.left - behind
+            step.budget.take_others(kept)
+            is_long = [r.num_tokens - r.num_computed_tokens > behind for r in unfinished]
+            self._schedule_prompts(step, compress(unfinished, map(not_, is_long)))
+            self._admit(step, now, behind)
+            step.budget.take_others(-kept)
+            unfinished = [*compress(unfinished, is_long)]
+        self._schedule_prompts(step, unfinished)
         self._admit(step, now)
         if not (step.scheduled or self.in_flight.by_id) and any(
             part.make_way() for part in self.participants
@@ -377,6 +396,31 @@ class Scheduler:
                     return
         self._place(step, request, 1 + len(added), added, is_certain)
 
+    def _tokens_behind(self, step: StepBuilder, unfinished: Sequence[Request]) -> int:
+        """Tokens of this step for short prompts behind one that takes many steps: `SHARE_BEHIND` at most.
+
+        So their first tokens do not wait for its end. All prompts together take as long as in order.
+        Those that wait must leave the blocks that the long one needs.
+        """
+        left, first, kv = step.budget.left, unfinished[0], unfinished[0].kv
+        most, rest = int(left * SHARE_BEHIND), first.num_tokens - first.num_computed_tokens
+        if rest <= left or not most:
+            return 0
+        found = [r.num_tokens - r.num_computed_tokens for r in unfinished[1:]]
+        free = kv.pool.num_free - self.watermark - kv.blocks_needed(rest)
+        for request in islice(self.requests.waiting, MAX_BEHIND):
+            free -= kv.blocks_needed(request.num_tokens)
+            if free < 0:
+                break
+            cached = 0 if request.holds_blocks else request.kv.cached_prefix(request)[1]
+            found.append(request.num_tokens - max(cached, request.num_computed_tokens))
+        return min(most, sum(n for n in found if n <= most))
+
+    def _schedule_prompts(self, step: StepBuilder, unfinished: Iterable[Request]) -> None:
+        for request in unfinished:
+            if request.status is Status.RUNNING:
+                self._schedule_prompt(step, request)
+
     def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
         """Schedule as much of a partly computed prompt as the budget allows.
 
@@ -408,25 +452,30 @@ class Scheduler:
                 count = part.chunk(request, computed, count, room)
         return count
 
-    def _admit(self, step: StepBuilder, now: float) -> None:
+    def _admit(self, step: StepBuilder, now: float, behind: int = 0) -> None:
         """Admit new requests in order, while rows, budget and blocks last.
 
-        The first that does not fit stops the rest, with two exceptions: a request that lacks a
-        resource of one of its participants, and a request whose rank has no free row. They are
-        overtaken, at most `MAX_OVERTAKES` times.
+        The first that does not fit stops the rest, with three exceptions: a request that lacks a
+        resource of one of its participants, a request whose rank has no free row, and a long prompt
+        where `behind` tokens are for short ones. They are overtaken, at most `MAX_OVERTAKES` times.
         """
         passed: list[Request] = []
-        self._admit_fitting(step, now, passed)
+        self._admit_fitting(step, now, passed, behind)
         for request in passed:
             self.requests.wait(request)
 
-    def _admit_fitting(self, step: StepBuilder, now: float, passed: list[Request]) -> None:
+    def _admit_fitting(
+        self, step: StepBuilder, now: float, passed: list[Request], behind: int
+    ) -> None:
         """Do the work of `_admit`.
 
         `passed` collects the overtaken requests, which have left the queue.
         """
         scheduling = self.scheduling
+        num_adopted = num_placed = 0
         while step.budget.left > 0 and len(self.requests.running) < scheduling.max_num_seqs:
+            if num_adopted >= MAX_ADOPTED and num_placed >= ENOUGH_TOKENS:
+                return
             request = self.policy.first(self.requests.waiting, now)
             if request is None or request.num_pending:
                 return
@@ -459,6 +508,8 @@ class Scheduler:
             # An encoder reads its whole text at once, before the first token that attends to it.
             encoded = 0 if holds else len(request.spec.encoder_token_ids)
             wanted = min(request.num_tokens - computed, request.most_at(computed))
+            if wanted > behind > 0 and self._pass_by(request, passed):
+                continue
             count = (
                 min(wanted, step.budget.left - encoded)
                 if encoded
@@ -482,6 +533,8 @@ class Scheduler:
             taken = kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
             self._place(step, request, count)
+            num_adopted += len(cached[0]) if cached else 0
+            num_placed += count
 
     def _may_run(self, request: Request) -> bool | None:
         """Return whether the participants of a waiting request admit it. None if that ended it."""
@@ -525,8 +578,8 @@ class Scheduler:
         if kv.states is not None and not kv.states.has_room(request):
             return False
         own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
-        counts = kv.pool.ref_counts
-        revived = sum([counts[b] for b in table].count(0) for table in cached)
+        counts = kv.pool.ref_counts.__getitem__
+        revived = sum(countOf(map(counts, table), 0) for table in cached)
         return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
 
     def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:

@@ -201,7 +201,7 @@ class StepBuilder:
         request.in_worker = True
         new = NewRequest.of(
             request.spec,
-            request.token_ids,
+            request.token_ids.tobytes(),
             encodes=request in self.encoding,
             mirostat_mu=request.mirostat_mu,
             rank=request.kv.rank,

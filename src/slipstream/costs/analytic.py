@@ -73,7 +73,7 @@ class AnalyticCost:
     dtype: str
     dtype_bytes: int
     product_type: str
-    cache_bytes: int  # of one element
+    cache_bytes: float  # of one element
     num_gpus: int = 1
     read_s: float = 0.0
     dense_bytes: int | None = None

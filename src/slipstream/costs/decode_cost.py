@@ -32,7 +32,7 @@ def decode_step(
     batch_size: int,
     context: float,
     scheme: str | None = None,
-    kv_bytes: int = 2,
+    kv_bytes: float = 2,
 ) -> DecodeCost:
     """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
     held as the checkpoint stores them. `kv_bytes` is the size of a number in the cache."""

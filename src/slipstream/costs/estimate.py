@@ -7,6 +7,7 @@ import math
 
 from slipstream.config import (
     DTYPE_BYTES,
+    KV_BYTES,
     DeviceInfo,
     EngineArgs,
     EngineConfig,
@@ -132,15 +133,13 @@ def estimate(
     info = info or this_device(args.device)
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
-    block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
+    block = block_bytes(spec, config.cache.block_size, KV_BYTES[config.cache.dtype])
     weights = resident_weights_bytes(config, description)
     if draft is not None:
         check_draft_model(draft.spec, spec, config.model.max_model_len)
         own = config_of_draft(config)
         weights += num_gpus * resident_weights_bytes(own, draft)
-        block += num_gpus * block_bytes(
-            draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype]
-        )
+        block += num_gpus * block_bytes(draft.spec, own.cache.block_size, KV_BYTES[own.cache.dtype])
     elif isinstance(config.speculation, MTPDrafts):
         own_weights, own_block = head_bytes(config, read_mtp(description))
         weights, block = weights + num_gpus * own_weights, block + num_gpus * own_block

@@ -128,7 +128,7 @@ def native_weights_bytes(
     return found
 
 
-def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
+def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: float) -> int:
     """Bytes of one KV block over the layers of a group.
 
     It is 2 · layers · kv_heads · head_dim · bytes · block_size. With latent attention it is layers

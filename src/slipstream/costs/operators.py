@@ -121,10 +121,10 @@ def _of_layer(layer: LayerSpec, hidden_size: int) -> list[tuple[str, str, int, i
     return found
 
 
-def attention_bytes(a: AttentionKind, num_cached: float, element_bytes: int) -> float:
+def attention_bytes(a: AttentionKind, num_cached: float, element_bytes: float) -> float:
     """Bytes of the keys and values of `num_cached` tokens. A latent is read once as both. With an index this is the most that
     is read: the latents of all keys."""
-    return num_cached * a.cached_size * element_bytes
+    return num_cached * a.cached_bytes(element_bytes)
 
 
 def attention_operations(a: AttentionKind, num_pairs: float) -> float:

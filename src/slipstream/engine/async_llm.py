@@ -185,7 +185,7 @@ class AsyncLLM(OtherRequests):
         if options.reserve is not None:
             own, *_ = engine = request.engine_requests
             options.reserve(
-                len(own.prompt_token_ids) + len(own.encoder_token_ids),
+                own.num_prompt_tokens + len(own.encoder_token_ids),
                 sum(one.max_tokens for one in engine),
             )
         self._output.add(request, sink.on_token)

@@ -82,7 +82,7 @@ class DecoderCore(EngineCore):
                 self.scheduler.requests.release(request.request_id)
         # A prompt that several choices or beams share is one prompt.
         whole = (r for r in requests if r.parent is None)
-        self._prompt_tokens += sum(len(r.encoder_token_ids or r.prompt_token_ids) for r in whole)
+        self._prompt_tokens += sum(len(r.encoder_token_ids) or r.num_prompt_tokens for r in whole)
 
     def add_texts(self, request: TextsRequest) -> None:
         self._join(JoiningTexts)

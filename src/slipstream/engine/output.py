@@ -98,7 +98,7 @@ class OutputProcessor:
             for i, r in enumerate(request.engine_requests)
         }
         self._states[request.request_id] = _State(
-            request, choices, list(request.prompt_token_ids), on_token
+            request, choices, request.prompt_token_ids, on_token
         )
         self._owner.update(dict.fromkeys(choices, request.request_id))
 

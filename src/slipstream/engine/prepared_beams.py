@@ -71,7 +71,7 @@ def prepare_beams(
         raise RequestError("beam search takes no pictures", field="multi_modal_data")
     request = BeamsRequest(
         request_id=first.request_id,
-        prompt_token_ids=first.prompt_token_ids,
+        prompt_token_ids=tuple(made.prompt_token_ids),
         params=params,
         eos_token_ids=ends,
         arrival=first.arrival,

@@ -37,6 +37,7 @@ from slipstream.types import (
     Prompt,
     RequestOptions,
     SamplingParams,
+    pack_ids,
 )
 
 INLINE_CHARS = 16_384
@@ -100,14 +101,10 @@ class PreparedRequest:
 
     request_id: str
     prompt: str | None
+    prompt_token_ids: list[int]  # an encoder's, if the model has one
     sampling: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
     hides_logprobs: bool = False  # the request has no log-probabilities of answers
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        first = self.engine_requests[0]
-        return (not first.audio and first.encoder_token_ids) or first.prompt_token_ids
 
 
 class InputProcessor:
@@ -203,7 +200,7 @@ class InputProcessor:
             prompt, pictures = self.prompts.media.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
         special = options.add_special_tokens
-        text, tokens = self.prompts.tokens(
+        text, tokens, packed = self.prompts.tokens(
             prompt, special, any_length=any_length, pictures=pictures
         )
         salt = options.cache_salt
@@ -214,11 +211,14 @@ class InputProcessor:
             )
         if sampling.truncate_prompt_tokens is not None:
             tokens = self.prompts.last(tokens, sampling, text is not None and special)
+            packed = pack_ids(tokens)
         encoded: tuple[int, ...] = ()
+        shown = tokens
         if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
             encoded = (0,) * spec.encoder.audio.num_states
         elif spec is not None and spec.encoder is not None:
-            encoded, tokens = tokens, (spec.encoder.start_token_id,)
+            encoded, tokens = tuple(tokens), [spec.encoder.start_token_id]
+            packed = pack_ids(tokens)
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))
         if encoded and sampling.prompt_logprobs is not None:
@@ -269,7 +269,7 @@ class InputProcessor:
         first = EngineRequest.of(
             options,
             request_id=next(self._ids),
-            prompt_token_ids=tokens,
+            prompt_token_ids=packed,
             sampling=sampling
             if sampling.num_drawn == 1
             else dataclasses.replace(sampling, n=1, best_of=None),
@@ -282,7 +282,7 @@ class InputProcessor:
         )
         others = (fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"
-        return PreparedRequest(request_id, text, sampling, (first, *others), hides_logprobs)
+        return PreparedRequest(request_id, text, shown, sampling, (first, *others), hides_logprobs)
 
     def _too_long(self, num_prompt: int, max_tokens: int | None = None) -> ContextLengthError:
         """Begins with the words by which OpenAI's clients know this error."""

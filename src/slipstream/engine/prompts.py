@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
-from operator import countOf
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from slipstream.engine.vision.pictures import (
 from slipstream.engine.vision.prompt_media import MediaReader
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.spec.description import ModelDescription
-from slipstream.types import Prompt, SamplingParams
+from slipstream.types import Prompt, SamplingParams, pack_ids
 
 MAX_BORDERS = 2
 """Messages at whose beginnings a prompt's states are kept."""
@@ -42,9 +41,7 @@ class PromptReader:
         self.description = description
         self.media = MediaReader(description, pictures)
 
-    def last(
-        self, tokens: tuple[int, ...], sampling: SamplingParams, special: bool
-    ) -> tuple[int, ...]:
+    def last(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
         """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
@@ -54,7 +51,7 @@ class PromptReader:
         return (
             tokens
             if len(tokens) <= limit
-            else (*before, *tokens[len(tokens) - limit + len(before) :])
+            else [*before, *tokens[len(tokens) - limit + len(before) :]]
         )
 
     def borders(self, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -83,7 +80,8 @@ class PromptReader:
         *,
         any_length: bool = False,
         pictures: Sequence[PreparedPicture] = (),
-    ) -> tuple[str | None, tuple[int, ...]]:
+    ) -> tuple[str | None, list[int], bytes]:
+        """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`)."""
         given: Any = prompt
         if (
             isinstance(given, dict)
@@ -95,24 +93,15 @@ class PromptReader:
             prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
             self.check_text(prompt, any_length=any_length)
             assert self.tokenizer is not None
-            text, tokens = (
-                prompt,
-                tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)),
-            )
+            text = prompt
+            tokens = [*self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)]
+            packed = pack_ids(tokens)
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
             given = given["prompt_token_ids"]
-            try:
-                text, tokens = None, tuple(given)
-            except TypeError:
-                raise RequestError(
-                    f"prompt_token_ids is a list of ints, got {given!r}", field="prompt_token_ids"
-                ) from None
-            self.check_ids("prompt_token_ids", tokens)
-            tokens = (
-                expanded(tokens, pictures, self.media.vision, self.tokenizer)
-                if pictures
-                else tokens
-            )
+            text, (tokens, packed) = None, self.read_ids("prompt_token_ids", given)
+            if pictures:
+                tokens = [*expanded(tokens, pictures, self.media.vision, self.tokenizer)]
+                packed = pack_ids(tokens)
         else:
             got = (
                 f"a dict of {', '.join(map(str, given))}"
@@ -125,7 +114,7 @@ class PromptReader:
             )
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
-        return text, tokens
+        return text, tokens, packed
 
     def check_text(self, text: str, *, any_length: bool = False) -> None:
         if self.tokenizer is None:
@@ -140,10 +129,25 @@ class PromptReader:
                 field="prompt",
             )
 
-    def check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
+    def check_ids(self, name: str, ids: Collection[int]) -> None:
+        """Raise RequestError if not all are tokens of this model."""
+        if ids:
+            self.read_ids(name, [*ids])
+
+    def read_ids(self, name: str, given: Any) -> tuple[list[int], bytes]:
+        """Token ids as a list and packed (`TokenIds`). RequestError if not all are tokens of this model."""
+        import msgspec  # here: who only counts tokens needs no messages
+
         # without a loop in Python: a step of the engine waits for the first 16,384
-        if countOf(map(type, ids), int) == len(ids) and self._are_in_vocabulary(ids):
-            return
+        try:
+            ids = msgspec.convert(given, list[int])
+            if (packed := self._in_vocabulary(ids)) is not None:
+                return ids, packed
+        except msgspec.ValidationError:
+            try:
+                ids = list(given)
+            except TypeError:
+                raise RequestError(f"{name} is a list of ints, got {given!r}", field=name) from None
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool):
                 hint = "; `tolist()` of an array gives ints" if hasattr(token, "tolist") else ""
@@ -155,13 +159,16 @@ class PromptReader:
                     f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})",
                     field=name,
                 )
+        return ids, pack_ids(ids)
 
-    def _are_in_vocabulary(self, ids: Collection[int]) -> bool:
+    def _in_vocabulary(self, ids: list[int]) -> bytes | None:
+        """The ids packed; None if one is not in the vocabulary."""
         try:
             packed = struct.pack(f"{len(ids)}I", *ids)  # half of the time of `min` and `max`
         except struct.error:
-            return False
-        return int(np.frombuffer(packed, np.uint32).max(initial=0)) < self.vocab_size
+            return None
+        largest = int(np.frombuffer(packed, np.uint32).max(initial=0))
+        return packed if largest < self.vocab_size else None
 
     def too_long(self, num_tokens: int) -> ContextLengthError:
         return ContextLengthError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import DTYPE_BYTES, EngineArgs
+from slipstream.config import KV_BYTES, EngineArgs
 from slipstream.engine.folder import settled
 from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class Scorer:
                 "device": config.device.info.name,
             },
             weights_bytes=loaded.model.weights_bytes,
-            kv_bytes_per_token=description.spec.kv_bytes_per_token(DTYPE_BYTES[config.cache.dtype]),
+            kv_bytes_per_token=description.spec.kv_bytes_per_token(KV_BYTES[config.cache.dtype]),
         )
 
     @property

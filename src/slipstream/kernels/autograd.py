@@ -18,9 +18,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
+from slipstream.kernels import autograd_recurrent
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams, NormParams
 from slipstream.kernels.reference import ReferenceOps, attend
+from slipstream.kernels.states import (
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+    MambaParams,
+)
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.scheme import Scheme
 
@@ -77,6 +85,57 @@ class AutogradOps(ReferenceOps):
             padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=s.scale
         )
         return seen.transpose(1, 2)[rows]
+
+    @staticmethod
+    def _float32(x: Tensor) -> torch.autocast:
+        """Recurrences are computed in float32 under autocast too: their states collect the errors of all tokens."""
+        return torch.autocast(x.device.type, enabled=False)
+
+    def gated_delta(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: GatedDeltaParams,
+        decay: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        with self._float32(x):
+            return autograd_recurrent.gated_delta(x, gates, meta, params, decay, z)
+
+    def mamba2(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params
+    ) -> Tensor:
+        with self._float32(x):
+            return autograd_recurrent.mamba2(x, meta, params)
+
+    def short_conv(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
+    ) -> Tensor:
+        with self._float32(x):
+            return autograd_recurrent.short_conv(x, meta, params)
+
+    def causal_conv(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
+    ) -> Tensor:
+        with self._float32(x):
+            rows = x[:, : len(params.weight)]
+            return autograd_recurrent.convolved(rows, meta, params).to(x.dtype)
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        xz: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: MambaParams,
+    ) -> Tensor:
+        with self._float32(x):
+            return autograd_recurrent.selective_scan(x, dt, b, c, xz, meta, params)
 
 
 class WatchedOps(AutogradOps):

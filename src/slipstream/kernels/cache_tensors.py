@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import LayerKV
+from slipstream.spec.layers import int4_row_bytes
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 
 if TYPE_CHECKING:
@@ -21,10 +22,15 @@ def cache_tensors(
     new: Callable[[tuple[int, ...]], Tensor],
     *,
     values_by_dim: bool = False,
+    int4: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Makes `LayerKV`'s k and v for a layer; one number each without attention. `new` allocates tensors."""
+    """Makes `LayerKV`'s k and v for a layer; one number each without attention. `new` allocates tensors, of bytes if `int4`."""
     if attention is None:
         return new((1, 1, 1, 1)), new((1, 1, 1, 1))
+    if int4:
+        rows = int4_row_bytes(attention.head_dim)
+        k, v = (new((num_blocks, attention.num_kv_heads, block_size, n)) for n in rows)
+        return k, v
     shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
     k = new(shape)
     if isinstance(attention, LatentAttentionSpec):
@@ -48,12 +54,12 @@ def shared_caches(
     layers: Iterable[int],
     places: Sequence[int],
     new: Callable[[int], tuple[Tensor, Tensor]],
-    scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    scales: Sequence[tuple[Tensor, ...]] | None = None,
     state: Callable[[int], LayerState | None] = lambda layer: None,
     index: Callable[[int], Tensor | None] = lambda layer: None,
 ) -> list[LayerKV]:
-    """Makes the caches of `layers`, with an 8-bit cache's `scales`, and the states and index keys that `state` and `index`
-    make for a layer.
+    """Makes the caches of `layers`, with an 8-bit cache's `scales` or an int4 cache's folds, and the
+    states and index keys that `state` and `index` make for a layer.
 
     `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
     place share what `new` makes for the first of them.
@@ -64,7 +70,10 @@ def shared_caches(
     if scales is None:
         keys = (index(i) for i in held)
         return [LayerKV(k, v, state=s, index=x) for (k, v, s), x in zip(caches, keys, strict=True)]
-    return [LayerKV(k, v, *scale, s) for (k, v, s), scale in zip(caches, scales, strict=True)]
+    return [
+        LayerKV(k, v, *scale, state=s) if len(scale) == 2 else LayerKV(k, v, state=s, fold=scale[0])
+        for (k, v, s), scale in zip(caches, scales, strict=True)
+    ]
 
 
 def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:

@@ -31,6 +31,7 @@ class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
     In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored code times its head's scale.
+    An int4 cache (`fold`) holds bytes in the place of D numbers, whose format is `int4_cache.py`'s.
     The op set chooses the memory layout of `v` (`OpSet.values_by_dim`). A recurrent layer has a `state`; if it has no
     attention, it has the null block alone (B = 1).
     """
@@ -41,6 +42,7 @@ class LayerKV:
     v_scale: Tensor | None = None  # float32 [K]
     state: LayerState | None = None
     index: Tensor | None = None  # [B, 1, block_size, I]: the keys of sparse attention's index
+    fold: Tensor | None = None  # float32 [2, K, D], with an int4 cache (`int4_cache.fold_of`)
 
     @property
     def block_size(self) -> int:
@@ -49,7 +51,7 @@ class LayerKV:
     @property
     def latent(self) -> bool:
         """True if values are a part of the keys and are not written separately."""
-        return self.v.shape[3] < self.k.shape[3]
+        return self.v.shape[3] < self.k.shape[3] and self.fold is None
 
     @property
     def of_index(self) -> LayerKV:

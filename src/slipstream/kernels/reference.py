@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels import int4_cache
 from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
@@ -205,9 +206,14 @@ class ReferenceOps(OpSet):
             q, k = rotate(q, table, h.interleaved), rotate(k, table, h.interleaved)
         if h.norm_after:
             q, k = _normed(q, k, h)
+        if kv.fold is not None:
+            q = int4_cache.folded_queries(q, kv.fold)
         if not h.num_kv_heads:
             return q.to(qkv.dtype).contiguous()
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
+        if kv.fold is not None:
+            int4_cache.write(kv, k, v, block, offset)
+            return q.to(qkv.dtype).contiguous()
         kv.k[block, :, offset] = to_cache(k, kv.k_scale, kv.k.dtype)
         if not kv.latent:
             kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
@@ -216,14 +222,16 @@ class ReferenceOps(OpSet):
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
+        int4 = kv.fold is not None
+        out = q.new_zeros(*q.shape[:2], q.shape[2] if int4 else kv.v.shape[3])
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
         for i, length in enumerate(lens):
             begin, end = starts[i], starts[i + 1]
             if length == 0 or begin == end:
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            out[begin:end] = attend(q[begin:end], keys, values, params)
+            found = attend(q[begin:end], keys, values, params)
+            out[begin:end] = int4_cache.rotated(found).to(q.dtype) if int4 else found
         return out
 
     def best_keys(
@@ -350,6 +358,9 @@ def gather_sequence(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, T
     """Copies one sequence's keys and values, [K, length, D] each, out of its blocks."""
     count = -(-length // kv.block_size)
     index = blocks[:count].long()
+    if kv.fold is not None:
+        keys, values = int4_cache.read(kv, index, kv.fold.shape[2])
+        return keys[:, :length], values[:, :length]
     keys, values = (t[index].transpose(0, 1).flatten(1, 2)[:, :length] for t in (kv.k, kv.v))
     if kv.k_scale is not None and kv.v_scale is not None:
         return keys.float() * kv.k_scale[:, None, None], values.float() * kv.v_scale[:, None, None]

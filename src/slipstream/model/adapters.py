@@ -48,7 +48,7 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
         a, m, r = layer.attention, layer.mlp, layer.recurrent
         own: dict[str, Linear | None] = {}
         if r is not None:
-            own = {"recurrent.in": r.into, "recurrent.out": r.out}
+            own = {f"recurrent.{part}": w for part, w in r.products.items()}
         if isinstance(a, Attention):
             own |= {"attention.qkv": a.qkv, "attention.out": a.out}
         elif isinstance(a, CompressedAttention):

@@ -15,7 +15,6 @@ says which and why.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -209,19 +208,6 @@ class DeviceStream:
             yield
         finally:
             self._idle = False
-
-    @torch.inference_mode()
-    def measure_read_rate(self) -> float:
-        """Measures the bytes per second of copying all layers as a step does, without computing."""
-        self._platform.synchronize()
-        self._arrivals.clear()
-        begin = time.perf_counter()
-        for layer in self._order:
-            self._begin(layer)
-        self._platform.synchronize()
-        seconds = time.perf_counter() - begin
-        self._fill()
-        return sum(self._sizes.values()) / seconds
 
     @property
     def step_bytes(self) -> int:

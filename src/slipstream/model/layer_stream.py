@@ -192,20 +192,6 @@ class LayerStream:
         if self.forgets:
             os.posix_fadvise(self._file.fileno(), offset, into.size, os.POSIX_FADV_DONTNEED)
 
-    def measure_read_rate(self) -> float:
-        """Measures the bytes per second of reading all layers as a step does, without computing."""
-        begin = time.perf_counter()
-        for layer in self._order:
-            self._begin(layer)
-            for reading in self._reading.pop(layer):
-                reading.result()
-        return sum(size for _, size in self._spans.values()) / (time.perf_counter() - begin)
-
-    def flush(self) -> None:
-        """Writes the file to the disk and drops it from the system's cache, for measurements."""
-        os.fsync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
 
 def without_data(layer: Layer) -> Layer:
     """Returns the layer with placeholders for its products' bytes, which have only their size."""

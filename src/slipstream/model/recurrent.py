@@ -59,6 +59,13 @@ class GatedDelta:
 
     inputs: InputFormat | None = None  # the gates' product reads rows of the model's type
 
+    @property
+    def products(self) -> dict[str, Linear]:
+        """The products by their names in the layer, as those of the other kinds."""
+        own = {"in": self.into, "gates": self.gates, "out": self.out}
+        parts = ("decay_latent", "decay_up", "gate_latent", "gate_up")
+        return own | dict(zip(parts, self.latents or (), strict=False))
+
     def __call__(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         rows, gates = ops.linear(x, self.into), ops.linear(x, self.gates)
         decay = z = None
@@ -94,6 +101,10 @@ class Mamba2:
         return ops.linear(mixed, self.out)
 
     @property
+    def products(self) -> dict[str, Linear]:
+        return {"in": self.into, "out": self.out}
+
+    @property
     def inputs(self) -> InputFormat | None:
         return self.into.inputs
 
@@ -127,6 +138,10 @@ class Mamba:
         return ops.linear(mixed, self.out)
 
     @property
+    def products(self) -> dict[str, Linear]:
+        return {"in": self.into, "select": self.select, "dt": self.dt, "out": self.out}
+
+    @property
     def inputs(self) -> InputFormat | None:
         return self.into.inputs
 
@@ -143,6 +158,10 @@ class ShortConv:
         return ops.linear(
             ops.short_conv(rows, state=_state(kv), meta=meta, params=self.conv), self.out
         )
+
+    @property
+    def products(self) -> dict[str, Linear]:
+        return {"in": self.into, "out": self.out}
 
     @property
     def inputs(self) -> InputFormat | None:

@@ -66,6 +66,11 @@ KEPT_FILES = (
         "config_sentence_transformers.json",
         "LICENSE",
     ),
+    *(  # how pictures are read
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    ),
 )
 """Files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of
 pooling."""
@@ -215,10 +220,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def check_writable(source: ModelDescription) -> None:
+def check_writable(source: ModelDescription, *, inside: bool = False) -> None:
     """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't
-    be written."""
-    if source.family.nested_config is not None:
+    be written. With `inside` a language model inside another one is written into its place there."""
+    if source.family.nested_config is not None and not inside:
         raise UnsupportedModelError(
             f"{source.name} holds a language model inside another one ({source.family.nested_config}); write the language "
             "model alone to a folder first",
@@ -229,20 +234,14 @@ def check_writable(source: ModelDescription) -> None:
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
             field="model_type",
         )
-    if source.spec.is_recurrent:
-        raise UnsupportedModelError(
-            f"{source.name} has recurrent layers; such models can't be compressed yet, but they are rounded at load "
-            "(--quantization)",
-            field="model_type",
-        )
     for layer in source.spec.layers:
+        a = layer.attention
         if (
-            not isinstance(layer.attention, AttentionSpec)
+            not (a is None or isinstance(a, AttentionSpec))
             or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias)
             or layer.scaled
-            or layer.attention.keys_as_values
-            or layer.attention.kv_from is not None
-            or layer.attention.value_dim is not None
+            or (a is not None and (a.keys_as_values or a.kv_from is not None))
+            or (a is not None and a.value_dim is not None)
             or layer.own_input is not None
         ):
             raise UnsupportedModelError(

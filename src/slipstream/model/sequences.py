@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.positions import PositionTables
+from slipstream.kernels.states import LayerState
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, whole
@@ -73,22 +75,22 @@ class SequenceBatch:
         """Returns bool [T]: true for the first token of each sequence, which nothing predicts."""
         return self.meta.positions == 0
 
-    def flat_cache(self, spec: AttentionSpec, dtype: torch.dtype) -> LayerKV:
+    def flat_cache(self, spec: LayerSpec, dtype: torch.dtype) -> LayerKV:
         """Makes a cache for one layer and one pass. Block 0 holds a sequence too: without padding
-        there is no null block."""
-        shape = (len(self.lengths), spec.num_kv_heads, self.meta.max_seq_len, spec.head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2))
-        return LayerKV(k, v)
+        there is no null block. States of recurrent layers are neither read nor kept."""
+        a, new = attention_of(spec), partial(torch.zeros, dtype=dtype, device=self.token_ids.device)
+        shape = (len(self.lengths), 0, self.meta.max_seq_len, 0)
+        if a is not None:
+            shape = (len(self.lengths), a.num_kv_heads, self.meta.max_seq_len, a.head_dim)
+        state = None if spec.recurrent is None else LayerState(new(0))
+        return LayerKV(new(shape), new(shape), state=state)
 
 
-def attention_of(layer: LayerSpec) -> AttentionSpec:
-    """Returns the layer's attention. UnsupportedModelError if it is latent, if the layer is
-    recurrent, or if it reads what comes from elsewhere than its input: training and compression
-    don't support these."""
-    if layer.recurrent is not None:
-        raise UnsupportedModelError(
-            "recurrent layers can't be trained or compressed yet", field="layer_types"
-        )
+def attention_of(layer: LayerSpec) -> AttentionSpec | None:
+    """Returns the layer's attention, None if it is recurrent only. UnsupportedModelError if it is latent,
+    or if it reads what comes from elsewhere than its input: training and compression don't support these."""
+    if layer.attention is None:
+        return None
     if not isinstance(layer.attention, AttentionSpec):
         raise UnsupportedModelError(
             "latent attention can't be trained or compressed yet", field="kv_lora_rank"
@@ -107,9 +109,7 @@ def run_layer(
     """Runs `Layer` on whole sequences and returns (the output to be added, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
-    made, residual = layer(
-        ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta
-    )
+    made, residual = layer(ops, pending, residual, batch.flat_cache(layer.spec, dtype), batch.meta)
     return whole(ops, made), residual
 
 

@@ -39,6 +39,8 @@ SPLIT = Reason(
 
 HOST_EXPERTS = Reason("the host computes experts between the products", notable=False)
 
+INT4_CACHE = Reason("kv_cache_dtype='int4' is read by kernels of their own", notable=False)
+
 STREAMED = Reason("layers are read as they are needed, between the products", notable=False)
 
 

@@ -174,10 +174,10 @@ def observers(settings: ServerSettings, model: str) -> Observers:
 
 
 @cache
-def described(has_keys: bool) -> tuple[bytes, str]:
+def described(has_keys: bool, on_demand: bool) -> tuple[bytes, str]:
     """The OpenAPI document as JSON and as a page. Made on the first request, because it takes as
     long as the rest of the start."""
-    document = openapi.document(__version__, has_keys=has_keys)
+    document = openapi.document(__version__, has_keys=has_keys, on_demand=on_demand)
     return msgspec.json.encode(document), docs_page.page(document)
 
 
@@ -218,11 +218,15 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
 
     async def describe(request: Request) -> Response:
         return Response(
-            (await asyncio.to_thread(described, has_keys))[0], media_type="application/json"
+            (await asyncio.to_thread(described, has_keys, state.on_demand))[0],
+            media_type="application/json",
         )
 
     async def docs(request: Request) -> Response:
-        return Response((await asyncio.to_thread(described, has_keys))[1], media_type="text/html")
+        return Response(
+            (await asyncio.to_thread(described, has_keys, state.on_demand))[1],
+            media_type="text/html",
+        )
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})

@@ -363,7 +363,7 @@ class ServerState:
     watch: Watcher | None = None  # None: without a detector
     # Work that runs as long as the server does.
     background: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
-    on_demand: bool = False  # the model is loaded and unloaded as requests say (`server.many`)
+    on_demand: bool = False  # models are loaded and unloaded as requests say (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""
 

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, resolve
+from slipstream.config import DTYPE_BYTES, KV_BYTES, DeviceInfo, EngineArgs, EngineConfig, resolve
 from slipstream.config.forms import (
     DraftSettings,
     HeadDrafts,
@@ -283,7 +283,7 @@ def _analytic(
         dtype=dtype,
         dtype_bytes=DTYPE_BYTES[dtype],
         product_type=product_type,
-        cache_bytes=DTYPE_BYTES[config.cache.dtype],
+        cache_bytes=KV_BYTES[config.cache.dtype],
         num_gpus=num_gpus,
         read_s=_read_s(config, description, hardware),
         dense_bytes=DTYPE_BYTES[dtype] if by_groups else None,

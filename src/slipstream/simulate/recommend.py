@@ -411,7 +411,7 @@ def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | No
     met at all."""
     if plan.capacity.rate is None:
         return None
-    if plan.binds != "memory":
+    if plan.binds != "memory" or not plan.engine.ledger.block_bytes:
         return 0.0
     more = plan.engine.with_blocks(
         plan.engine.ledger.num_blocks + gib * 2**30 // plan.engine.ledger.block_bytes
@@ -497,7 +497,11 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
         "tokens_per_verification": plan.load.tokens_per_verification,
         "num_preemptions": plan.load.num_preemptions,
         "one_more_gib": {
-            "kv_tokens": 2**30 // ledger.block_bytes * ledger.block_size,
+            # without attention blocks hold nothing, and memory is for states
+            "kv_tokens": 2**30 // ledger.block_bytes * ledger.block_size
+            if ledger.block_bytes
+            else 0,
+            "states": 2**30 * ledger.num_states // ledger.state_bytes if ledger.state_bytes else 0,
             "requests_per_s": one_gib,
         },
         "one_more_device": {

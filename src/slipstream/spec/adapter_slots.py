@@ -17,6 +17,10 @@ from slipstream.spec.parameters import Placement, Shape, parameters
 
 ALONE = Shard(0, 1, tensor=False)
 _LAYER = re.compile(r"layers\.\d+\.(.+)\.weight")
+RECURRENT_PRODUCTS = (
+    *("in", "out", "gates", "decay_latent", "decay_up", "gate_latent", "gate_up"),
+    *("select", "dt"),
+)
 _STEMS = frozenset(
     (
         *(
@@ -30,6 +34,7 @@ _STEMS = frozenset(
         ),
         *("router", "shared_weight", "shared.up", "shared.down"),
         *("own_input.gate", "own_input.project"),
+        *(f"recurrent.{part}" for part in RECURRENT_PRODUCTS),
         *("attention.index_q", "attention.index_k", "attention.index_weights"),
     )
 )

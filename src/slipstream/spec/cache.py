@@ -67,7 +67,7 @@ def longest_sequence(
     ) * block_size
 
 
-def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: int) -> int:
+def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: float) -> int:
     """Tokens between the states that are kept of a prompt: as many as have keys and values of a state's bytes, a power of two
     from 256 to 8,192. So a long prompt's states take no more memory than its keys and values."""
     if not spec.is_recurrent:

@@ -23,6 +23,16 @@ class WeightShape(NamedTuple):
     copies: int = 1
 
 
+INT4_BYTES = 0.5
+"""Bytes of a number that stand for an int4 KV cache."""
+
+
+def int4_row_bytes(head_dim: int) -> tuple[int, int]:
+    """Bytes of a head's key and of its value in an int4 KV cache: codes of 5 and of 4 bits, and scales of a byte, two
+    and one (`kernels.int4_cache`)."""
+    return head_dim // 2 + head_dim // 8 + 2, head_dim // 2 + 1
+
+
 ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "in", "out", "up", "down"))
 """The products of a layer that schemes quantise. Routers are not quantised, neither are the small products of a recurrent
 layer, nor `expand`, which is split by heads."""
@@ -146,6 +156,12 @@ class AttentionSpec:
         """Numbers of a token that are read from the cache, and kept there by the layer that owns them."""
         return 2 * self.kv_size
 
+    def cached_bytes(self, element_bytes: float) -> int:
+        """Bytes of the numbers; half a byte for an int4 cache."""
+        if element_bytes == INT4_BYTES:
+            return self.num_kv_heads * sum(int4_row_bytes(self.head_dim))
+        return round(self.cached_size * element_bytes)
+
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         found = linear_shapes("attention.qkv", sum(self.qkv_rows), hidden_size, self.qkv_bias)
         for x, size in zip("qk", self.qk_norm_sizes, strict=True):
@@ -249,6 +265,9 @@ class LatentAttentionSpec:
     @property
     def cached_size(self) -> int:
         return self.head_dim + self.index_dim
+
+    def cached_bytes(self, element_bytes: float) -> int:
+        return round(self.cached_size * element_bytes)
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         """The shapes of all parameters. `expand` maps a latent, for each head, to the unrotated part of the key and the

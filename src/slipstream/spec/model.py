@@ -415,20 +415,20 @@ class ModelSpec:
         }
         return tuple(found.get(i, -1) for i in self.owners)
 
-    def block_bytes_per_token(self, element_bytes: int) -> int:
+    def block_bytes_per_token(self, element_bytes: float) -> int:
         """Bytes of a block, in all cache tensors, for each of its tokens."""
         if self.is_encoder:
             return self.kv_bytes_per_token(element_bytes)
         places = self.cache_places
         kept = ((places[i], self.layers[i].attention) for i in self.local_layers)
-        sizes = {place: a.cached_size for place, a in kept if a is not None}
-        return sum(sizes.values()) * element_bytes
+        sizes = {place: a.cached_bytes(element_bytes) for place, a in kept if a is not None}
+        return sum(sizes.values())
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
+    def kv_bytes_per_token(self, element_bytes: float) -> int:
         """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. Of an
         encoder the largest layer's, since its layers use one cache in turn. A layer that reads another's keys and values has
         none."""
-        sizes = [a.cached_size * element_bytes for a in self.attentions if a.kv_from is None]
+        sizes = [a.cached_bytes(element_bytes) for a in self.attentions if a.kv_from is None]
         return max(sizes) if self.is_encoder else sum(sizes)
 
     def state_bytes(self, element_bytes: int) -> int:

@@ -30,10 +30,8 @@ class DeviceCache:
     dtype: str
     """Type of the model, and of the convolutions' last inputs."""
 
-    def shared(
-        self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None
-    ) -> list[LayerKV]:
-        """Zeroed keys and values of the layers, with an 8-bit cache's `scales` (`shared_caches`)."""
+    def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None) -> list[LayerKV]:
+        """Zeroed keys and values of the layers, with a rounded cache's `scales` (`shared_caches`)."""
         spec, dtype = self.spec, self.config.dtype
         return shared_caches(
             spec.local_layers,
@@ -75,12 +73,14 @@ class DeviceCache:
         return index_tensor(attention, num_blocks, size, lambda shape: new(shape, dtype))
 
     def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
-        attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)
-        zeros = self.platform.zeros
+        int4 = name == "int4"
+        dtype = self.platform.values.dtype("uint8" if int4 else name)
+        attention, zeros = self.spec.layers[layer].attention, self.platform.zeros
         return cache_tensors(
             attention,
             num_blocks,
             self.config.block_size,
             lambda s: zeros(s, dtype),
             values_by_dim=self.ops.values_by_dim(dtype),
+            int4=int4,
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig
+from slipstream.config import KV_BYTES, EngineArgs, EngineConfig
 from slipstream.costs.estimate import bytes_by_part, estimate
 from slipstream.costs.memory import MemoryLedger
 from slipstream.costs.offload import copy_rate, estimate_offload, read_rate
@@ -39,7 +39,7 @@ class Inspection:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.spec.kv_bytes_per_token(DTYPE_BYTES[self.config.cache.dtype])
+        return self.spec.kv_bytes_per_token(KV_BYTES[self.config.cache.dtype])
 
     def offload_rate(self) -> float | None:
         """Bytes per second at which offloaded layers are read; None if unknown."""

@@ -84,8 +84,8 @@ class LoadedRunner(ABC):
     model: LoadedModel
     forwards: ForwardTable
     experts: ExpertCounts
-    kv_scales: list[tuple[Any, Any]] | None = None
-    """Scales of an 8-bit cache, float32 [K] for each layer's keys and for its values."""
+    kv_scales: list[tuple[Any, ...]] | None = None
+    """Scales of an 8-bit cache, float32 [K] for each layer's keys and for its values; or the fold of an int4 cache."""
     adapters: Adapters | None = None
     images: ImageEncoder | None = None
     follower: LoadFollower | None = None
@@ -151,8 +151,18 @@ class LoadedRunner(ABC):
         self.model = dataclasses.replace(self.model, weights_bytes=self.model.weights_bytes + size)
 
     def _load_kv_scales(self) -> None:
-        """Read or measure the scales of an 8-bit cache."""
+        """Read or measure the scales of an 8-bit cache, or measure an int4 cache's folds."""
         kind = self.config.cache.dtype
+        if kind == "int4":
+            from slipstream.worker.start.int4_folds import calibrated_folds
+
+            with self.phase("calibrate"), self.platform.values.inference():
+                self.kv_scales = calibrated_folds(
+                    self.forwards,  # type: ignore[arg-type]  # only torch has this cache
+                    self.new_cache(),
+                    self.config.model,
+                )
+            return
         if kind not in FORMAT_MAX:
             return
         if self.model.cache_scales is not None:

@@ -84,11 +84,14 @@ class Runner(ABC):
         self, disk: DiskTier | None, slots: tuple[int, int], staged: tuple[int, int]
     ) -> HostBlockStore:
         """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and
-        disk. As many as `staged` says are copied at once."""
-        rows = self._block_rows, self._state_rows
+        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too."""
+        blocks = self._block_rows
+        if self.draft is not None:
+            blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
+        rows = blocks, self._state_rows
         if not any(slots):
-            blocks, states = (block_arrays(part.arrays) for part in rows)
-            return HostBlockStore(blocks, disk, self.settle, states)
+            arrays, states = (block_arrays(part.arrays) for part in rows)
+            return HostBlockStore(arrays, disk, self.settle, states)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)

@@ -106,7 +106,7 @@ class TorchLoaded(LoadedRunner):
                 self.config = config = dataclasses.replace(
                     config, device=dataclasses.replace(config.device, enforce_eager=True)
                 )
-            self.forwards = Forwards(self.model.decoder)
+            self.forwards = Forwards(self.model.decoder, int4_cache=config.cache.dtype == "int4")
             self._take_adapters(description)
             if config.images is not None:
                 if (tower := self.model.tower) is not None:

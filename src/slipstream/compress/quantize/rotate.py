@@ -17,13 +17,16 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, SequentialBlock
+from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, NormSpec, SequentialBlock
 
 READERS = {
-    "pre_attention": ("attention.qkv",),
+    "pre_attention": (
+        *("attention.qkv", "recurrent.in", "recurrent.gates"),
+        *("recurrent.decay_latent", "recurrent.gate_latent"),
+    ),
     "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight"),
 }
-WRITERS = ("attention.out", "mlp.down", "experts.down", "shared.down")
+WRITERS = ("attention.out", "recurrent.out", "mlp.down", "experts.down", "shared.down")
 
 
 def check(spec: ModelSpec) -> None:
@@ -31,8 +34,10 @@ def check(spec: ModelSpec) -> None:
     why = None
     for layer in spec.layers:
         norms = layer.norms
-        if not isinstance(layer.block, SequentialBlock) or norms.keys() != READERS.keys():
+        if not isinstance(layer.block, SequentialBlock) or not norms.keys() <= READERS.keys():
             why = "its layers have other norms than one before attention and one before the MLP"
+        elif isinstance(layer.mlp, MoESpec) and layer.mlp.latent is not None:
+            why = "its experts read a latent"
         elif any(n.kind != "rms" or n.bias for n in norms.values()):
             why = "its norms subtract the mean, which a rotation changes"
     if (
@@ -61,8 +66,8 @@ def rotation(size: int, seed: int, device: torch.device) -> Tensor:
 
 def rotate_layer(spec: LayerSpec, values: dict[str, Tensor], q: Tensor) -> None:
     """Rotate a layer's parameters in place."""
-    for norm, readers in READERS.items():
-        gain = _take_gain(values, norm, spec.norms[norm])
+    for norm, of in spec.norms.items():
+        gain, readers = _take_gain(values, norm, of), READERS[norm]
         for name in (f"{reader}.weight" for reader in readers):
             if name in values:
                 values[name] = (values[name] * gain) @ q

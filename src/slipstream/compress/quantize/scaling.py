@@ -18,7 +18,17 @@ from slipstream.compress.calibrate import FakeInputs, InputStats
 from slipstream.compress.quantize.rounding import Rounded, fit
 from slipstream.compress.recipe import Quantize
 from slipstream.model.sequences import attention_of
-from slipstream.spec.model import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
+from slipstream.spec.model import (
+    DenseSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    Mamba2Spec,
+    NormSpec,
+    ParallelBlock,
+    PostNormBlock,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
@@ -29,13 +39,14 @@ LEAST = 1e-5
 class Fold:
     """Target into which the division of a product's inputs is folded: the norm `norm`, or `rows` of
     the weight `linear`. One row may feed several inputs: `repeats` query heads of length `head_dim`
-    read the values of one kv head."""
+    read the values of one kv head. The products `readers`, which are not rounded, read the same inputs."""
 
     norm: str | None = None
     linear: str | None = None
     rows: slice | None = None
     repeats: int = 1
     head_dim: int = 0
+    readers: tuple[str, ...] = ()
 
     def shared(self, x: Tensor) -> Tensor:
         """Values by input [in] → the largest of each row's inputs [in / repeats]."""
@@ -53,15 +64,17 @@ class Fold:
 def folds(spec: LayerSpec) -> dict[str, Fold]:
     """The products of a layer whose inputs can be scaled. Those whose fold changes another product's weight come first. Norms
     that several branches, the residual or a mixture of experts read can't be folded into."""
-    a, m, norms = attention_of(spec), spec.mlp, spec.norms
+    a, m, r, norms = attention_of(spec), spec.mlp, spec.recurrent, spec.norms
     found: dict[str, Fold] = {}
     if isinstance(m, DenseSpec) and (m.gated or m.activation == "relu"):
         size = m.intermediate_size
         found["mlp.down"] = Fold(
             linear="mlp.up", rows=slice(size, 2 * size) if m.gated else slice(0, size)
         )
-    if a.clip_qkv is None:
-        begin = a.q_size + a.kv_size
+    if r is not None and (own := _of_recurrent(r)) is not None:
+        found["recurrent.out"] = own
+    if a is not None and a.clip_qkv is None:
+        begin = a.gate_size + a.q_size + a.kv_size
         repeats = a.num_heads // a.num_kv_heads
         found["attention.out"] = Fold(
             linear="attention.qkv",
@@ -79,8 +92,32 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
     if before_mlp in norms and isinstance(m, DenseSpec):
         found["mlp.up"] = Fold(norm=before_mlp)
     if before_attention in norms and (not parallel or "mlp_norm" in norms):
-        found["attention.qkv"] = Fold(norm=before_attention)
+        if r is None:
+            found["attention.qkv"] = Fold(norm=before_attention)
+        elif a is None:
+            found["recurrent.in"] = Fold(norm=before_attention, readers=dense_readers(r))
     return found
+
+
+def dense_readers(r: RecurrentSpec) -> tuple[str, ...]:
+    """The products of a recurrent layer that read its inputs beside `in`, and are not rounded."""
+    if not isinstance(r, GatedDeltaSpec):
+        return ()
+    parts = ("gates",) if r.latent is None else ("gates", "decay_latent", "gate_latent")
+    return tuple(f"recurrent.{part}" for part in parts)
+
+
+def _of_recurrent(r: RecurrentSpec) -> Fold | None:
+    """The fold of `recurrent.out`: into the norm before it, whose weights the heads of a delta rule share, or into the
+    factor c of a short convolution. A scan has no such place."""
+    match r:
+        case GatedDeltaSpec():
+            return Fold(norm="recurrent.norm", repeats=r.num_heads, head_dim=r.value_dim)
+        case Mamba2Spec():
+            return None if r.norm is None else Fold(norm="recurrent.norm")
+        case ShortConvSpec():
+            return Fold(linear="recurrent.in", rows=slice(r.width, 2 * r.width))
+    return None
 
 
 def scale_inputs(
@@ -95,7 +132,8 @@ def scale_inputs(
     rounded to `dtype`, in which it is written, and s adjusted to match. The result is the s [in] that the weight is multiplied
     by."""
     if fold.norm is not None:
-        weight, offset = parameters[f"{fold.norm}.weight"], norms[fold.norm].weight_offset
+        weight = parameters[f"{fold.norm}.weight"]
+        offset = norms[fold.norm].weight_offset if fold.norm in norms else 0.0
         gain = weight + offset
         written = (gain / s - offset).to(dtype).float()
         live = (gain != 0) & (written + offset != 0)
@@ -110,7 +148,8 @@ def scale_inputs(
         if (bias := parameters.get(f"{fold.linear}.bias")) is not None:
             bias[fold.rows or slice(0)] /= s
     spread = fold.spread(s)
-    parameters[f"{product}.weight"] *= spread
+    for name in (product, *fold.readers):
+        parameters[f"{name}.weight"] *= spread
     return spread
 
 

@@ -63,7 +63,9 @@ PARTS: tuple[Part, ...] = ("calibration", "evaluation")
 SAVE_S = 60.0
 """Interval between saved states."""
 
-_PRODUCT = re.compile(r"layers\.\d+\.(attention\.(qkv|out)|mlp\.(up|down))\.weight")
+_PRODUCT = re.compile(
+    r"layers\.\d+\.(attention\.(qkv|out)|recurrent\.(in|out)|mlp\.(up|down))\.weight"
+)
 
 Progress = Callable[[str, int, int], None]
 

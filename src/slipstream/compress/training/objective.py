@@ -211,11 +211,13 @@ class Matching(nn.Module):
         e, width = student.hidden_size, teacher.hidden_size
         self.maps = nn.ParameterList([torch.eye(width, e) for _ in pairs])
         self.mixtures = nn.ParameterList()
+        self.attended = list[tuple[int, int]]()  # the pairs in which both layers have attention
         for s, t in pairs if attention else ():
-            heads, others = (
-                student.layers[s].self_attention.num_heads,
-                teacher.layers[t].self_attention.num_heads,
-            )
+            a, b = student.layers[s].attention, teacher.layers[t].attention
+            if a is None or b is None:
+                continue
+            self.attended.append((s, t))
+            heads, others = a.num_heads, b.num_heads
             near = torch.arange(others) * heads // others  # each head starts as the nearest one
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())
 
@@ -226,14 +228,14 @@ class Matching(nn.Module):
             wanted = teacher.states[t].detach().float()
             error = (student.states[s].float() @ self.maps[i].T - wanted).square().sum(-1)
             states = states + (error / wanted.square().sum(-1).clamp(min=1e-12)).sum()
-            if len(self.mixtures):
-                mix = self.mixtures[i].softmax(-1)
-                for ours, theirs in zip(student.weights(s), teacher.weights(t), strict=True):
-                    mixed = torch.einsum("ts,snl->tnl", mix, ours)
-                    attention = attention + F.kl_div(
-                        (mixed + 1e-9).log(), theirs.detach(), reduction="sum"
-                    ) / len(mix)
-        return states / len(self.pairs), attention / len(self.pairs)
+        for (s, t), mixture in zip(self.attended, self.mixtures, strict=True):
+            mix = mixture.softmax(-1)
+            for ours, theirs in zip(student.weights(s), teacher.weights(t), strict=True):
+                mixed = torch.einsum("ts,snl->tnl", mix, ours)
+                attention = attention + F.kl_div(
+                    (mixed + 1e-9).log(), theirs.detach(), reduction="sum"
+                ) / len(mix)
+        return states / len(self.pairs), attention / max(1, len(self.attended))
 
 
 def layer_pairs(

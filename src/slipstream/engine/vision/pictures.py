@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.vision.picture_files import (
@@ -73,7 +72,6 @@ there is room for another client. A pixel takes some 6 bytes."""
 _STRIP_PIXELS = 2**20
 KEY_BYTES = 16
 LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS, LOW_DETAIL_SIDE = 512 * 512, 70, 512
-Pixels: TypeAlias = npt.NDArray[np.uint8]
 Detail: TypeAlias = Literal["auto", "low", "high"]
 
 

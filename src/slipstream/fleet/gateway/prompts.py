@@ -170,7 +170,7 @@ class Prompts:
                 self._state.engine.tokenizer,
             )
             own, *_ = made.engine_requests
-            prompt += len(own.prompt_token_ids) + len(own.encoder_token_ids)
+            prompt += own.num_prompt_tokens + len(own.encoder_token_ids)
             if answer.beams is None:
                 output += sum(one.max_tokens for one in made.engine_requests)
             else:

@@ -30,6 +30,7 @@ from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, 
 from slipstream.kernels.triton.attention import (
     bidirectional,
     disentangled,
+    int4,
     mla,
     mla_prefill,
     paged,
@@ -92,7 +93,6 @@ class TritonOps(OpSet):
 
     # Ops that are one function of a kernel file.
     quantize = staticmethod(pointwise.quantize)
-    rope_and_cache = staticmethod(pointwise.rope_and_cache)
     activation = staticmethod(pointwise.activation)
     copy_blocks = staticmethod(pointwise.copy_blocks)
     lora = staticmethod(lora.lora)
@@ -325,9 +325,17 @@ class TritonOps(OpSet):
             first = rows.stop
         return pointwise.as_activations(out, scales, inputs), residual
 
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
+        run = pointwise.rope_and_cache if kv.fold is None else int4.rope_and_cache
+        return run(qkv, kv, meta, heads)
+
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
+        if kv.fold is not None:
+            return int4.attention(q, kv, meta, params, deterministic=self.deterministic)
         if kv.latent:
             return mla_paged_attention(q, kv, meta, scale=params.scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)

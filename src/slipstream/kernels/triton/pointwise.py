@@ -192,7 +192,7 @@ def _rope_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
-    OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, NORM_AFTER: tl.constexpr, PDL: tl.constexpr,
+    OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, NORM_AFTER: tl.constexpr, STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and keys, and cache keys and values, in three kinds of thread blocks. Those of
     q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R numbers; the
@@ -210,19 +210,19 @@ def _rope_kernel(
         pid -= turning
         _store_values(
             qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, value_eps, pid // each, pid % each, T, heads, H + K if OWN_VALUES else H, K,
-            D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM, NORM_VALUES,
+            D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM, NORM_VALUES, STAGED,
         )  # fmt: skip
     elif pid % tiles < q_tiles:
         _turn_heads(
             qkv_ptr, q_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, eps, offset, pid // tiles,
             pid % tiles, T, heads, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
-            SCALED, False, NORM_AFTER,
+            SCALED, False, NORM_AFTER, STAGED,
         )  # fmt: skip
     else:
         _turn_heads(
             qkv_ptr, k_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, k_norm_ptr, eps, offset, pid // tiles,
             pid % tiles - q_tiles, T, heads, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
-            HAS_NORM, SCALED, True, NORM_AFTER,
+            HAS_NORM, SCALED, True, NORM_AFTER, STAGED,
         )  # fmt: skip
 
 
@@ -232,6 +232,7 @@ def _turn_heads(
     ALL: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, CACHED: tl.constexpr, NORM_AFTER: tl.constexpr,
+    STAGED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate heads of TOKENS tokens, HEADS at a time. A token's row has ALL heads; these
     are the N heads after the first BEFORE. CACHED: they are keys."""
@@ -242,7 +243,7 @@ def _turn_heads(
     source = qkv_ptr + (token * ALL + BEFORE + head) * D
     target, pace = out_ptr + (token * N + head) * D, D
     if CACHED:
-        slot = tl.load(slots_ptr + token, mask=inside, other=0)
+        slot = token if STAGED else tl.load(slots_ptr + token, mask=inside, other=0)
         target, pace = (
             out_ptr + ((slot // BLOCK_SIZE * N + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D,
             BLOCK_SIZE * D,
@@ -329,7 +330,7 @@ def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
 def _store_values(
     qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, eps, token_tile, head, T,
     ALL: tl.constexpr, BEFORE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, NORMED: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """Cache the values of one head of BLOCK_T tokens, which come after BEFORE of a row's ALL heads.
     BY_DIM: the tile is transposed, so that tokens of a KV block are neighbours."""
@@ -368,7 +369,9 @@ def _store_values(
                 v_ptr + at[None, :] + (ds * BLOCK_SIZE)[:, None], tl.trans(x), mask=tl.trans(live)
             )
     else:
-        slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
+        slots = tokens.to(tl.int64)
+        if not STAGED:
+            slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
         rows = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE + slots % BLOCK_SIZE
         tl.store(v_ptr + (rows * D)[:, None] + ds[None, :], x, mask=live)
 
@@ -382,8 +385,10 @@ if part of a head is rotated as two halves, because the heads of a token are the
 stretch."""
 
 
-def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
-    """`OpSet.rope_and_cache`."""
+def rope_and_cache(
+    qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, *, staged: bool = False
+) -> Tensor:
+    """`OpSet.rope_and_cache`. `staged`: `kv` has a block of one token for each of the step, in their order."""
     h, num_tokens = heads, len(qkv)
     num_heads, num_kv_heads, head_dim = h.num_heads, h.num_kv_heads, h.head_dim
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -412,7 +417,7 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
             TOKENS=tokens, HEADS=at_once, STEPS=steps, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=width,
             BLOCK_R=width // 2 if h.interleaved else triton.next_power_of_2(max(1, h.rotary_dim // 2)),
             INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1,
-            OWN_VALUES=h.has_values, NORM_VALUES=h.value_eps is not None, NORM_AFTER=h.norm_after,
+            OWN_VALUES=h.has_values, NORM_VALUES=h.value_eps is not None, NORM_AFTER=h.norm_after, STAGED=staged,
             num_warps=warps if tokens * at_once * head_dim >= 1024 else 1, **pdl_options(qkv),
         )  # fmt: skip
     return q

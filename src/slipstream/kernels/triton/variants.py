@@ -5,25 +5,29 @@ multiples of 16, pointers that are multiples of 16, and options. That combinatio
 
 1. `recording` notes the variants that an engine on a described GPU (`platform/meta.py`) launches.
 2. `KernelVariant.load` takes one from Triton's cache, or compiles it. Compiling needs no GPU.
-3. `compile_all` compiles many in several processes.
+3. `Compilers` compile many in several processes, as soon as they are known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
 from triton.runtime.cache import _base32
 
 from slipstream.kernels.triton.cuda import CudaSource
@@ -83,15 +87,18 @@ class NotLaunched:
     def run(*_: Any) -> None: ...
 
 
-@contextmanager
-def recording(capability: tuple[int, int]) -> Iterator[set[KernelVariant]]:
-    """Collect the variants launched inside. None of them runs or compiles."""
+@contextlib.contextmanager
+def recording(
+    capability: tuple[int, int], take: Callable[[KernelVariant], None] = lambda variant: None
+) -> Iterator[set[KernelVariant]]:
+    """Collect the variants launched inside, and give each to `take`. None of them runs or compiles here."""
     found: set[KernelVariant] = set()
     touched: list[Any] = []
 
     def note(*, key: str, fn: Any, **given: Any) -> bool:
         data = given["compile"]["specialization_data"]
-        found.add(KernelVariant.of(fn.module, fn.name, key, data))
+        found.add(variant := KernelVariant.of(fn.module, fn.name, key, data))
+        take(variant)
         cache = fn.jit_function.device_caches[0][0]
         cache[key] = NotLaunched  # the next launch of the variant ends there
         touched.append(cache)
@@ -108,7 +115,7 @@ def recording(capability: tuple[int, int]) -> Iterator[set[KernelVariant]]:
             cache.clear()
 
 
-@contextmanager
+@contextlib.contextmanager
 def noting_new_kernels() -> Iterator[list[str]]:
     """Collect descriptions of the kernels that this process compiles or loads inside."""
     found: list[str] = []
@@ -125,44 +132,110 @@ def noting_new_kernels() -> Iterator[list[str]]:
         knobs.runtime.jit_cache_hook = before
 
 
-def compile_all(
-    capability: tuple[int, int],
-    variants: Iterable[KernelVariant],
-    sources: Iterable[CudaSource],
-    *,
-    num_processes: int,
-    folder: str | None = None,
-) -> tuple[dict[KernelVariant | CudaSource, str], dict[str, str]]:
-    """Compile for a GPU of this compute capability into Triton's cache, or into `folder`.
+Job: TypeAlias = KernelVariant | CudaSource
 
-    Returns the name of each one's folder in the cache, and of those that do not compile the error, by
-    the kernel's name. This process must not use a GPU: it forks.
+
+class Compilers:
+    """Processes that compile for a GPU of this compute capability into Triton's cache, or into `folder`.
+
+    They are forked with the first job, so this process must not use a GPU. A CUDA source takes up to
+    half a minute: give it early.
     """
-    # the longest first: CUDA sources take up to half a minute
-    jobs: list[KernelVariant | CudaSource] = [*sources, *sorted(variants)]
-    context = multiprocessing.get_context("fork")
-    begin = partial(_begin, capability, folder)
-    with ProcessPoolExecutor(num_processes, context, begin) as pool:
-        results = list(zip(jobs, pool.map(partial(_compiled, capability), jobs), strict=True))
-    return (
-        {job: name for job, (name, error) in results if not error},
-        {job.name: error for job, (_, error) in results if error},
-    )
+
+    def __init__(
+        self, capability: tuple[int, int], *, num_processes: int, folder: str | None = None
+    ) -> None:
+        self._capability, self._jobs = capability, dict[Job, Future[tuple[str, str]]]()
+        self._pool = ProcessPoolExecutor(
+            num_processes,
+            multiprocessing.get_context("fork"),
+            partial(_begin, capability, folder),
+        )
+
+    def __enter__(self) -> Self:
+        self._driver = contextlib.ExitStack()
+        self._driver.enter_context(_driver_to_link())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._driver.close()
+
+    def compile(self, jobs: Iterable[Job]) -> None:
+        """Begin to compile those that are not begun yet."""
+        for job in jobs:
+            if job not in self._jobs:
+                self._jobs[job] = self._pool.submit(_compiled, self._capability, job)
+
+    def results(self) -> tuple[dict[Job, str], dict[str, str]]:
+        """Wait for all. The name of each one's folder in the cache, and of those that do not compile the error, by the
+        kernel's name."""
+        found = {job: future.result() for job, future in self._jobs.items()}
+        return (
+            {job: name for job, (name, error) in found.items() if not error},
+            {job.name: error for job, (_, error) in found.items() if error},
+        )
 
 
 def _begin(capability: tuple[int, int], folder: str | None) -> None:
     os.nice(5)  # weights are read and requests are answered at the same time
     driver.set_active(TargetDriver(capability))
+    knobs.runtime.jit_cache_hook = None  # of `recording`
+    build._load_module_from_path = _Unloaded  # the driver may not be there
     if folder is not None:
         knobs.cache.dir = folder
 
 
-def _compiled(capability: tuple[int, int], job: KernelVariant | CudaSource) -> tuple[str, str]:
+class _Unloaded:
+    """A module in C that is compiled and not loaded."""
+
+    def __init__(self, name: str, path: str) -> None: ...
+
+    def __getattr__(self, name: str) -> None: ...
+
+
+def _compiled(capability: tuple[int, int], job: Job) -> tuple[str, str]:
     """(folder name, "") or ("", error)."""
     try:
         if isinstance(job, CudaSource):
             job.cubin(capability)
             return _base32(job.key(capability)), ""
-        return _base32(job.load().hash), ""
+        kernel = job.load()
     except Exception as error:  # of any stage of a compiler
         return "", f"{type(error).__name__}: {error}"
+    _compile_launcher(kernel)
+    return _base32(kernel.hash), ""
+
+
+def _compile_launcher(kernel: Any) -> None:
+    """Compile what launches a kernel, in C, into Triton's cache: the module that loads kernels, and in Triton 3.6 one for each
+    signature. What fails here fails at the start, which says why."""
+    with contextlib.suppress(Exception):
+        nvidia.CudaUtils()
+    if hasattr(nvidia, "make_launcher"):
+        with contextlib.suppress(Exception):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+@contextlib.contextmanager
+def _driver_to_link() -> Iterator[None]:
+    """Let Triton link with an empty libcuda where the driver is not installed."""
+    try:
+        nvidia.library_dirs()
+        found = True
+    except Exception:  # what is raised differs by what is missing
+        found = False
+    compiler = shutil.which("cc")
+    if found or compiler is None:
+        yield
+        return
+    before = knobs.nvidia.libcuda_path
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/libcuda.so.1"
+        command = [compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, "-x", "c"]
+        subprocess.run([*command, os.devnull], check=False, capture_output=True)
+        knobs.nvidia.libcuda_path = folder
+        try:
+            yield
+        finally:
+            knobs.nvidia.libcuda_path = before

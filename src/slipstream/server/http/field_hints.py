@@ -20,7 +20,7 @@ OTHERS = {
     **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
     **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
     **dict.fromkeys(("n_probs", "top_n_tokens"), "logprobs"),
-    **dict.fromkeys(("thinking_budget", "reasoning_budget"), "thinking_token_budget"),
+    "reasoning_budget": "thinking_token_budget",
     **dict.fromkeys(("thinking_budget_tokens", "reasoning_budget_tokens"), "thinking_token_budget"),
     "random_seed": "seed",
     "do_sample": "temperature",

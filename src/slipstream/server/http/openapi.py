@@ -11,6 +11,7 @@ from slipstream.server.anthropic.messages import CountTokensRequest, MessagesReq
 from slipstream.server.batches.batches import BatchRequest
 from slipstream.server.kserve.routes import GenerateRequest, InferRequest
 from slipstream.server.llama import routes as llama
+from slipstream.server.many.about import ModelBody
 from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai.audio import FORMATS, TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.protocol import (
@@ -187,9 +188,17 @@ _ERROR = {
 }
 
 
-def document(version: str, *, has_keys: bool) -> dict[str, Any]:
+_ON_DEMAND: dict[str, type[msgspec.Struct]] = dict.fromkeys(
+    ("/api/pull", "/api/delete", "/models/load", "/models/unload"), ModelBody
+)
+"""Routes of a server of several models."""
+
+
+def document(version: str, *, has_keys: bool, on_demand: bool = False) -> dict[str, Any]:
+    """The OpenAPI document. `on_demand`: of a server of several models."""
+    bodies = _BODIES | (_ON_DEMAND if on_demand else {})
     (_, components) = msgspec.json.schema_components(
-        _BODIES.values(), ref_template="#/components/schemas/{name}"
+        bodies.values(), ref_template="#/components/schemas/{name}"
     )
     answers = {
         "200": {"description": "The answer"},
@@ -199,7 +208,7 @@ def document(version: str, *, has_keys: bool) -> dict[str, Any]:
         },
     }
     paths: dict[str, Any] = {}
-    for path, kind in _BODIES.items():
+    for path, kind in bodies.items():
         content = _json_content({"$ref": f"#/components/schemas/{kind.__name__}"})
         place = {"parameters": [_ID]} if "{id}" in path else {}
         operation = {
@@ -207,7 +216,8 @@ def document(version: str, *, has_keys: bool) -> dict[str, Any]:
             "requestBody": {"required": True, "content": content},
             "responses": answers,
         }
-        paths[path] = {"post": {"summary": kind.__doc__, **operation}}
+        verb = "delete" if path == "/api/delete" else "post"
+        paths[path] = {verb: {"summary": kind.__doc__, **operation}}
     for verb, found in (("get", _GETS), ("delete", _DELETES)):
         for path, summary in found.items():
             parameters = [_ID] if "{id}" in path else []

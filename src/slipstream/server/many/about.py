@@ -51,7 +51,7 @@ _SHOWN = {"loaded": "ready", "loading": "starting", "unloading": "draining", "as
 
 
 class ModelBody(Struct, kw_only=True):
-    """A body that names a model, as Ollama (`model`, formerly `name`) and llama.cpp have it."""
+    """A model, by Ollama's or llama.cpp's field"""
 
     model: str = ""
     name: str = ""

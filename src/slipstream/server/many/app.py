@@ -86,6 +86,7 @@ def create_many_app(
         settings = dataclasses.replace(settings, batch_max_concurrent=8)
     settings = dataclasses.replace(settings, served_model_names=tuple(slots.slots) or ("none",))
     state = make_state(engine, settings, engine.model_name)
+    state.on_demand = True
     about = About(state, slots)
     own = {route.path: route for route in about.routes()}
     routes = [
@@ -197,7 +198,6 @@ def prepare(slot: Slot, shared: ServerState) -> None:
         engine=cast(EngineProtocol, engine),
         settings=settings,
         observers=Observers(own, all_.audit, all_.telemetry),
-        on_demand=True,
         created=int(time.time()),
     )
     slot.routes = model_routes(slot.server_state)

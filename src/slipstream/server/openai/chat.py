@@ -302,14 +302,17 @@ async def prepare(
     reading = reading_of(state, body, tokens, prompt.template, prompt.begun)
     if reading is not None:
         assert tokenizer is not None
-        budget = EFFORT_BUDGETS.get(body.reasoning_effort or "")
+        advised = "reasoning_effort" in prompt.hints
+        budget = body.thinking_budget
+        if budget is None and advised:
+            budget = EFFORT_BUDGETS.get(body.reasoning_effort or "")
         if (
             budget is not None
-            and "reasoning_effort" in prompt.hints
             and sampling.thinking_token_budget is None
             and reading.reasoning(tokenizer) is not None
         ):
-            prompt.hints.remove("reasoning_effort")
+            if advised:
+                prompt.hints.remove("reasoning_effort")
             sampling = dataclasses.replace(sampling, thinking_token_budget=budget)
         both = sampling.structured_outputs is not None  # then the grammar includes the calls
         checked = dataclasses.replace(reading, enforced=True) if both else reading

@@ -349,6 +349,22 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     parsed: Raw = HINT
 
 
+class ChatReasoning(Struct, kw_only=True):
+    """OpenRouter's `reasoning`. Other members have no effect."""
+
+    effort: str | None = None
+    max_tokens: Int | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # true: the answer leaves it out
+
+
+class ChatThinking(Struct, kw_only=True):
+    """`thinking` of DeepSeek's, GLM's and Kimi's APIs. Other members have no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: Int | None = None
+
+
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
@@ -363,6 +379,14 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     include_reasoning: bool | None = None  # vLLM's; false: the answer leaves it out
     reasoning_effort: str | None = None  # for templates that know it, like `verbosity`
     verbosity: str | None = None
+    # Other hosts' fields for the two above and for `thinking_token_budget`; see `read_thinking`.
+    reasoning: ChatReasoning | None = None
+    thinking: ChatThinking | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Int | None = None  # a hint to a model that does not think
+    separate_reasoning: Raw = OFF  # SGLang's, with the next
+    stream_reasoning: Raw = OFF
+    reasoning_format: Raw = OFF  # llama.cpp's
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -375,8 +399,30 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     audio: Raw = OFF
     web_search_options: Raw = OFF
     moderation: Raw = OFF
+    usage: Raw = HINT  # OpenRouter's, up to `trace`
+    provider: Raw = HINT
+    models: Raw = HINT
+    route: Raw = HINT
+    transforms: Raw = HINT
+    session_id: Raw = HINT
+    trace: Raw = HINT
+    user_id: Raw = HINT  # DeepSeek's and GLM's
+    tool_stream: Raw = HINT
+    cache_prompt: Raw = HINT  # llama.cpp's, up to `return_progress`
+    id_slot: Raw = HINT
+    timings_per_token: Raw = HINT
+    return_progress: Raw = HINT
+    ttl: Raw = HINT  # LM Studio's
 
+    hints: ClassVar[tuple[str, ...]] = (
+        *GenerationRequest.hints,
+        *("usage", "provider", "models", "route", "transforms", "session_id", "trace", "user_id"),
+        *("tool_stream", "cache_prompt", "id_slot", "timings_per_token", "return_progress", "ttl"),
+    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "separate_reasoning": (b"null", b"true"),
+        "stream_reasoning": (b"null", b"true"),
+        "reasoning_format": (b"null", b'"auto"', b'"deepseek"'),
         "functions": (b"null", b"[]"),
         "function_call": (b"null", b'"none"'),
         "modalities": (b"null", b'["text"]'),
@@ -388,6 +434,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse_unless_off(self, self.off)
+        self.read_thinking()
         offer_of(self)
         if taken := TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
             raise bad_request(
@@ -411,6 +458,22 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             raise bad_request(
                 "max_tokens and max_completion_tokens disagree; give one", "max_completion_tokens"
             )
+
+    def read_thinking(self) -> None:
+        """Take over what other hosts' fields say of thinking, where the own fields say nothing."""
+        reasoning, thinking = self.reasoning or ChatReasoning(), self.thinking or ChatThinking()
+        if self.thinking_budget is None:
+            self.thinking_budget = (
+                thinking.budget_tokens if reasoning.max_tokens is None else reasoning.max_tokens
+            )
+        if self.enable_thinking is None:
+            self.enable_thinking = reasoning.enabled
+        if self.enable_thinking is None and thinking.type in ("enabled", "disabled"):
+            self.enable_thinking = thinking.type == "enabled"
+        if self.reasoning_effort is None:
+            self.reasoning_effort = "none" if self.enable_thinking is False else reasoning.effort
+        if reasoning.exclude and self.include_reasoning is None:
+            self.include_reasoning = False
 
     def param(self, field: str | None) -> str | None:
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
@@ -759,8 +822,14 @@ def template_variables(body: ChatRequest, template: str | None) -> tuple[dict[st
             given.setdefault("enable_thinking", False)
         else:
             hints.append(name)
+    if body.enable_thinking is not None:
+        for name in SWITCHES.findall(template or ""):
+            given.setdefault(name, body.enable_thinking)
     return given, hints
 
+
+SWITCHES = re.compile(r"\b(enable_thinking|thinking(?= is (?:not )?defined))\b")
+"""Names of chat templates' switches for thinking: most have the first, DeepSeek V3.1's and Kimi's the second."""
 
 T = TypeVar("T", bound=Struct)
 _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {}

@@ -272,6 +272,8 @@ WRITTEN_AS = (
     ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP, by transformers 4
     ("feedforward_layer_norm", "post_attention_layernorm"),  # OLMo Hybrid's attention, by 5
     (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
+    # Kimi Linear's adapters, by 5
+    *((".forget_gate.", "."), (".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")),
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
     *(
@@ -288,13 +290,20 @@ WRITTEN_AS = (
 """Parts of names that transformers writes in the place of the usual ones."""
 
 
-def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
-    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
+def canonical(
+    name: str,
+    prefixes: tuple[str, ...],
+    names: Mapping[str, Placement],
+    renamed: tuple[tuple[str, str], ...] = WRITTEN_AS,
+) -> str | None:
+    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one.
+    Each pair of `renamed` is used once, in order."""
     for prefix in ("", *prefixes):
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short
-    for theirs, usual in WRITTEN_AS:
-        if theirs in name and (found := canonical(name.replace(theirs, usual), prefixes, names)):
+    for i, (theirs, usual) in enumerate(renamed, 1):
+        other = name.replace(theirs, usual)
+        if theirs in name and (found := canonical(other, prefixes, names, renamed[i:])):
             return found
     # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
     bare = without_prefix(name, prefixes)

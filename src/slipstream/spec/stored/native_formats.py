@@ -13,6 +13,7 @@ from slipstream.spec.scheme import FORMATS, FP8_TILE, SCHEMES, Scheme, WeightFor
 from slipstream.spec.stored.quantization_config import StoredFormats
 
 PRODUCTS = (
+    ".in.weight",
     ".qkv.weight",
     ".out.weight",
     ".up.weight",

@@ -80,13 +80,13 @@ class Drafter(ABC):
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = self.make_cache(num_blocks)
-        self._block_rows = self.memory.ops.block_rows(self._block_arrays())
+        self._block_rows = self.memory.ops.block_rows(self.block_parts())
 
     def release(self) -> None:
         self.kv.clear()
         self._block_rows = None
 
-    def _block_arrays(self) -> list[Any]:
+    def block_parts(self) -> list[Any]:
         """Arrays that hold a part of every block each."""
         return cache_parts(self.kv)
 

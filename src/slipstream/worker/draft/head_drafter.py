@@ -73,9 +73,9 @@ class HeadDrafter(Drafter):
         super().release()
         self.states.kept = None
 
-    def _block_arrays(self) -> list[Any]:
+    def block_parts(self) -> list[Any]:
         return [
-            *super()._block_arrays(),
+            *super().block_parts(),
             self.states.kept.reshape(-1, self.block_size, self.hidden_size),
         ]
 

@@ -17,7 +17,7 @@ from slipstream.config.forms import (
 )
 from slipstream.costs.estimate import by_cpu_kernels
 from slipstream.kernels.cpu.native import CACHES, has_cpu_kernels
-from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
+from slipstream.model.trace import HOST_EXPERTS, INT4_CACHE, SPLIT, STREAMED, covered
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import CompressedAttentionSpec, DisentangledSpec, ModelSpec
 from slipstream.spec.reason import Reason
@@ -37,6 +37,8 @@ def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None
             return {name: HOST_EXPERTS}
         case StreamedLayers(), _:
             return {name: STREAMED}
+        case _ if config.cache.dtype == "int4":
+            return {name: INT4_CACHE}
         case _, OneDevice():
             pass
         case _, (TensorParallel(sequence=False) | DealtRequests()) if not on_cpu:

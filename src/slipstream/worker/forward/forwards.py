@@ -29,6 +29,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads, normalized, pool
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
+from slipstream.model.trace import INT4_CACHE
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
 from slipstream.text_messages import TextTask
@@ -223,8 +224,8 @@ class WithImages(Variant):
 class Forwards:
     """The table of paths that run the model, most special first. Some path covers every batch."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, *, int4_cache: bool = False) -> None:
+        self.decoder, self.int4_cache = decoder, int4_cache
         self.refused: dict[str, Reason] = {}
         self.paths: list[Forward] = []
         self.base: PlainForward = Eager(decoder)
@@ -270,7 +271,7 @@ class Forwards:
                 self.base = ProgramForward(program, self.states)
                 self.paths = [self.base]
         else:
-            kernel = compile_one_token(self.decoder)
+            kernel = INT4_CACHE if self.int4_cache else compile_one_token(self.decoder)
             if isinstance(kernel, Reason):
                 self._refuse(OneToken.name, kernel)
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.triton.cuda import CudaSource
 from slipstream.kernels.triton.kernel_cache import use_layers
-from slipstream.kernels.triton.variants import KernelVariant, compile_all, recording
+from slipstream.kernels.triton.variants import Compilers, Job, KernelVariant, recording
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, one_of_each_passage
 from slipstream.platform import platform_of
@@ -71,16 +72,24 @@ def _pass_repeated_layers(decoder: Decoder) -> None:
     ]
 
 
-def find_kernels(args: EngineArgs, capability: tuple[int, int]) -> EngineKernels:
-    """The kernels of an engine with these settings on a GPU of this compute capability.
+def find_kernels(
+    args: EngineArgs,
+    capability: tuple[int, int],
+    take: Callable[[Iterable[Job]], None] = lambda jobs: None,
+) -> EngineKernels:
+    """The kernels of an engine with these settings on a GPU of this compute capability. `take` gets each as it is found,
+    perhaps again: CUDA sources when the first engine is made.
 
-    Steps run op by op in one engine, and in graphs in another: padding changes some variants.
+    Steps run in graphs in one engine, and op by op in another: padding changes some variants.
     """
+    platform = platform_of(torch.device("meta"))
+    assert isinstance(platform, MetaPlatform)
     device = "meta:{}{}".format(*capability)
     args = replace(args, device=device, load_format="dummy", skip_tokenizer_init=True, canary="off")
-    with recording(capability) as found:
-        for eager in (True,) if args.enforce_eager else (True, False):
+    with recording(capability, lambda variant: take((variant,))) as found:
+        for eager in (True,) if args.enforce_eager else (False, True):
             executor = LocalExecutor.build(replace(args, enforce_eager=eager))
+            take(platform.cuda_sources)
             executor.warm_up()
             if isinstance(executor.runner, ModelRunner) and executor.runner.model.spec.generates:
                 steps = KernelSteps(executor.runner)
@@ -93,8 +102,7 @@ def find_kernels(args: EngineArgs, capability: tuple[int, int]) -> EngineKernels
             while executor.capture_next():
                 pass
             executor.shutdown()
-    platform = platform_of(torch.device("meta"))
-    assert isinstance(platform, MetaPlatform)
+    take(platform.cuda_sources)
     return EngineKernels(frozenset(found), frozenset(platform.cuda_sources))
 
 
@@ -104,15 +112,11 @@ def carry_out(order: KernelOrder) -> None:
     platform.describe(order.gpu)
     capability = order.gpu.capability
     args = EngineArgs(**order.settings)
-    found = find_kernels(args, capability)
     use_layers([Path(layer) for layer in order.layers])
-    names, failed = compile_all(
-        capability,
-        found.variants,
-        found.sources,
-        num_processes=min(MAX_PROCESSES, available_cores()),
-        folder=order.folder,
-    )
+    num_processes = min(MAX_PROCESSES, available_cores())
+    with Compilers(capability, num_processes=num_processes, folder=order.folder) as compilers:
+        found = find_kernels(args, capability, compilers.compile)
+        names, failed = compilers.results()
     made = [v for v in sorted(found.variants) if v in names]
     text = json.dumps(
         {

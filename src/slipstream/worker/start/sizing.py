@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.config import DTYPE_BYTES, KV_BYTES, EngineConfig
 from slipstream.costs.memory import (
     MemoryLedger,
     block_bytes,
@@ -22,7 +22,7 @@ def fit_cache(
 ) -> tuple[EngineConfig, MemoryLedger, Runner]:
     """Size the KV cache by the memory that is left, allocate it, and account for all of it."""
     spec, ranks = loaded.model.spec, loaded.partition
-    one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
+    one_block = block_bytes(spec, config.cache.block_size, KV_BYTES[config.cache.dtype])
     weights, rows = loaded.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
     if loaded.draft is not None:
         one_block += loaded.draft.block_bytes

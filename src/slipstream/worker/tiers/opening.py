@@ -9,12 +9,13 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream import __version__
 from slipstream.config import EngineConfig
+from slipstream.config.forms import HeadDrafts, LearnedDrafts, ModelDrafts
 from slipstream.costs.hardware import host_memory
 from slipstream.costs.memory import host_share, host_slots, staged_blocks
 from slipstream.errors import ConfigError
@@ -74,6 +75,18 @@ def open_tiers(
     return runner.open_store(disk, host_slots(config, block_bytes, state_bytes), staged)
 
 
+def _draft_identity(config: EngineConfig, runner: Runner) -> list[Any]:
+    """Settings that the draft's part of a block depends on; empty if blocks have none. MTP layers are in the model's
+    checkpoint. A head that changed on a hub under its name would make its drafts worse, and no answer."""
+    drafts, own = config.speculation, list[Any]()
+    if runner.loaded.draft is None or not isinstance(drafts, LearnedDrafts):
+        return own
+    if isinstance(drafts, ModelDrafts | HeadDrafts):
+        files = [(file.name, file.stat()) for file in sorted(Path(drafts.model).glob("*"))]
+        own = [drafts.model, *((name, x.st_size, x.st_mtime_ns) for name, x in files)]
+    return [drafts.method, drafts.quantization, runner.loaded.draft.block_bytes, *own]
+
+
 def identity(config: EngineConfig, description: ModelDescription, runner: Runner) -> bytes:
     """Digest of everything a block's contents depend on, except what its key covers.
 
@@ -101,6 +114,7 @@ def identity(config: EngineConfig, description: ModelDescription, runner: Runner
         ],
         [type(runner.loaded).__name__, runner.ops.describe()],
         str(None if runner.loaded.partition is None else runner.loaded.partition.shard),
+        _draft_identity(config, runner),
     ]
     digest = hashlib.sha256(json.dumps(known).encode())
     for pair in runner.loaded.kv_scales or ():

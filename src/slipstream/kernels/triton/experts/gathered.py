@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, tile_of
+from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, pairs_of_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import (
     Activations,
@@ -44,17 +44,9 @@ def _expert_gemm_kernel(
     tile."""
     if PDL:
         pdl_wait()
-    tile = tl.program_id(1)
-    ms = tl.arange(0, BLOCK_M)
-    if UNSORTED:
-        expert = tl.load(order_ptr + tile)
-        position, live = tile + ms, ms == 0
-        pair = position
-    else:
-        expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
-        position = first + ms
-        live = position < end
-        pair = tl.load(order_ptr + position, mask=live, other=0)
+    expert, position, live, pair = pairs_of_tile(
+        tl.program_id(1), order_ptr, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X, UNSORTED
+    )
     if expert < X:
         source = (pair // TOP_K if GATHER else position).to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

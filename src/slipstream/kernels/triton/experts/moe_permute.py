@@ -116,6 +116,26 @@ def tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M: tl.constexpr, BLOCK_X: tl.co
     )
 
 
+@triton.jit
+def pairs_of_tile(
+    tile, order_ptr, starts_ptr, ends_ptr, X,
+    BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr, UNSORTED: tl.constexpr,
+):  # fmt: skip
+    """A tile's expert (X: no such tile), and its pairs' positions, which of them exist, and the pairs. UNSORTED: each pair
+    is a tile."""
+    ms = tl.arange(0, BLOCK_M)
+    if UNSORTED:
+        expert = tl.load(order_ptr + tile)
+        position, live = tile + ms, ms == 0
+        pair = position
+    else:
+        expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
+        position = first + ms
+        live = position < end
+        pair = tl.load(order_ptr + position, mask=live, other=0)
+    return expert, position, live, pair
+
+
 def pairs_per_tile(count: int, num_experts: int) -> int:
     """Pairs per tile, growing with the average number of pairs per expert: an expert in one tile
     reads its weight once."""

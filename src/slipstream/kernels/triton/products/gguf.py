@@ -31,7 +31,7 @@ from triton import knobs
 from slipstream.kernels import gguf_codes
 from slipstream.kernels.gguf_codes import FORMS, CodeForm
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, tile_of
+from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, pairs_of_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import BlockLinear, BlockRows, CodedLinear, JoinedLinear, Linear
@@ -729,17 +729,9 @@ def _experts_kernel(
     kind: tl.constexpr = x_ptr.dtype.element_ty
     if PDL:
         pdl_wait()
-    tile = tl.program_id(1)
-    ms = tl.arange(0, BLOCK_M)
-    if UNSORTED:
-        expert = tl.load(order_ptr + tile)
-        position, live = tile + ms, ms == 0
-        pair = position
-    else:
-        expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
-        position = first + ms
-        live = position < end
-        pair = tl.load(order_ptr + position, mask=live, other=0)
+    expert, position, live, pair = pairs_of_tile(
+        tl.program_id(1), order_ptr, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X, UNSORTED
+    )
     if expert < X:
         source = (pair // TOP_K if GATHER else position).to(tl.int64)
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -46,6 +46,8 @@ def read(c: ConfigReader) -> ModelSpec:
         return "full_attention" if is_attention else "linear_attention"
 
     which = kinds(c, ("full_attention", "linear_attention"), kind)
+    if "full_attention" not in which:
+        raise c.unsupported("layer_types", "has no layer with attention, and needs one")
 
     def layer(i: int) -> LayerSpec:
         if which[i] == "full_attention":

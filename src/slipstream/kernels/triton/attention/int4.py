@@ -1,0 +1,437 @@
+"""Attention over an int4 cache, whose format is `kernels.int4_cache`'s, and writing to it.
+
+1. `rope_and_cache` rotates heads as for any cache, with keys and values side by side in buffers. A
+   second kernel folds and multiplies them by the Hadamard matrix, rounds them, and writes the cache.
+2. `attention` reads codes. Halves of the dimensions are products of their own, because a byte holds
+   a number of each: so no register is moved to another place. Codes are whole numbers and a half,
+   exact in float16. Scales of keys multiply scores, scales of values the weights.
+3. The results are multiplied by the Hadamard matrix once more.
+
+Decodes and prompts are split and walked as in `paged.py`. Members of a shared prefix read its blocks
+one by one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import AttentionParams, QKVLayout
+from slipstream.kernels.triton import pointwise
+from slipstream.kernels.triton.attention.paged import (
+    DECODE_ACC_SIZE,
+    LOG2E,
+    _locate_keys,
+    _online_softmax,
+    _scores,
+)
+from slipstream.kernels.triton.attention.split_keys import (
+    MAX_PARTS,
+    DecodeParts,
+    combine,
+    merge_parts,
+    scratch,
+)
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
+from slipstream.platform import platform_of
+
+VALUE_SCALE = tl.constexpr(16.0)
+"""Weights times values' scales are multiplied by it, so that float16 holds them: 16 steps are twice the largest value."""
+
+
+@triton.jit
+def _hadamard(x, y, SIZE: tl.constexpr):
+    """Halves x, y [M, SIZE] of rows times the Hadamard matrix of 2 · SIZE."""
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    odd = i & j
+    odd ^= odd >> 8
+    odd ^= odd >> 4
+    odd ^= odd >> 2
+    odd ^= odd >> 1
+    signs = (1 - 2 * (odd & 1)).to(tl.float16)
+    low = tl.dot((x + y).to(tl.float16), signs, input_precision="ieee")
+    high = tl.dot((x - y).to(tl.float16), signs, input_precision="ieee")
+    root = tl.rsqrt(2.0 * SIZE)
+    return low * root, high * root
+
+
+@triton.jit
+def _code(x, largest, MOST: tl.constexpr):
+    """Numbers x [M, N] whose largest magnitudes are [M] → codes, int32, and the scales' bytes [M]."""
+    half = tl.minimum(largest * (1.0 / MOST), 60000.0).to(tl.float16)
+    byte = tl.minimum((half.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, 0xF7)
+    step = _scale(byte)
+    inverse = 1.0 / tl.where(step > 0.0, step, 1.0)
+    code = tl.floor(x * inverse[:, None])
+    code = tl.minimum(tl.maximum(code, -1.0 * MOST), MOST - 1.0) + MOST
+    return code.to(tl.int32), byte.to(tl.uint8)
+
+
+@triton.jit
+def _scale(byte):
+    return (byte.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _halves(at, mask, HALF: tl.constexpr):
+    """Both halves of heads' numbers, float32."""
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return x, tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(at, x, y, mask, HALF: tl.constexpr):
+    tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, y.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _write_key(
+    at, keys_ptr, fold, base, slot, inside, HALF: tl.constexpr, AWAY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write BLOCK_T keys of a head. `fold` points to its factors, and AWAY numbers later to its means."""
+    FIFTH: tl.constexpr = HALF // 4
+    ds, mask = tl.arange(0, HALF), inside[:, None]
+    x, y = _halves(at, mask, HALF)
+    x = (x - tl.load(fold + AWAY + ds)[None, :]) * tl.load(fold + ds)[None, :]
+    y = (y - tl.load(fold + AWAY + HALF + ds)[None, :]) * tl.load(fold + HALF + ds)[None, :]
+    x, y = _hadamard(x, y, HALF)
+    low, first = _code(x, tl.max(tl.abs(x), 1), 16)
+    high, second = _code(y, tl.max(tl.abs(y), 1), 16)
+    base *= BLOCK_SIZE * (HALF + FIFTH + 2)
+    to = keys_ptr + (base + slot * HALF)[:, None] + ds[None, :]
+    tl.store(to, (low & 15 | (high & 15) << 4).to(tl.uint8), mask=mask)
+    fifth = (low >> 4 | high & 16) << (ds // FIFTH)[None, :]
+    fifth = tl.sum(tl.reshape(fifth, (BLOCK_T, 4, FIFTH)), 1).to(tl.uint8)
+    bits = keys_ptr + (base + BLOCK_SIZE * HALF + slot * FIFTH)[:, None]
+    tl.store(bits + tl.arange(0, FIFTH)[None, :], fifth, mask=mask)
+    steps = keys_ptr + base + BLOCK_SIZE * (HALF + FIFTH) + slot * 2
+    tl.store(steps, first, mask=inside)
+    tl.store(steps + 1, second, mask=inside)
+
+
+@triton.jit
+def _write_value(at, values_ptr, base, slot, inside, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    ds, mask = tl.arange(0, HALF), inside[:, None]
+    x, y = _halves(at, mask, HALF)
+    x, y = _hadamard(x, y, HALF)
+    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+    low, step = _code(x, largest, 8)
+    high, step = _code(y, largest, 8)
+    base *= BLOCK_SIZE * (HALF + 1)
+    to = values_ptr + (base + slot)[:, None] + ds[None, :] * BLOCK_SIZE
+    tl.store(to, (low | high << 4).to(tl.uint8), mask=mask)
+    tl.store(values_ptr + base + BLOCK_SIZE * HALF + slot, step, mask=inside)
+
+
+@triton.jit
+def _write_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, fold_ptr, slots_ptr, num_tokens,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Fold BLOCK_T tokens of one head: queries in place, keys and values into the cache."""
+    if PDL:
+        pdl_wait()
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(0)
+    tokens, ds = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, HALF)
+    inside = tokens < num_tokens
+    if head < H:
+        at = q_ptr + (tokens.to(tl.int64) * H + head)[:, None] * D + ds[None, :]
+        fold = fold_ptr + head // (H // K) * D + ds
+        x, y = _halves(at, inside[:, None], HALF)
+        x, y = _hadamard(x / tl.load(fold)[None, :], y / tl.load(fold + HALF)[None, :], HALF)
+        _store_halves(at, x, y, inside[:, None], HALF)
+    else:
+        slots = tl.load(slots_ptr + tokens, mask=inside, other=0)
+        own = (head - H) % K
+        base, offset = slots // BLOCK_SIZE * K + own, (tokens.to(tl.int64) * K + own)[:, None] * D
+        slot = slots % BLOCK_SIZE
+        if head < H + K:
+            _write_key(
+                k_ptr + offset + ds[None, :], keys_ptr, fold_ptr + own * D, base, slot, inside, HALF, K * D, BLOCK_SIZE, BLOCK_T
+            )  # fmt: skip
+        else:
+            _write_value(
+                v_ptr + offset + ds[None, :], values_ptr, base, slot, inside, HALF, BLOCK_SIZE
+            )
+
+
+@triton.jit
+def _rotate_kernel(x_ptr, num_rows, D: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """Multiply rows of D numbers by the Hadamard matrix, in place."""
+    if PDL:
+        pdl_wait()
+    HALF: tl.constexpr = D // 2
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = (rows < num_rows)[:, None]
+    at = x_ptr + rows[:, None] * D + tl.arange(0, HALF)[None, :]
+    x, y = _halves(at, mask, HALF)
+    x, y = _hadamard(x, y, HALF)
+    _store_halves(at, x, y, mask, HALF)
+
+
+@triton.jit
+def _halves_of_keys(
+    k_ptr, base, slot, ds,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Keys' numbers without their scales, float16 [N, HALF] twice, and their scales [N] twice."""
+    FIFTH: tl.constexpr = HALF // 4
+    base *= BLOCK_SIZE * (HALF + FIFTH + 2)
+    codes = tl.load(k_ptr + (base + slot * HALF)[:, None] + ds[None, :]).to(tl.uint16)
+    bits = k_ptr + (base + BLOCK_SIZE * HALF + slot * FIFTH)[:, None] + (ds % FIFTH)[None, :]
+    fifth = tl.load(bits).to(tl.uint16) >> (ds // FIFTH).to(tl.uint16)[None, :]
+    # 0x5400 is the float16 64, whose fourth bit from the right is 1
+    low = (codes << 4) & 0xF0 | (fifth << 8) & 0x100 | 0x5400
+    high = codes & 0xF0 | (fifth << 4) & 0x100 | 0x5400
+    steps = k_ptr + base + BLOCK_SIZE * (HALF + FIFTH) + slot * 2
+    low = low.to(tl.float16, bitcast=True) - 79.5
+    high = high.to(tl.float16, bitcast=True) - 79.5
+    return low, high, _scale(tl.load(steps)), _scale(tl.load(steps + 1))
+
+
+@triton.jit
+def _halves_of_values(v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Values' numbers without their scales, float16 [HALF, N] twice, and their scales [N]."""
+    base *= BLOCK_SIZE * (HALF + 1)
+    codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None]).to(tl.uint16)
+    low = ((codes << 4) & 0xF0 | 0x5400).to(tl.float16, bitcast=True) - 71.5
+    high = (codes & 0xF0 | 0x5400).to(tl.float16, bitcast=True) - 71.5
+    return low, high, _scale(tl.load(v_ptr + base + BLOCK_SIZE * HALF + slot)) * VALUE_SCALE
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "num_seqs", "splits"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, parts_ptr, arrived_ptr, slopes_ptr,
+    bias_ptr, sinks_ptr, scale, softcap, window, table_stride, reach, num_seqs, splits,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILES: tl.constexpr,
+    BLOCK_G: tl.constexpr, MERGED_G: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    MAX_PARTS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`paged._decode_kernel` over codes."""
+    if PDL:
+        pdl_wait()
+    HALF: tl.constexpr = D // 2
+    tile, seq = tl.program_id(0), tl.program_id(1)
+    part, begin = parts_ptr + seq * 8, 0 * seq
+    end, slot = tl.load(part + 2), tl.load(part + 3)
+    is_first = seq < num_seqs
+    if seq >= num_seqs:
+        seq, begin = tl.load(part), tl.load(part + 1)
+    if seq < 0:
+        return
+    head = tile // HEAD_TILES
+    length = tl.load(lens_ptr + seq)
+    if HAS_WINDOW:
+        begin = tl.where(is_first, tl.maximum(0, length - window) // BLOCK_N * BLOCK_N, begin)
+    gs, ds = tile % HEAD_TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, HALF)
+    heads = head * G + gs
+    offset = (seq * (K * G) + heads)[None, :] * D + ds[:, None]
+    live = (gs < G)[None, :]
+    q_low = tl.load(q_ptr + offset, mask=live, other=0.0).to(tl.float16)
+    q_high = tl.load(q_ptr + offset + HALF, mask=live, other=0.0).to(tl.float16)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + heads, mask=gs < G, other=0.0)[None, :]
+    bias = (bias_ptr + heads * (2 * reach + 1) + reach)[None, :]
+    m_i = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_G,), tl.float32)
+    if HAS_SINKS:  # counted once, in the first part
+        is_first = is_first & (begin < end)
+        sinks = tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E
+        m_i = tl.where(is_first, sinks, m_i)
+        l_i = tl.where(is_first, 1.0, l_i)
+    low, high = tl.zeros((HALF, BLOCK_G), tl.float32), tl.zeros((HALF, BLOCK_G), tl.float32)
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
+        base = block * K + head
+        # Loads are not masked: all bytes of the cache stand for finite numbers.
+        k_low, k_high, first, second = _halves_of_keys(k_ptr, base, at_slot, ds, HALF, BLOCK_SIZE)
+        v_low, v_high, steps = _halves_of_values(v_ptr, base, at_slot, ds, HALF, BLOCK_SIZE)
+        s = tl.dot(k_low, q_low, input_precision="ieee") * first[:, None]
+        s += tl.dot(k_high, q_high, input_precision="ieee") * second[:, None]
+        away = (length - 1 - at)[:, None]
+        s, to_log2 = _scores(
+            s, scale, softcap, slope, bias, reach, away, live, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+        )
+        seen = at < end
+        if HAS_WINDOW:
+            seen = seen & (at >= length - window)
+        s = tl.where(seen[:, None], s, float("-inf"))
+        new = tl.maximum(m_i, tl.max(s, 0) * to_log2)  # finite: each tile has an unmasked key
+        p = tl.exp2(s * to_log2 - new[None, :])
+        alpha = tl.exp2(m_i - new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        weights = (p * steps[:, None]).to(tl.float16)
+        low = low * alpha[None, :] + tl.dot(v_low, weights, input_precision="ieee")
+        high = high * alpha[None, :] + tl.dot(v_high, weights, input_precision="ieee")
+        m_i = new
+    empty = l_i == 0.0
+    total = (tl.where(empty, 1.0, l_i) * VALUE_SCALE)[None, :]
+    low, high = low / total, high / total
+    if slot < 0:
+        _store_halves(out_ptr + offset, low, high, live, HALF)
+    else:
+        place = slot * (K * G) + heads
+        if not FUSED:
+            place = (seq * (K * G) + heads) * splits + slot
+        lse = tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i)))
+        tl.store(lse_ptr + place, lse, mask=gs < G)
+        to = partial_ptr + place[None, :] * D + ds[:, None]
+        _store_halves(to, low, high, live, HALF)
+        if FUSED:
+            first_slot, num = tl.load(part + 4), tl.load(part + 5)
+            arrived = arrived_ptr + first_slot * (K * HEAD_TILES) + tile
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+                tl.store(arrived, 0)
+                ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
+                merge_parts(
+                    partial_ptr, lse_ptr, out_ptr, first_slot, num, seq, head * G + ms, ms < G, K * G, D, D, MAX_PARTS,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "first_seq"])
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, starts_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, scale, softcap, window,
+    table_stride, reach, first_seq,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """`paged._prefill_kernel` over codes, with a causal mask."""
+    HALF: tl.constexpr = D // 2
+    head, seq = tl.program_id(0), tl.program_id(1) + first_seq
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # longest first
+    start = tl.load(starts_ptr + seq)
+    num_queries = tl.load(starts_ptr + seq + 1) - start
+    if tile * BLOCK_M >= num_queries * G:
+        return
+    length = tl.load(lens_ptr + seq)
+    context = length - num_queries
+    rows, ds = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HALF)
+    live = (rows < num_queries * G)[:, None]
+    heads = head * G + rows % G
+    positions = context + rows // G
+    offset = ((start + rows // G).to(tl.int64) * (K * G) + heads)[:, None] * D + ds[None, :]
+    q_low = tl.load(q_ptr + offset, mask=live, other=0.0).to(tl.float16)
+    q_high = tl.load(q_ptr + offset + HALF, mask=live, other=0.0).to(tl.float16)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + heads)[:, None]
+    bias = (bias_ptr + heads * (2 * reach + 1) + reach)[:, None]
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS:
+        m_i, l_i = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E, l_i + 1.0
+    low, high = tl.zeros((BLOCK_M, HALF), tl.float32), tl.zeros((BLOCK_M, HALF), tl.float32)
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(0, context + tile * BLOCK_M // G - window + 1) // BLOCK_N * BLOCK_N
+    end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
+    for key in range(begin, end, BLOCK_N):
+        at = key + tl.arange(0, BLOCK_N)
+        block, slot = _locate_keys(table, key, end, BLOCK_N, BLOCK_SIZE, True)
+        base = block * K + head
+        k_low, k_high, first, second = _halves_of_keys(k_ptr, base, slot, ds, HALF, BLOCK_SIZE)
+        v_low, v_high, steps = _halves_of_values(v_ptr, base, slot, ds, HALF, BLOCK_SIZE)
+        distance = positions[:, None] - at[None, :]
+        s = tl.dot(q_low, tl.trans(k_low), input_precision="ieee") * first[None, :]
+        s += tl.dot(q_high, tl.trans(k_high), input_precision="ieee") * second[None, :]
+        s, to_log2 = _scores(
+            s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+        )
+        s = tl.where(distance >= 0, s, float("-inf"))
+        if HAS_WINDOW:
+            s = tl.where(distance < window, s, float("-inf"))
+        p, alpha, m_i, l_i = _online_softmax(s, to_log2, m_i, l_i)
+        weights = (p * steps[None, :]).to(tl.float16)
+        low = tl.dot(weights, tl.trans(v_low), low * alpha[:, None], input_precision="ieee")
+        high = tl.dot(weights, tl.trans(v_high), high * alpha[:, None], input_precision="ieee")
+    total = (tl.where(l_i == 0.0, 1.0, l_i) * VALUE_SCALE)[:, None]
+    _store_halves(out_ptr + offset, low / total, high / total, live, HALF)
+
+
+def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    """`OpSet.rope_and_cache` for an int4 cache."""
+    num_tokens, dim, fold = len(qkv), heads.head_dim, kv.fold
+    assert fold is not None
+    k, v = torch.empty(
+        2, num_tokens, heads.num_kv_heads, 1, dim, dtype=qkv.dtype, device=qkv.device
+    )
+    q = pointwise.rope_and_cache(qkv, LayerKV(k, v), meta, heads, staged=True)
+    if num_tokens:
+        rows = 16 if num_tokens <= 512 else 64
+        grid = heads.num_heads + 2 * heads.num_kv_heads, triton.cdiv(num_tokens, rows)
+        _write_kernel[grid](
+            q, k, v, kv.k, kv.v, fold, meta.slot_mapping, num_tokens, H=heads.num_heads, K=fold.shape[1], D=dim,
+            BLOCK_SIZE=kv.block_size, BLOCK_T=rows, num_warps=4, **pdl_options(q),
+        )  # fmt: skip
+    return q
+
+
+def attention(
+    q: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    s: AttentionParams,
+    *,
+    decode_tile: tuple[int, int, int] = (16, 1, 6),
+    deterministic: bool = False,
+) -> Tensor:
+    """`OpSet.attention` over an int4 cache. `decode_tile` and `deterministic`: see `paged_attention`."""
+    assert s.causal
+    out = torch.empty_like(q)
+    num_heads, dim = q.shape[1:]
+    num_kv_heads, num_seqs = kv.k.shape[1], meta.seq_lens.shape[0]
+    group = num_heads // num_kv_heads
+    shape = dict(K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=kv.block_size)
+    flags = dict(
+        HAS_WINDOW=s.window is not None,
+        HAS_SOFTCAP=s.softcap is not None,
+        HAS_ALIBI=s.alibi_slopes is not None,
+        HAS_BIAS=s.distance_bias is not None,
+        HAS_SINKS=s.sinks is not None,
+    )
+    tensors = [q if t is None else t for t in (s.alibi_slopes, s.distance_bias, s.sinks)]
+    scalars = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)
+    num_decodes = 0 if deterministic else meta.num_decodes
+    if num_decodes:
+        block_g = min(max(8, triton.next_power_of_2(group)), max(8, DECODE_ACC_SIZE // dim))
+        head_tiles, (block_n, warps, stages) = triton.cdiv(group, block_g), decode_tile
+        programs_each = num_kv_heads * head_tiles
+        processors = platform_of(q.device).multiprocessors
+        parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
+        partial, lse = scratch(
+            num_decodes if parts.splits else len(parts.arrived), q, dim, max(1, parts.splits)
+        )
+        _decode_kernel[(programs_each, len(parts.parts))](
+            q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived, *tensors, *scalars,
+            num_decodes, parts.splits, HEAD_TILES=head_tiles, BLOCK_G=block_g, BLOCK_N=block_n,
+            MERGED_G=min(block_g, triton.next_power_of_2(group)), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
+            num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q),
+        )  # fmt: skip
+        if parts.splits > 1:
+            combine(partial, lse, out[:num_decodes], parts.splits)
+    if num_seqs > num_decodes:
+        num_rows = meta.max_query_len * group
+        block_m = 32 if num_rows <= 32 and not deterministic else 64 if dim > 128 else 128
+        _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, triton.cdiv(num_rows, block_m))](
+            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *tensors, *scalars, num_decodes,
+            BLOCK_M=block_m, BLOCK_N=32 if dim > 128 else 64, num_warps=4 if block_m == 32 else 8, num_stages=2, **shape,
+            **flags,
+        )  # fmt: skip
+    rows, per_program = out.shape[0] * num_heads, 16 if out.shape[0] <= 128 else 64
+    if rows:
+        _rotate_kernel[(triton.cdiv(rows, per_program),)](
+            out, rows, D=dim, ROWS=per_program, num_warps=4, **pdl_options(q)
+        )
+    return out

@@ -1,0 +1,53 @@
+"""What a simulated load must show to count as carried: the requests that count, their quantiles, a queue that stays bounded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.costs.metrics import RequestTiming
+from slipstream.simulate.capacity import KEEPS_UP, LatencyObjectives, keeps_up, quantile, settled
+
+
+def request(sent, ttft_s=1.0):
+    first = sent + ttft_s
+    return RequestTiming(
+        input_tokens=1, output_tokens=2, sent=sent, first_token=first, last_token=first + 1
+    )
+
+
+def run_of(records, **summary):
+    return SimpleNamespace(records=tuple(records), summary=SimpleNamespace(**summary))
+
+
+def test_first_quarter_and_last_tenth_do_not_count_in_order_of_sending():
+    records = [request(float(i)) for i in range(20)]
+    found = settled(run_of(reversed(records)))
+    assert [r.sent for r in found] == [float(i) for i in range(5, 18)]
+
+
+def test_objectives_need_their_share_of_the_requests_that_count():
+    slow = {0, 1, 2, 7, 19}  # of those that count, one of 13
+    run = run_of(request(float(i), 9.0 if i in slow else 1.0) for i in range(20))
+    assert LatencyObjectives(limits={"ttft_s": 2.0}, attainment=12 / 13).met_by(run)
+    assert not LatencyObjectives(limits={"ttft_s": 2.0}, attainment=0.95).met_by(run)
+    assert not LatencyObjectives(limits={"ttft_s": 2.0}, attainment=0.5).met_by(run_of([]))
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.25, 1.0), (0.26, 2.0), (0.5, 2.0), (0.99, 4.0), (1, 4.0)]
+)
+def test_quantile_is_the_least_value_that_the_share_meets(share, expected):
+    records = tuple(request(0.0, ttft) for ttft in (3.0, 1.0, 4.0, 2.0))
+    assert quantile(records, "ttft_s", share) == expected
+    assert quantile((), "ttft_s", share) == 0.0
+
+
+def test_queue_is_bounded_if_answers_end_with_the_arrivals_but_for_one_answers_time():
+    def carried(wall_s):
+        e2e = SimpleNamespace(p90=20.0)
+        return keeps_up(run_of([], num_requests=100, wall_s=wall_s, e2e_s=e2e), rate=1.0)
+
+    assert carried(100 / KEEPS_UP + 19)
+    assert not carried(100 / KEEPS_UP + 21)
