@@ -722,6 +722,13 @@ def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
     assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies
 
 
+def test_floats_of_4_bits_get_dense_copies_and_experts_none(tmp_path):
+    tiny_models.write(tmp_path, "llama", hidden_size=64, intermediate_size=192)
+    assert on_a_gpu(tmp_path, quantization="nvfp4").device.dense_copies
+    tiny_models.write(tmp_path, "mixtral", hidden_size=64, intermediate_size=192)
+    assert not on_a_gpu(tmp_path, quantization="mxfp4").device.dense_copies
+
+
 def test_the_cache_takes_what_is_left_of_its_share(path):
     """By hand: of 1,000 bytes 900 may be used, 300 are in use by us and others, 100 more will be."""
     config = on_a_gpu(path, gpu_memory_utilization=0.9)

@@ -152,8 +152,8 @@ class Scorer:
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
         """The attention metadata of `num_tokens` tokens from position `start` on."""
-        size, groups = self.kv[0].block_size, len(self.spec.cache_groups)
+        size, scales = self.kv[0].block_size, self.spec.block_scales
         device = self.decoder.device
         return single_sequence(
-            start, num_tokens, block_size=size, platform=platform_of(device), num_groups=groups
+            start, num_tokens, block_size=size, platform=platform_of(device), scales=scales
         )

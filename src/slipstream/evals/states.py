@@ -68,7 +68,7 @@ class TextStates:
         starts = torch.tensor([0, *lengths]).cumsum(0)
 
         def of_group(group: int) -> tuple[Tensor, Tensor]:
-            own = blocks * groups + 1 + group
+            own = (blocks * groups + 1 + group) * self.spec.block_scales[group]
             slots = own[rows, positions // size] * size + positions % size
             return own.int().to(self.device), slots.to(self.device)
 

@@ -78,7 +78,9 @@ def shared_caches(
 
 def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
     """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
-    parts = ((layer.k, None if layer.latent else layer.v, layer.index) for layer in layers)
+    parts = (
+        layer.whole or (layer.k, None if layer.latent else layer.v, layer.index) for layer in layers
+    )
     return [x for own in parts for x in own if x is not None and len(x) > 1]
 
 

@@ -505,6 +505,9 @@ class OpSet(WeightOps, RankOps):
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x.float()).to(x.dtype)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """tanh(x / cap) · cap, in float32."""
         return (x.float() / cap).tanh().mul(cap).to(x.dtype)

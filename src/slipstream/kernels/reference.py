@@ -92,7 +92,8 @@ def route(
         scores = F.softplus(logits).sqrt()
     else:
         scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
-    merits = scores if correction is None else scores + correction
+    merits = logits if spec.correction == "logits" else scores
+    merits = merits if correction is None else merits + correction
     if (limit := spec.groups) is not None:
         groups = merits.unflatten(-1, (limit.num_groups, -1))
         best = groups.topk(1 if limit.by == "best" else 2, dim=-1).values.sum(dim=-1)

@@ -221,7 +221,7 @@ class LoadedRunner(ABC):
             with self.phase("cache"):
                 kv = self.make_cache(num_blocks)
                 if self.draft is not None:
-                    self.draft.allocate(num_blocks)
+                    self.draft.allocate((num_blocks - 1) * self.model.spec.block_scales[0] + 1)
                 runner = (TextRunner if self.model.spec.is_encoder else ModelRunner)(self, kv)
                 self.platform.synchronize()
         except (RuntimeError, MemoryError) as error:

@@ -73,7 +73,14 @@ class ModelRunner(Runner):
         )
         shard = None if self.partition is None else self.partition.shard
         rank = shard.rank if shard is not None and shard.deals_requests else 0
-        return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)
+        return RowTable.of(
+            self.config,
+            self.ops,
+            self.device,
+            scales=self.model.spec.block_scales,
+            sectioned=sectioned,
+            rank=rank,
+        )
 
     def _join_stages(self) -> None:
         """Set up the first and last stage of a pipeline, which pass on tokens."""
@@ -209,7 +216,8 @@ class ModelRunner(Runner):
             )
             self.ops.copy_blocks(self._block_rows, self._block_rows, sources, targets)
             if self.draft is not None:
-                self.draft.copy_blocks(sources, targets)
+                scale = self.model.spec.block_scales[0]  # drafters read the first group's tables
+                self.draft.copy_blocks(sources * scale, targets * scale)
         if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)

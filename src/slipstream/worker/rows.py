@@ -146,15 +146,18 @@ class RowTable:
         seed: int,
         *,
         groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
+        scales: Sequence[int] = (),
         sectioned: bool = False,
         state_columns: int = 0,
     ) -> None:
         """Allocate the tables.
 
+        `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing is.
         `sectioned`: image tokens have three positions, and later text counts fewer positions than
         tokens.
         """
         self.capacity = capacity
+        self._scales = scales or (1,) * len(groups)
         self.block_size = block_size
         self.ops = ops
         self.platform = platform = platform_of(device)
@@ -205,6 +208,7 @@ class RowTable:
         ops: OpSet,
         device: torch.device | None,
         *,
+        scales: Sequence[int] = (),
         sectioned: bool = False,
         rank: int = 0,
     ) -> RowTable:
@@ -220,6 +224,7 @@ class RowTable:
             device,
             model.seed + rank,
             groups=cache.groups,
+            scales=scales,
             sectioned=sectioned,
             state_columns=config.state_columns,
         )
@@ -384,15 +389,16 @@ class RowTable:
                 first = (
                     update.group * num_rows + self.rows[s.request_id].index
                 ) * width + update.index
-                if len(update.block_ids) > FEW_BLOCKS and (
+                ids, scale = update.block_ids, self._scales[update.group]
+                if scale != 1:
+                    ids = tuple([block * scale for block in ids])
+                if len(ids) > FEW_BLOCKS and (
                     [u.group for u in s.table_updates].count(update.group) == 1
                 ):
-                    places.append(np.arange(first, first + len(update.block_ids)))
-                    whole.append(np.array(update.block_ids, np.int32))
+                    places.append(np.arange(first, first + len(ids)))
+                    whole.append(np.array(ids, np.int32))
                     continue
-                blocks.update(
-                    zip(range(first, first + len(update.block_ids)), update.block_ids, strict=True)
-                )
+                blocks.update(zip(range(first, first + len(ids)), ids, strict=True))
         if blocks:
             places.append(np.fromiter(blocks, np.int64))
             whole.append(np.fromiter(blocks.values(), np.int32))

@@ -225,7 +225,7 @@ class NativeOps(CpuOps):
         logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
 
         made: Tensor | None = None
-        if spec.scores == "sqrt_softplus":  # the C++ kernels lack it
+        if not spec.has_usual_choice:
             weights, chosen = reference.route(logits, spec, experts.correction, experts.scales)
             reference.count_experts(chosen, load)
             made = torch.cat((chosen.float(), weights), dim=1)

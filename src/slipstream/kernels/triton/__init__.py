@@ -183,7 +183,10 @@ class TritonOps(OpSet):
             return made
         self._prepare(w.weight.device)
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
-            return float4.pack_float4(w)
+            packed = float4.pack_float4(w)
+            if not self.dense_copies:
+                return packed
+            return dataclasses.replace(packed, dense=float4.expanded(packed, w.scales.dtype))
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w

@@ -201,13 +201,12 @@ def _shares(
     block_size: int,
     ceilings: Ceilings,
 ) -> tuple[OperatorShare, ...]:
-    num_groups = len(step.decoder.spec.cache_groups)
     meta = uniform(
         num_seqs,
         num_new,
         length,
         block_size=block_size,
-        num_groups=num_groups,
+        scales=step.decoder.spec.block_scales,
         platform=platform_of(torch.device("cpu")),
     )
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
