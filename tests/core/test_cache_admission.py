@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.core import policy
 from slipstream.core.policy import CacheAware, InFlightPolicy
-from slipstream.types import FinishReason, Share
+from slipstream.types import FinishReason, Share, ids_of
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 
@@ -198,7 +198,7 @@ def test_a_cached_session_goes_before_a_new_one_and_a_shorter_one_before_a_longe
     full(e)
     busy(e)
     text = next(
-        list(map(int, p.token_ids))
+        list(ids_of(p.token_ids))
         for plan in reversed(e.plans)
         for p in plan.new
         if p.request_id.endswith(".5")

@@ -12,7 +12,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.block_pool import NULL_BLOCK
-from slipstream.kernels.cpu.native import address
+from slipstream.kernels.cpu.arrays import address
 from slipstream.spec.cache import group_layers, mixed_layout
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec

@@ -15,14 +15,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels import int4_cache
 from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.metadata import (
-    AttentionMetadata,
-    ExpertCounters,
-    LayerKV,
-    PackedParts,
-    SamplingTensors,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,

@@ -39,9 +39,11 @@ from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.draft.model import DraftModel
-from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.model_runner import ModelRunner, Runner, TextRunner
+from slipstream.worker.forward.table import ForwardTable
+from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.runner import Runner
 from slipstream.worker.start.cache_scales import calibrated_scales
+from slipstream.worker.text_runner import TextRunner
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

@@ -26,12 +26,12 @@ import numpy.typing as npt
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
+from slipstream.media import ImageSpan
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
 from slipstream.types import (
     FROM_MODEL,
     STATES,
-    ImageSpan,
     NewRequest,
     SamplingParams,
     ScheduledRequest,
@@ -57,6 +57,7 @@ Want: TypeAlias = Literal[
     "vector",
     "grammar",
     "logprobs",
+    "prompt_logprobs",
     "draw",
     "penalties",
     "bias",
@@ -111,26 +112,12 @@ class Row:
         allowed = self.sampling.allowed_token_ids
         self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
 
-    def image_parts(self, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:
-        """Images with placeholders in a step, as (image, first, last + 1) of the image's tokens."""
-        begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
-        return [
-            (image, max(begin - image.offset, 0), min(end, image.end) - image.offset)
-            for image in self.images
-            if image.offset < end and begin < image.end
-        ]
-
-    def needs_images(self, share: ScheduledRequest) -> bool:
-        """True if a step's part of the request has placeholders, or tokens with three positions."""
-        if not self.images or share.num_computed_tokens >= self.images[-1].end:
-            return False
-        return self.places is not None or bool(self.image_parts(share))
-
     def wants(self) -> Iterator[Want]:
         s = self.sampling
         asked: dict[Want, object] = {
             "grammar": s.is_masked,
             "logprobs": s.logprobs is not None,
+            "prompt_logprobs": s.prompt_logprobs is not None,
             "draw": s.temperature > 0.0,
             "penalties": s.has_penalties,
             "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.speech,

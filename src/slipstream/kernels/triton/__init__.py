@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
-from slipstream.kernels.metadata import (
-    AttentionMetadata,
-    ExpertCounters,
-    LayerKV,
-    PackedParts,
-    SamplingTensors,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (
     AttentionParams,
     DisentangledParams,
@@ -29,6 +23,7 @@ from slipstream.kernels.ops import (
     QKVLayout,
     TokenShape,
 )
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling

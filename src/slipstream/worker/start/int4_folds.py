@@ -11,9 +11,10 @@ from slipstream.config.sections import ModelConfig
 from slipstream.kernels.int4_cache import fold_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet, QKVLayout
+from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.worker.device_cache import DeviceCache
 from slipstream.worker.forward.forwards import Forwards
-from slipstream.worker.start.cache_scales import CALIBRATION_TOKENS, single_sequence
+from slipstream.worker.start.cache_scales import CALIBRATION_TOKENS
 
 
 class QueryWatchingOps:

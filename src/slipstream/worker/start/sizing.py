@@ -13,8 +13,8 @@ from slipstream.costs.memory import (
     staged_blocks,
 )
 from slipstream.worker.loaded_runner import LoadedRunner
-from slipstream.worker.model_runner import Runner
 from slipstream.worker.rows import rows_bytes
+from slipstream.worker.runner import Runner
 
 
 def fit_cache(
