@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.cache_tensors import cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.states import LayerState, StateMetadata, layer_state

@@ -27,9 +27,21 @@ FILES = {
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 ORDER = (
-    *("errors", "arguments", "deaths", "locks", "files", "html", "spec", "sampling_checks"),
     *(
-        "sampling_params",
+        "errors",
+        "other_engines",
+        "arguments",
+        "suggesting",
+        "deaths",
+        "locks",
+        "files",
+        "html",
+        "spec",
+    ),
+    *("sampling_checks", "answer_forms", "search_params", "sampling_params", "request_fields"),
+    *("lora_request", "media", "beam_messages", "text_messages", "logprob_messages"),
+    *("tier_messages", "cache_hints"),
+    *(
         "outputs",
         "stats",
         "types",

@@ -383,6 +383,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
         **dict(max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.2),
     },
+    "kolibri1": {
+        **{k: v for k, v in _LLAMA.items() if k != "intermediate_size"},
+        **_EXPERTS,
+        **dict(model_type="kolibri1", num_hidden_layers=5, head_dim=16, sliding_window=7),
+        **dict(shared_expert_intermediate_size=48, moe_intermediate_size=32, initializer_range=0.2),
+    },
+    "laguna": {
+        **{k: v for k, v in _LLAMA.items() if k != "rope_theta"},
+        **_EXPERTS,
+        **dict(model_type="laguna", num_hidden_layers=3, head_dim=16, sliding_window=7),
+        **dict(shared_expert_intermediate_size=48, moe_routed_scaling_factor=1.5),
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        **dict(num_attention_heads_per_layer=[16, 32, 32], initializer_range=0.2),
+    },
     "youtu": {
         **{k: v for k, v in _LATENT.items() if "expert" not in k and "first" not in k},
         **dict(model_type="youtu", moe_intermediate_size=None),

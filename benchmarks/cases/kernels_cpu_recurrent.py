@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from slipstream.costs.hardware import available_cores
-from slipstream.kernels.cpu import native, recurrent
-from slipstream.kernels.cpu.native import CEILINGS, StepInputs, ThreadPool
+from slipstream.kernels.cpu import arrays, native, recurrent
+from slipstream.kernels.cpu.native import CEILINGS, StepInputs
 from slipstream.kernels.cpu.native_interface import LayerPointers
 from slipstream.kernels.cpu.native_program import Program, point_at
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -219,10 +220,10 @@ def measure(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         num_decodes=num_seqs if each == 1 else 0,
-        query_start_loc=native.address(starts),
+        query_start_loc=arrays.address(starts),
         layers=pointers,
-        state_read=native.address(own),
-        state_write=native.address(write),
+        state_read=arrays.address(own),
+        state_write=arrays.address(write),
     )
     taken, ns = timed(p, step, args)
     taken /= layers

@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton.attention import hopper, paged

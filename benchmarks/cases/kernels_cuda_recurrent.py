@@ -31,6 +31,8 @@ from slipstream.kernels.states import (
 )
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.tuning import microseconds
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.platform import platform_of
 from slipstream.spec.recurrent import (
     GatedDeltaSpec,
     Mamba2Spec,
@@ -79,8 +81,8 @@ def step(num_seqs: int, length: int, every: bool) -> tuple[AttentionMetadata, in
         write = torch.arange(1, num_seqs * length + 1, dtype=torch.int32)
     decodes = num_seqs if length == 1 else 0
     chunks = torch.from_numpy(chunk_table(starts.tolist(), write.numpy(), decodes))
-    meta = AttentionMetadata.uniform(
-        num_seqs, length, length, block_size=16, device=torch.device("cuda")
+    meta = uniform(
+        num_seqs, length, length, block_size=16, platform=platform_of(torch.device("cuda"))
     )
     states = StateMetadata(read.cuda(), write.cuda(), chunks.cuda())
     return dataclasses.replace(meta, states=states), int(write.max()) + 1

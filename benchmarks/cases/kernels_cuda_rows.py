@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.triton.tuning import microseconds
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.platform import platform_of
 
 COPY = 4.29e12
 HIDDEN, INNER = 4096, 14336
@@ -43,8 +46,8 @@ def rotation(
     each = -(-PROMPT // BLOCK) * BLOCK
     at = torch.arange(num_tokens, device="cuda")
     meta = dataclasses.replace(
-        AttentionMetadata.uniform(
-            1, num_tokens, num_tokens, block_size=BLOCK, device=torch.device("cuda")
+        uniform(
+            1, num_tokens, num_tokens, block_size=BLOCK, platform=platform_of(torch.device("cuda"))
         ),
         positions=at % PROMPT,
         slot_mapping=at // PROMPT * each + at % PROMPT + BLOCK,

@@ -25,12 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slipstream.cache_hints import NO_HINTS, CacheHints
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.make import make_scheduler
 from slipstream.core.scheduler import Scheduler
 from slipstream.spec.model import CacheGroup
-from slipstream.types import NO_HINTS, CacheHints, EngineRequest, SamplingParams, StepResult
+from slipstream.types import EngineRequest, SamplingParams, StepResult
 
 ORDERS = ("lru", "value")
 DEPTH = 32768.0

@@ -34,10 +34,12 @@ from common import HERE, median, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.core_client import CoreLink, CoreSource
+from slipstream.engine.core_client import CoreLink
 from slipstream.engine.core_messages import Add, Outputs, ToParent
+from slipstream.engine.core_start import CoreSource
+from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.output import OutputProcessor
-from slipstream.engine.processor import InputProcessor, load_tokenizer
+from slipstream.engine.processor import InputProcessor
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer

@@ -19,10 +19,13 @@ from collections.abc import Callable
 import numpy as np
 from cases.steps_scheduler import make_scheduler
 
+from slipstream.beam_messages import BeamsRequest
 from slipstream.core.participants.beams import Beams
 from slipstream.engine.beams import BeamSearches
-from slipstream.sampling_params import MAX_LOGPROBS, BeamSearchParams
-from slipstream.types import BeamsRequest, SampledLogprobs, StepPlan, StepResult
+from slipstream.logprob_messages import SampledLogprobs
+from slipstream.sampling_params import MAX_LOGPROBS
+from slipstream.search_params import BeamSearchParams
+from slipstream.types import StepPlan, StepResult
 
 VOCAB, MAX_SAMPLED = 50_400, 4096
 
@@ -72,6 +75,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         max_num_seqs=num_beams,
         num_blocks=num_beams * (args.prompt + args.answer + 32) // 16 + 2,
     )
+    scheduler.join(Beams())
     params = BeamSearchParams(
         beam_width=args.beams,
         max_tokens=args.answer,

@@ -15,11 +15,11 @@ _PUBLIC = {
     "EngineArgs": "slipstream.config",
     "EngineConfig": "slipstream.config",
     "SamplingParams": "slipstream.types",
-    "StructuredOutputsParams": "slipstream.types",
-    "LoRARequest": "slipstream.types",
+    "StructuredOutputsParams": "slipstream.answer_forms",
+    "LoRARequest": "slipstream.lora_request",
     "RequestOptions": "slipstream.types",
-    "BeamSearchParams": "slipstream.types",
-    "PoolingParams": "slipstream.types",
+    "BeamSearchParams": "slipstream.search_params",
+    "PoolingParams": "slipstream.search_params",
     "TextPrompt": "slipstream.types",
     "TokensPrompt": "slipstream.types",
     "RequestOutput": "slipstream.outputs",
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.pooled import ClassificationOutput, EncodingOutput
     from slipstream.errors import SlipstreamError
+    from slipstream.lora_request import LoRARequest
     from slipstream.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, ScoreOutput
     from slipstream.types import (
         BeamSearchParams,
-        LoRARequest,
         PoolingParams,
         RequestOptions,
         SamplingParams,

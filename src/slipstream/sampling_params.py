@@ -5,107 +5,23 @@ Values are checked when an object is made; RequestError names a wrong field.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from slipstream.arguments import suggesting_init
+from slipstream.answer_forms import ReasoningMarkers, StructuredOutputsParams
 from slipstream.errors import RequestError
 from slipstream.sampling_checks import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_checks import MAX_LOGPROBS as MAX_LOGPROBS
+from slipstream.sampling_checks import SAMPLERS as SAMPLERS
 from slipstream.sampling_checks import (
-    MAX_PENALTY,
     SEQUENCE_BREAKERS,
     biases_of,
     check_params,
     check_samplers,
-    is_finite,
-    is_flag,
     items_of,
 )
-from slipstream.sampling_checks import SAMPLERS as SAMPLERS
 from slipstream.spec.media.speech_rules import SpeechRules as SpeechRules
-
-
-@suggesting_init
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
-    """The form of an answer. Exactly one of these is given:
-
-    `json`: a JSON schema, as text, a dict or a bool.
-    `regex`: a regular expression for the whole answer.
-    `choice`: texts, one of which is the answer.
-    `grammar`: EBNF as in llama.cpp, or Lark.
-    `json_object`: any JSON object.
-
-    The others modify it:
-
-    `whitespace_pattern`: a regular expression for the text between two tokens of JSON.
-    `disable_any_whitespace`: no text between them.
-    `around`: a Lark grammar that contains the answer as @answer, for example after reasoning.
-    """
-
-    json: str | dict[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    json_object: bool = False
-    disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
-    around: str | None = None
-
-    def __post_init__(self) -> None:
-        def refuse(message: str, name: str) -> RequestError:
-            return RequestError(message, field=f"structured_outputs.{name}")
-
-        if isinstance(self.json, (dict, bool)):
-            try:
-                object.__setattr__(self, "json", json.dumps(self.json, ensure_ascii=False))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise refuse(f"json is not a JSON schema: {error}", "json") from None
-        if isinstance(self.choice, list):
-            object.__setattr__(self, "choice", tuple(self.choice))
-        texts = ("json", "regex", "grammar", "whitespace_pattern", "around")
-        for name in texts:
-            if not isinstance(value := getattr(self, name), (str, type(None))):
-                raise refuse(f"{name} must be a text, got {value!r}", name)
-        choice = self.choice
-        if choice is not None and not (
-            isinstance(choice, tuple) and choice and all(isinstance(c, str) and c for c in choice)
-        ):
-            raise refuse(f"choice must be a list of non-empty texts, got {choice!r}", "choice")
-        given = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None]
-        given += ["json_object"] * bool(self.json_object)
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            message = (
-                f"give exactly one of json, regex, choice, grammar and json_object, got {found}"
-            )
-            raise RequestError(message, field="structured_outputs")
-        for name in ("json_object", "disable_any_whitespace"):
-            if not is_flag(getattr(self, name)):
-                raise refuse(f"{name} must be True or False, got {getattr(self, name)!r}", name)
-        if given[0] not in ("json", "json_object"):
-            for name in ("disable_any_whitespace", "whitespace_pattern"):
-                if getattr(self, name):
-                    raise refuse(f"{name} is for json and json_object", name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningMarkers:
-    """The texts around a model's reasoning, by which its tokens are counted.
-
-    `opened`: the prompt has begun the reasoning. A text of `interrupts` ends it, as `end` does. With
-    `channels` the reasoning is harmony's channel "analysis", and these are the others.
-    `shows_special`: special tokens are part of the text.
-    """
-
-    begin: str = ""
-    end: str = ""
-    opened: bool = False
-    interrupts: tuple[str, ...] = ()
-    channels: tuple[str, ...] = ()
-    shows_special: bool = True
+from slipstream.suggesting import suggesting_init
 
 
 @suggesting_init
@@ -294,87 +210,3 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
-
-
-@suggesting_init
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """Parameters of a beam search, by vLLM's and transformers' names.
-
-    `num_beam_groups` above 1 (Vijayakumar et al. 2018): this many groups of beams take turns at
-    each step. A token loses `diversity_penalty` for each beam of an earlier group that has just
-    taken it.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "num_beam_groups"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(
-                    f"{name} must be a whole number above 0, got {value!r}", field=name
-                )
-        if self.beam_width >= MAX_LOGPROBS:
-            raise RequestError(
-                f"beam_width must be below {MAX_LOGPROBS}, got {self.beam_width}",
-                field="beam_width",
-            )
-        penalty = self.length_penalty
-        if (
-            not isinstance(penalty, int | float)
-            or isinstance(penalty, bool)
-            or not abs(penalty) <= MAX_PENALTY
-        ):
-            raise RequestError(
-                f"length_penalty must be a number from -{MAX_PENALTY} to {MAX_PENALTY}, got {penalty!r}",
-                field="length_penalty",
-            )
-        if self.beam_width % self.num_beam_groups:
-            message = f"num_beam_groups must divide beam_width ({self.beam_width}), got {self.num_beam_groups}"
-            raise RequestError(message, field="num_beam_groups")
-        if not is_finite(self.diversity_penalty) or not 0 <= self.diversity_penalty <= 100:
-            message = f"diversity_penalty must be between 0 and 100, got {self.diversity_penalty!r}"
-            raise RequestError(message, field="diversity_penalty")
-        if (self.num_beam_groups > 1) != (self.diversity_penalty > 0):
-            message = "num_beam_groups above 1 and a diversity_penalty above 0 go together"
-            raise RequestError(message, field="diversity_penalty")
-        if not is_flag(self.ignore_eos):
-            raise RequestError(
-                f"ignore_eos must be True or False, got {self.ignore_eos!r}", field="ignore_eos"
-            )
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise RequestError(
-                f'early_stopping must be True, False or "never", got {self.early_stopping!r}',
-                field="early_stopping",
-            )
-
-
-@suggesting_init
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingParams:
-    """Parameters of vectors and scores, by vLLM's names: `pooling_params` of `LLM.embed`,
-    `encode`, `classify` and `score`."""
-
-    dimensions: int | None = None
-    task: str | None = None
-    truncate_prompt_tokens: int | None = None  # -1: cut texts to the model's length
-    use_activation: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.truncate_prompt_tokens not in (None, -1):
-            raise RequestError(
-                f"truncate_prompt_tokens={self.truncate_prompt_tokens!r}: only -1 (the model's length) is supported here",
-                field="truncate_prompt_tokens",
-            )
-        if self.use_activation is False:
-            raise RequestError(
-                "use_activation=False: LLM.encode gives a classifier's scores as they are; leave it out",
-                field="use_activation",
-            )

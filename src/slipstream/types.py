@@ -15,25 +15,28 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, Self, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 
-from slipstream.arguments import suggesting_init
-from slipstream.errors import AdapterError, RequestError
+from slipstream.answer_forms import ReasoningMarkers as ReasoningMarkers
+from slipstream.answer_forms import StructuredOutputsParams as StructuredOutputsParams
+from slipstream.beam_messages import BeamsOutput, LikeliestTokens
+from slipstream.cache_hints import NO_HINTS, CacheHints
+from slipstream.errors import RequestError
+from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs
+from slipstream.lora_request import LoRARequest
+from slipstream.media import AudioWindow, ImageSpan, PicturesPrompt
+from slipstream.request_fields import FinishReason as FinishReason
+from slipstream.request_fields import Share as Share
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
-from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
-from slipstream.sampling_params import PoolingParams as PoolingParams
-from slipstream.sampling_params import ReasoningMarkers as ReasoningMarkers
 from slipstream.sampling_params import SamplingParams as SamplingParams
 from slipstream.sampling_params import SpeechRules as SpeechRules
-from slipstream.sampling_params import StructuredOutputsParams as StructuredOutputsParams
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from slipstream.search_params import BeamSearchParams as BeamSearchParams
+from slipstream.search_params import PoolingParams as PoolingParams
+from slipstream.suggesting import suggesting_init
+from slipstream.text_messages import PooledVector, TextsPlan, TextVectors, VectorOutput
 
 
 class TokensPrompt(TypedDict):
@@ -48,98 +51,12 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-class PicturesPrompt(TypedDict, total=False):
-    """A prompt with pictures, as in vLLM: a text or tokens, and {"image": a picture or a list of
-    pictures}.
-
-    A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
-    the model's placeholder for each. A speech model takes {"audio": a file's bytes, samples at 16 kHz,
-    or (samples, rate)}, of one window at most.
-    """
-
-    prompt: str
-    prompt_token_ids: list[int]
-    multi_modal_data: Required[dict[str, Any]]
-
-
 Prompt: TypeAlias = str | TokensPrompt | TextPrompt | PicturesPrompt
-
-
-class FinishReason(StrEnum):
-    """The reason why a sequence ended."""
-
-    STOP = "stop"  # end-of-sequence token, stop token or stop string
-    LENGTH = "length"  # max_tokens, or the end of the context
-    ABORT = "abort"  # cancelled by the caller
-    DEADLINE = "deadline"  # its deadline passed before it was done
-    ERROR = "error"  # the engine failed
-    INVALID = "invalid"  # its request turned out to be impossible
-    OVERLOADED = "overloaded"  # other requests were served first; it may be sent again
-
-
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """An adapter to answer with: a folder saved by PEFT. An `id` (above 0) means the same folder as
-    long as the engine runs; the name is for people. The fields can also be read by vLLM's names."""
-
-    name: str
-    id: int
-    path: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise AdapterError(f"the name of an adapter is a text, got {self.name!r}", field="name")
-        if not isinstance(self.id, int) or isinstance(self.id, bool) or not 0 < self.id < 2**31:
-            raise AdapterError(
-                f"the id of an adapter is a whole number above 0, got {self.id!r}", field="id"
-            )
-        object.__setattr__(self, "path", str(self.path))
-
-    @property
-    def lora_name(self) -> str:
-        return self.name
-
-    @property
-    def lora_int_id(self) -> int:
-        return self.id
-
-    @property
-    def lora_path(self) -> str:
-        return self.path
 
 
 Reserve: TypeAlias = Callable[[int, int], None]
 """Called with the tokens of a prompt and of its longest answer before a request is queued. It may
 raise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """An owner and its weight: requests of one priority get served tokens in proportion to their
-    owners' weights."""
-
-    owner: str
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheHints:
-    """A client's hints about the return of its session.
-
-    They change the order in which cached blocks are evicted, and nothing else.
-    """
-
-    session: str = ""  # requests of one name and `cache_salt` share what is learned of their pauses
-    ttl_s: float | None = None  # kept rather than others for so long
-    weight: float = 1.0  # of its blocks among others'
-    # (share of the prompt up to which it is kept rather than others, seconds for which it is)
-    breakpoints: tuple[tuple[float, float], ...] = ()
-    ends: bool = False  # no request will continue this one
-    calls: bool = False  # its answer may be a tool call, which the next request answers
-    call_tokens: tuple[int, ...] = ()  # one of which every such answer has; none: that is unknown
-
-
-NO_HINTS = CacheHints()
 
 
 @suggesting_init
@@ -170,54 +87,6 @@ class RequestOptions:
 
 
 DEFAULT_OPTIONS = RequestOptions()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSpan:
-    """A run of placeholders in a prompt, replaced by the embeddings of a picture or of one of its
-    tiles.
-
-    `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
-    uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
-    `gap`: tokens of text behind each row, which belong to the span (Pixtral).
-    """
-
-    offset: int  # the first placeholder's position
-    rows: int  # rows of tokens, one after the other
-    columns: int
-    key: bytes
-    height: int
-    width: int
-    pixels: bytes = field(repr=False)
-    gap: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.rows * (self.columns + self.gap)
-
-    def num_embeddings(self, count: int) -> int:
-        """The embeddings among the first `count` tokens of the span."""
-        if not self.gap:
-            return count
-        rows, rest = divmod(count, self.columns + self.gap)
-        return rows * self.columns + min(rest, self.columns)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AudioWindow:
-    """A window of audio for an encoder: its log-mel spectrogram, float32 [mels, num_frames] in the machine's byte order."""
-
-    num_mel_bins: int
-    data: bytes = field(repr=False)
-
-    def frames(self) -> npt.NDArray[np.float32]:
-        """Rows [num_frames, mels · 3]: each frame with the one before and the one after it, zeros outside the window."""
-        import numpy as np
-
-        spectrogram = np.frombuffer(self.data, np.float32).reshape(self.num_mel_bins, -1)
-        padded = np.pad(spectrogram, ((0, 0), (1, 1)))
-        around = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)  # [mels, frames, 3]
-        return np.ascontiguousarray(around.transpose(1, 0, 2)).reshape(spectrogram.shape[1], -1)
 
 
 TokenIds: TypeAlias = tuple[int, ...] | bytes
@@ -300,54 +169,6 @@ class EngineRequest:
     def parent(self) -> str | None:
         """The request whose tokens this one begins with; it has been queued before."""
         return self.fork_of or (None if self.beam_of == self.request_id else self.beam_of)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamsRequest:
-    """A beam search. The engine core makes a request of one token for each step. `eos_token_ids`
-    end a beam."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: BeamSearchParams
-    eos_token_ids: tuple[int, ...] = ()
-    arrival: float = 0.0
-    priority: int = 0
-    cache_salt: str = ""
-    lora: LoRARequest | None = None
-    share: Share | None = None
-
-
-class BeamStep(NamedTuple):
-    """The continuation of a beam: the tokens of `source`, which may be itself, and `token`."""
-
-    beam: str
-    source: str
-    token: int
-
-
-TextTask: TypeAlias = Literal["embed", "token_embed", "sparse_embed"]
-"""An encoder's output for a text: one vector, or a classifier's scores; a row for each token; or weights of tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextsRequest:
-    """The texts of one call that asks for a vector or score of each: one request for any number of
-    texts.
-
-    Tokens and lengths are int32 arrays in the machine's byte order: lists of Python integers would
-    take longer than an encoder's step.
-    """
-
-    request_id: str
-    token_ids: bytes  # [T], the texts one after the other
-    lengths: bytes  # [N], none of them 0
-    # [N]: tokens of the first text of each pair, for models that distinguish the two.
-    num_first: bytes = b""
-    arrival: float = 0.0
-    priority: int = 0
-    cache_salt: str = ""
-    task: TextTask = "embed"
 
 
 # --- A step --------------------------------------------------------------------------
@@ -508,22 +329,6 @@ class StepPlan:
         return sum(s.num_tokens for s in self.scheduled)
 
 
-Place: TypeAlias = Literal["device", "host", "disk"]
-
-
-class BlockCopy(NamedTuple):
-    """A copy of a KV cache block between two tiers, or with `is_state` of the recurrent states in a
-    slot. `number` identifies the order and comes back when it is done."""
-
-    number: int
-    source: Place
-    target: Place
-    key: bytes  # identifies the block's content; on disk the file's name
-    block: int = 0  # on the device; of states, their slot
-    slot: int = 0  # in the host's memory
-    is_state: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class TokenMask:
     """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32
@@ -534,90 +339,7 @@ class TokenMask:
     which: tuple[int, ...] | None = None  # row of bits of each position; None: the i-th has row i
 
 
-@dataclass(frozen=True, slots=True)
-class TextsPlan:
-    """A step of an encoder: whole texts, none of which is kept. Arrays are int32 as in
-    `TextsRequest`."""
-
-    step_id: int
-    token_ids: bytes  # [T]
-    lengths: bytes  # [S]
-    num_first: bytes = b""  # [S], or empty: no text is a pair
-    task: TextTask = "embed"
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) // 4
-
-
 Plan: TypeAlias = StepPlan | TextsPlan
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: its token's (rank 1 is the most likely), and the best
-    ones."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
-
-
-@dataclass(frozen=True, slots=True)
-class SampledLogprobs:
-    """Log-probabilities at the N positions of a step where requests asked for some, in plan order.
-
-    They are arrays in the machine's byte order, because a beam search looks only at the likeliest
-    tokens.
-    """
-
-    request_ids: tuple[str, ...]  # [N]
-    token_ids: tuple[int, ...]  # [N]: the sampled tokens
-    # [N]: the number of alternatives that the request asked for, K at most.
-    counts: tuple[int, ...]
-    logprobs: bytes  # float32 [N]
-    ranks: bytes  # int64 [N]
-    top_ids: bytes  # int64 [N, K], the best first
-    top_logprobs: bytes  # float32 [N, K]
-
-
-def as_logprobs(
-    tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Log-probabilities from tensors or arrays on the host, as `best_logprobs` returns them. Row i
-    has counts[i] alternatives."""
-    chosen, rank, ids, values = (t.tolist() for t in best)
-    return [
-        TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
-        for i, (token, k) in enumerate(zip(tokens, counts, strict=True))
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a request's prompt: for each position from `start` on, those of the
-    token that *follows* it. A prompt that is computed again starts again."""
-
-    request_id: str
-    start: int
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PooledVector:
-    """The result of a complete pooled request: its vector or scores, float32 in the machine's byte
-    order."""
-
-    request_id: str
-    vector: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TextVectors:
-    """Vectors of a TextsPlan: float32 [S, E] in the machine's byte order; with `per_token` [T, E]."""
-
-    vectors: bytes
-    per_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -687,52 +409,6 @@ class TokenOutput(NamedTuple):
     error: str | None = None
     num_drafted: int = 0  # draft tokens verified for this output
     num_accepted: int = 0  # draft tokens that are in this output
-
-
-@dataclass(frozen=True, slots=True)
-class VectorOutput:
-    """New output of a request for vectors or scores: for `num_texts` of its texts from `first_text`
-    on, or for their tokens. float32 in the machine's byte order; empty at the end of a request that failed."""
-
-    request_id: str
-    vectors: bytes = b""
-    first_text: int = 0
-    num_texts: int = 0
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BeamAnswer:
-    """An answer of a beam search. `logprob` is the sum over its tokens; `score` has the length
-    penalty. An end token counts in both but is not among the tokens."""
-
-    token_ids: tuple[int, ...]
-    logprob: float
-    score: float
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class BeamsOutput:
-    """The end of a beam search: its answers, the best first."""
-
-    request_id: str
-    answers: tuple[BeamAnswer, ...] = ()
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason = FinishReason.STOP
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LikeliestTokens:
-    """Candidates of a step for the beam searches in the engine core: each beam's likeliest next
-    tokens, best first."""
-
-    request_ids: Sequence[str]  # [N]
-    num_cached_tokens: Sequence[int]  # [N]
-    token_ids: npt.NDArray[np.int64]  # [N, K]
-    logprobs: npt.NDArray[np.float32]  # [N, K]
 
 
 EngineOutput: TypeAlias = TokenOutput | VectorOutput | BeamsOutput

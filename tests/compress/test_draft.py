@@ -27,8 +27,10 @@ from slipstream.compress.training.heads import (
 )
 from slipstream.compress.training.teacher import Example
 from slipstream.errors import ConfigError
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.model.draft_heads import build_head
+from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.drafts.head_readers import read_head
 from tests import tiny_models
@@ -74,8 +76,8 @@ def test_training_sees_what_drafting_will(path, norms):
     for row in range(2):
         for place in range(length - 1):
             kv = [LayerKV(*(torch.zeros(2, 2, 32, 8) for _ in range(2)))]
-            meta = AttentionMetadata.single_sequence(
-                0, place + 1, block_size=32, device=torch.device("cpu")
+            meta = single_sequence(
+                0, place + 1, block_size=32, platform=platform_of(torch.device("cpu"))
             )
             hidden, following = chain.forward(
                 tokens[row, 1 : place + 2], states[row, : place + 1], kv, meta
@@ -83,8 +85,8 @@ def test_training_sees_what_drafting_will(path, norms):
             torch.testing.assert_close(found[0][row, place], hidden[-1])
             for step in range(1, min(steps, length - place - 1)):
                 at = place + step
-                meta = AttentionMetadata.single_sequence(
-                    at, 1, block_size=32, device=torch.device("cpu")
+                meta = single_sequence(
+                    at, 1, block_size=32, platform=platform_of(torch.device("cpu"))
                 )
                 hidden, following = chain.forward(
                     tokens[row, at + 1 : at + 2], following[-1:], kv, meta

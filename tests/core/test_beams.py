@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.beam_messages import BeamStep
 from slipstream.core.participants.beams import Beams
 from slipstream.core.prefix_cache import extend_keys
-from slipstream.types import BeamStep, FinishReason
+from slipstream.types import FinishReason
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, request
 

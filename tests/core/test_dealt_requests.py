@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.types import SampledLogprobs, SamplingParams, StepPlan, StepResult
+from slipstream.logprob_messages import SampledLogprobs
+from slipstream.types import SamplingParams, StepPlan, StepResult
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, Worker, request
@@ -328,7 +329,7 @@ def test_a_result_is_in_the_plan_s_order():
     assert found.is_cold
     (extra,) = found.extras
     assert extra.request_ids == ("r0", "r1", "r2", "r3", "r4")
-    from slipstream.core.in_flight import Extras
+    from slipstream.core.extras import Extras
 
     for i, (one,) in enumerate(Extras(found.extras)._logprobs.values()):
         assert (one.token_id, one.logprob, one.rank) == (i, i, i)

@@ -9,7 +9,8 @@ from slipstream.core.make import make_scheduler
 from slipstream.core.participants.base import Participant
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import AdapterError, EngineOverloadedError
-from slipstream.types import FinishReason, LoRARequest, SamplingParams
+from slipstream.lora_request import LoRARequest
+from slipstream.types import FinishReason, SamplingParams
 from tests.core.configs import config
 from tests.core.test_scheduler import Engine, request
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from slipstream.core.make import make_scheduler
 from slipstream.core.prefix_cache import extend_keys
-from slipstream.types import EngineRequest, ImageSpan, SamplingParams, StepResult
+from slipstream.media import ImageSpan
+from slipstream.types import EngineRequest, SamplingParams, StepResult
 from tests.core.configs import BLOCK, config
 
 HOLDER = 9

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.core.make import make_scheduler
+from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.scheduler import Scheduler
 from slipstream.types import SamplingParams, StepPlan, StepResult, StructuredOutputsParams
 from tests.core.configs import config
@@ -66,6 +67,7 @@ def run(
 def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, abort_at):
     """Also when blocks run out, prompts come in chunks, and requests are cancelled while steps of theirs are in flight."""
     scheduler = make_scheduler(**config(num_blocks=num_blocks, pipeline_steps=num_stages))
+    scheduler.join(ForcedTokens(lambda request_id, num_pending: ()))
     for i, (length, answer) in enumerate(sizes):
         grammar = StructuredOutputsParams(regex="a*") if f"r{i}" in WITH_GRAMMAR else None
         sampling = SamplingParams(max_tokens=answer, structured_outputs=grammar)

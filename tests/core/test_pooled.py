@@ -13,15 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slipstream.core.make import make_scheduler
 from slipstream.core.pooled import TextScheduler, TextSequences, int32
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
-from slipstream.types import (
-    FinishReason,
-    StepResult,
-    TextsPlan,
-    TextsRequest,
-    TextVectors,
-    TokenOutput,
-    VectorOutput,
-)
+from slipstream.text_messages import TextsPlan, TextsRequest, TextVectors, VectorOutput
+from slipstream.types import FinishReason, StepResult, TokenOutput
 from tests.core import configs
 from tests.core.configs import BLOCK
 

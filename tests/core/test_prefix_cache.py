@@ -13,7 +13,7 @@ from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.prefix_cache import extend_keys, root_key, salted
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.types import ImageSpan
+from slipstream.media import ImageSpan
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 

@@ -18,30 +18,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slipstream.beam_messages import LikeliestTokens
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.make import make_scheduler
+from slipstream.core.participants.beams import Beams
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.shared_blocks import MIN_SHARED, shared_prefixes
 from slipstream.core.step import FEW_REQUESTS, chunk_with_decodes
 from slipstream.errors import ContextLengthError, EngineOverloadedError
+from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs
+from slipstream.lora_request import LoRARequest
+from slipstream.text_messages import PooledVector, VectorOutput
 from slipstream.types import (
     STATES,
     EngineRequest,
     FinishReason,
-    LikeliestTokens,
-    LoRARequest,
-    PooledVector,
-    PromptLogprobs,
-    SampledLogprobs,
     SamplingParams,
     Share,
     SharedPrefix,
     StepPlan,
     StepResult,
-    TokenLogprobs,
-    VectorOutput,
     ids_of,
 )
 from tests.core.configs import BLOCK, CROSS, FULL, config, window
@@ -244,6 +242,7 @@ class Engine:
     def __init__(self, config, depth: int = 1) -> None:
         self.now = 0.0
         self.scheduler = make_scheduler(**config, clock=lambda: self.now)
+        self.scheduler.join(Beams())
         self.worker, self.depth = Worker(config["cache"].groups), depth
         if (states := self.scheduler.kv.states) is not None:
             states.most_guesses = max(states.most_guesses, MAX_GUESSES)

@@ -16,8 +16,8 @@ import pytest
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine import async_llm, core_client
-from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
+from slipstream.engine import async_llm, core_client, core_operations, core_start
+from slipstream.engine.core_client import ChildLink
 from slipstream.engine.core_messages import (
     Abort,
     Add,
@@ -28,12 +28,14 @@ from slipstream.engine.core_messages import (
     Rejected,
     Stats,
 )
-from slipstream.engine.core_process import Failed
+from slipstream.engine.core_start import MAX_FAST_DEATHS
 from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
+from slipstream.start_messages import Failed
 from slipstream.stats import EngineStats
-from slipstream.types import FinishReason, TokenOutput, VectorOutput
+from slipstream.text_messages import VectorOutput
+from slipstream.types import FinishReason, TokenOutput
 from slipstream.worker.device import detect
 from tests import tiny_models
 from tests.waiting import PATIENCE_S
@@ -100,7 +102,8 @@ class World:
         self.now = 1000.0
         self.pauses: list[float] = []
         monkeypatch.setattr(async_llm, "ChildLink", SimpleNamespace(start=self._start_child))
-        monkeypatch.setattr(async_llm, "time", SimpleNamespace(monotonic=lambda: self.now))
+        for module in (async_llm, core_operations):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(async_llm.asyncio, "sleep", self._sleep)
 
     async def _start_child(self, args):
@@ -185,7 +188,7 @@ async def test_failed_starts_are_tried_again_after_growing_pauses(world):
 
 
 async def test_after_too_many_failed_starts_it_stays_down(world, monkeypatch):
-    monkeypatch.setattr(core_client, "MAX_RESTART_PAUSE_S", 5.0)
+    monkeypatch.setattr(core_start, "MAX_RESTART_PAUSE_S", 5.0)
     engine = await world.start([world.ready, DEAD], *[[OUT_OF_MEMORY]] * 20)
     await world.until(engine._core.reader.done)
     assert (world.num_spawns, world.pauses) == (1 + MAX_FAST_DEATHS, [4.0, 5.0])
@@ -341,7 +344,7 @@ async def test_an_idle_engine_is_healthy_while_its_heart_beats(world):
         world.now += 1
         await world.stats(num_steps=5, last_step_age_s=9000.0)
         assert engine.health().ok
-    world.now += async_llm.STALL_S + 1
+    world.now += core_operations.STALL_S + 1
     assert engine.health().reason == "the engine process has said nothing for 61 s"
     await world.stats(num_steps=5)
     assert engine.health().ok
@@ -509,7 +512,7 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
 def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(core_client.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
+    monkeypatch.setattr(core_start.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
     monkeypatch.setattr(
         core_client.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
     )

@@ -8,8 +8,9 @@ import pytest
 import zmq
 
 from slipstream.engine import core_client
-from slipstream.engine.core_client import CoreLink, socket_folder
+from slipstream.engine.core_client import CoreLink
 from slipstream.engine.core_messages import Abort, Outputs
+from slipstream.engine.core_start import socket_folder
 from slipstream.errors import EngineDeadError
 from tests.waiting import PATIENCE_S
 

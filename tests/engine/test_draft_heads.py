@@ -165,7 +165,7 @@ def test_drafts_go_on_from_blocks_of_a_disk(setup, tmp_path):
             found.append(proposals(llm, sampling, prompts))
             assert llm.stats().prefix_hits - hits >= 128
             assert (llm.stats().tiers.disk_hit_tokens >= 128) != first
-            wait_for(lambda: not llm.core.tend(), "blocks are not stored")  # noqa: B023
+            wait_for(lambda: not llm.core.tend(), "blocks are not stored")
     assert len(found[0]) > 4
     assert sorted(found[0]) == sorted(found[1])
 

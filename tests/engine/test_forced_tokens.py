@@ -53,9 +53,13 @@ def answers(llm, params, prompts=PROMPTS):
     return [(c.text, c.token_ids, c.finish_reason, c.stop_reason) for r in found for c in r.outputs]
 
 
+def force_nothing(patch):
+    patch.setattr(ForcedTokens, "certain", lambda self, request: ())
+
+
 def without(llm, params, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.scheduler.part(ForcedTokens), "find", None)
+        force_nothing(patch)
         before = llm.stats().num_steps
         return answers(llm, params), llm.stats().num_steps - before
 
@@ -140,7 +144,7 @@ def test_guesses_keep_to_the_grammar(tiny_model, llm, monkeypatch, method, name)
     if method == "draft":
         config["model"] = str(tiny_model)
     other = make(tiny_model, speculative_config=config)
-    monkeypatch.setattr(other.core.scheduler.part(ForcedTokens), "find", None)
+    force_nothing(monkeypatch)
     assert answers(other, params) == expected
     stats = other.stats()
     assert (stats.spec_draft_tokens if method == "draft" else stats.spec_accepted_tokens) > 0
@@ -165,7 +169,7 @@ def test_a_draft_model_in_flight(tiny_model, tmp_path, llm, monkeypatch):
     assert other.stats().spec_draft_tokens > 0
 
 
-def test_forced_is_what_the_masks_leave(tiny_model):
+def test_forced_is_what_the_masks_leave(tiny_model, monkeypatch):
     """`forced` step by step: where it names tokens, each mask leaves just that one."""
     llm = make(tiny_model)
     grammars = llm.core.grammars
@@ -184,7 +188,7 @@ def test_forced_is_what_the_masks_leave(tiny_model):
         return mask, ended
 
     grammars.masks = noted
-    llm.core.scheduler.part(ForcedTokens).find = None
+    force_nothing(monkeypatch)
     for seed in range(3):
         answers(llm, dataclasses.replace(BASE, seed=seed), PROMPTS[:1])
     assert seen > 100

@@ -17,7 +17,10 @@ CHECKPOINT = 256
 """Most tokens back to a checkpoint."""
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-FAMILIES = {"qwen3_next": "plain drafts disk ranks disk-ranks disk-drafts", "nemotron_h": "plain drafts disk"}
+FAMILIES = {
+    "qwen3_next": "plain drafts disk ranks disk-ranks disk-drafts",
+    "nemotron_h": "plain drafts disk",
+}
 CASES = [(family, how) for family, hows in FAMILIES.items() for how in hows.split()]
 NUM_TURNS = 10
 LENGTHS = [600, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 80_000))]

@@ -146,16 +146,16 @@ def test_checkpoints_of_states_are_told_to_a_router(model):
     path, _, _ = model
     with LLM(str(path), **SETTINGS) as llm:
         core, pool = llm.core, llm.core.scheduler.kv.states.pool
-        core.listen_to_cache(on=True)
+        core.cache_news.listen(on=True)
         run(llm, PROMPTS)
-        came, _ = core.cache_changes()
+        came, _ = core.cache_news.changes()
         told = {came[i : i + 16] for i in range(0, len(came), 16)}
         states = {announced_state(key) for key in pool.cached_keys()}
         assert states
         assert states <= told
-        assert told == {core.cached_keys()[i : i + 16] for i in range(0, len(came), 16)}
+        assert told == {core.cache_news.keys()[i : i + 16] for i in range(0, len(came), 16)}
         llm.reset_prefix_cache()
-        assert len(core.cache_changes()[1]) == len(came)
+        assert len(core.cache_news.changes()[1]) == len(came)
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused_by_name(tmp_path):

@@ -28,7 +28,8 @@ def test_hits_chunks_preemption_and_the_disk_change_no_answer(model, tmp_path):
         assert block == sum(x.k[0].nbytes + x.v[0].nbytes for x in caches)
         assert answers(llm) == expected
         assert llm.stats().prefix_hits > 0
-    few = dict(kv_cache_bytes=64 * block, max_num_batched_tokens=16)
+        num_groups = len(llm.config.cache.groups)
+    few = dict(kv_cache_bytes=(16 + 24 * num_groups) * block, max_num_batched_tokens=16)
     with LLM(str(model), **INT4 | few) as llm:
         assert answers(llm) == expected
         assert llm.stats().num_preemptions > 0

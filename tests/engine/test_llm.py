@@ -24,7 +24,8 @@ from slipstream.errors import (
 )
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import has_cpu_kernels
-from slipstream.model.step_program import compile_step
+from slipstream.model.compile_step import compile_step
+from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward import program
 from tests import tiny_models
@@ -281,10 +282,10 @@ def test_scaled_and_capped_logits_are_made(path, monkeypatch):
         decoder, pool = llm.core.executor.runner.model.decoder, llm.core.executor.runner.ops.pool
         spec = decoder.spec
         hidden = np.zeros((1, spec.hidden_size), np.float32)
-        assert compile_step(decoder, pool).greedy(hidden) is not None
+        assert compile_step(decoder, pool, platform_of(None)).greedy(hidden) is not None
         for changed in ({"logit_softcap": 30.0}, {"logit_scale": 0.3}):
             monkeypatch.setattr(decoder, "spec", dataclasses.replace(spec, **changed))
-            assert compile_step(decoder, pool).greedy(hidden) is None
+            assert compile_step(decoder, pool, platform_of(None)).greedy(hidden) is None
 
 
 def test_logprobs_are_the_models_own(llm, hf):
@@ -719,6 +720,13 @@ def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
     copies = 2 * (all_products - 64 * 192)
     assert on_a_gpu(tmp_path, memory=4 * copies).device.dense_copies
     assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies
+
+
+def test_floats_of_4_bits_get_dense_copies_and_experts_none(tmp_path):
+    tiny_models.write(tmp_path, "llama", hidden_size=64, intermediate_size=192)
+    assert on_a_gpu(tmp_path, quantization="nvfp4").device.dense_copies
+    tiny_models.write(tmp_path, "mixtral", hidden_size=64, intermediate_size=192)
+    assert not on_a_gpu(tmp_path, quantization="mxfp4").device.dense_copies
 
 
 def test_the_cache_takes_what_is_left_of_its_share(path):

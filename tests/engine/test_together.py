@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from slipstream.core.participants.beams import Beams
+from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.engine.listeners import MaskingGrammars, Searching
 from slipstream.worker.start import probe_steps
 from tests import tiny_models
@@ -146,7 +148,9 @@ def test_a_feature_joins_the_loop_with_its_first_request_and_in_the_features_ord
     with LLM(path, **SIZES) as llm:
         llm.generate(prompts(3), BATCH[0], progress=False)
         assert llm.core._listeners == ()
+        assert llm.core.scheduler.participants == []
         llm.beam_search(prompts(1), BeamSearchParams(beam_width=2, max_tokens=3))
         llm.generate(prompts(1), BATCH[1], progress=False)
         llm.generate(prompts(1), BATCH[1], progress=False)
         assert [type(x) for x in llm.core._listeners] == [MaskingGrammars, Searching]
+        assert [type(x) for x in llm.core.scheduler.participants] == [Beams, ForcedTokens]

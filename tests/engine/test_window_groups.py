@@ -3,6 +3,8 @@ released, shared and taken away; and what a long sequence holds stays bounded.""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.block_pool import NULL_BLOCK
-from slipstream.kernels.cpu.native import address
+from slipstream.kernels.cpu.arrays import address
+from slipstream.spec.cache import group_layers, mixed_layout
 from slipstream.spec.description import read_spec
+from slipstream.spec.model import AttentionSpec
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -44,7 +48,10 @@ def answers(llm, prompts=PROMPTS):
     ]
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gemma2", "cohere2", "mistral"])
+@pytest.fixture(
+    scope="module",
+    params=["gemma3_text", "gemma2", "cohere2", "mistral", "gemma4_text", "mimo_v2_flash"],
+)
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     theirs = tiny_models.build(path, request.param)
@@ -144,3 +151,49 @@ def test_groups_are_as_large_as_the_rarest_kind(tmp_path):
         ),
     ]
     assert spec.block_bytes_per_token(4) == spec.kv_bytes_per_token(4) * kinds.count(None) // 8
+
+
+MIXED = {"gemma4_text": {}, "gemma4_text-26b": tiny_models.GEMMA4_MOE, "mimo_v2_flash": {}}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_with_other_sizes_share_tensors_without_overlap(tmp_path, name):
+    """Blocks of all groups have the bytes that the ledger counts, and parts of layers of one group are disjoint."""
+    kinds = [*["sliding_attention"] * 4, "full_attention"] * 2
+    more = {"num_hidden_layers": 10, "layer_types": kinds} if "gemma4" in name else {}
+    tiny_models.write(tmp_path, name.partition("-")[0], **{**MIXED[name], **more})
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        spec, runner = read_spec(tmp_path).spec, llm.core.executor.runner
+        groups, scales, owners = spec.cache_groups, spec.block_scales, spec.owners
+        num_blocks = llm.ledger.num_blocks
+        whole = {address(part): part for kv in runner.kv for part in kv.whole}
+        assert sum(part.nbytes for part in whole.values()) == num_blocks * llm.ledger.block_bytes
+        assert {g.kind for g in groups} == {"full", "window"}
+        assert len({*scales}) == (1 if "26b" in name else 2)  # other shapes, of equal sizes
+        for group, scale in zip(groups, scales, strict=True):
+            used = []
+            for layer in group.layers:
+                assert owners[layer] == layer
+                for part in (runner.kv[layer].k, runner.kv[layer].v):
+                    size = part.nbytes // len(part)  # of one block
+                    used += [
+                        (address(part) + b * scale * size, address(part) + (b * scale + 1) * size)
+                        for b in range(num_blocks)
+                    ]
+            used.sort()
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(used))
+            inside = [(address(x), address(x) + x.nbytes) for x in whole.values()]
+            assert all(any(a <= x and y <= b for a, b in inside) for x, y in used)
+
+
+def test_groups_of_layers_with_other_sizes():
+    """Gemma 4 31B's and 26B-A4B's sizes: a long text keeps a tenth of what one group of all layers would."""
+    full = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=512, scale=1.0, position=None)
+    window = dataclasses.replace(full, num_kv_heads=16, head_dim=256, window=1024)
+    layers = {i: full if i % 6 == 5 else window for i in range(60)}
+    groups = group_layers(layers, 131072, divide=True)
+    assert [(g.kind, len(g.layers)) for g in groups] == [("full", 10), *[("window", 5)] * 10]
+    layout = mixed_layout(groups, layers)
+    assert (layout.width, layout.tensors, layout.scales) == (4096, list(range(10)), (2, *(1,) * 10))
+    few = {**dict.fromkeys(range(30), full), 30: window}  # one window saves less than it costs
+    assert len(group_layers(few, 131072, divide=True)) == 1

@@ -8,7 +8,7 @@ import json
 
 import msgspec
 
-from slipstream.engine.core_messages import CacheEvents
+from slipstream.engine.operation_messages import CacheEvents
 from slipstream.server.operations.fleet import ReplicaLoad
 from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats

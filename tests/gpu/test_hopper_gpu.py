@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.kernels.metadata import LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps

@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.metadata import (
-    AttentionMetadata,
-    LayerKV,
-    SamplingTensors,
-    SharedPrefixes,
-    by_dim,
-)
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, SharedPrefixes
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache

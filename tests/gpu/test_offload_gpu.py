@@ -13,7 +13,8 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.cache_tensors import cache_tensors
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.select import select_ops
 from slipstream.model.device_stream import layer_bytes
 from slipstream.model.load.loader import load_model

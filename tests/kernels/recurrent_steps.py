@@ -21,6 +21,8 @@ from slipstream.kernels.states import (
     StateMetadata,
     chunk_table,
 )
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.platform import platform_of
 from slipstream.spec.recurrent import (
     GatedDeltaSpec,
     Mamba2Spec,
@@ -79,7 +81,7 @@ def metadata(given: Sequence[Part], device: str = "cpu") -> tuple[AttentionMetad
     states = StateMetadata(
         torch.tensor(read, dtype=torch.int32).to(device), write.to(device), chunks.to(device)
     )
-    meta = AttentionMetadata.uniform(1, 1, 1, block_size=16, device=torch.device(device))
+    meta = uniform(1, 1, 1, block_size=16, platform=platform_of(torch.device(device)))
     meta = dataclasses.replace(
         meta,
         query_start_loc=starts.to(device),

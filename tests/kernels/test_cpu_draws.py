@@ -9,6 +9,7 @@ import torch
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.programs import RowDraws
 from slipstream.kernels.cpu.sampling import uniform
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from tests.kernels.draws import (
     Wants,
     are_draws_of,
@@ -18,7 +19,7 @@ from tests.kernels.draws import (
     tensors,
 )
 
-POOLS = {isa: native.ThreadPool(2, isa) for isa in native.instruction_sets(emulated=False)}
+POOLS = {isa: ThreadPool(2, isa) for isa in native.instruction_sets(emulated=False)}
 
 
 @pytest.mark.parametrize("isa", POOLS)

@@ -34,6 +34,7 @@ from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import NativeLinear, Packed, stand_in
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, add_linear
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.quantize import dequantize as dequantize_linear
@@ -709,7 +710,7 @@ def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
 
 def test_results_do_not_depend_on_how_many_threads_work():
     """Bit by bit. The number changes between steps."""
-    pool = native.ThreadPool(4)
+    pool = ThreadPool(4)
     assert pool.num_used == 4
     packed = Packed.empty(native.BF16, 512, 256, native.Arena(pool))
     random = np.random.default_rng(0)

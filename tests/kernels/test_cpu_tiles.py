@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu import arrays, native
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import Packed, form_of
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import AttentionParams
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.reference import ReferenceOps
@@ -76,7 +77,7 @@ def weight_of(kind: int, out: int, inner: int) -> Packed:
         )
     else:
         blocks = any_blocks(rng, native.KIND_NAMES[kind], out, inner)
-        packed.put_blocks(native.address(blocks), out)
+        packed.put_blocks(arrays.address(blocks), out)
     return packed
 
 
@@ -299,7 +300,7 @@ def test_a_product_may_be_added_to_what_is_there(pair):
 def test_a_set_whose_products_come_out_wrong_is_left_out(monkeypatch, caplog):
     """The library says −1 of it. Nothing but the log tells."""
     name = native.instruction_sets()[-1]
-    usable, wrong = native.load().ss_isa_usable, native._names().index(name)
+    usable, wrong = native.load().ss_isa_usable, native.isa_names().index(name)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(
@@ -309,7 +310,7 @@ def test_a_set_whose_products_come_out_wrong_is_left_out(monkeypatch, caplog):
             assert name not in native.instruction_sets(emulated=True)
             assert native.instruction_sets()
             with pytest.raises(ConfigError, match="can't run here"):
-                native.ThreadPool(1, name)
+                ThreadPool(1, name)
         assert [r.getMessage() for r in caplog.records].count(
             f"the instruction set {name} is left out: its small test products were wrong on this machine"
         ) == 1

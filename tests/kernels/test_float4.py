@@ -150,12 +150,13 @@ def test_products_equal_the_reference(kind, num_tokens, tile, inner):
     assert (ops.linear(x, packed) - expected).norm() <= 2e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("how", ["many tokens", "deterministic"])
+@pytest.mark.parametrize("how", ["many tokens", "deterministic", "dense copy"])
 def test_other_products_use_the_expanded_weight(monkeypatch, how):
     torch.manual_seed(1)
-    monkeypatch.setattr(float4, "MAX_TOKENS", 8)
+    monkeypatch.setattr(float4, "DENSE_TOKENS" if how == "dense copy" else "MAX_TOKENS", 8)
     w, x = random_weight(64, 128), torch.randn(20, 128)
-    ops = TritonOps(deterministic=how == "deterministic")
+    ops = TritonOps(deterministic=how == "deterministic", dense_copies=how == "dense copy")
+    assert (ops.pack_weight(w).dense is not None) == ops.dense_copies
     expected = ReferenceOps().linear(x, w)
     assert (ops.linear(x, ops.pack_weight(w)) - expected).norm() <= 1e-5 * expected.norm()
 

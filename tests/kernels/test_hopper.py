@@ -16,7 +16,10 @@ from slipstream.spec.devices.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.platform import platform_of
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention import hopper
 
@@ -24,7 +27,7 @@ hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
 hopper.combine = lambda *_: None
 hopper.platform_of = lambda _: types.SimpleNamespace(multiprocessors=132)
 kind, dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
-meta = AttentionMetadata.uniform(2, int(sys.argv[3]), 400, block_size=16)
+meta = uniform(2, int(sys.argv[3]), 400, block_size=16, platform=platform_of(torch.device("cpu")))
 k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)

@@ -12,7 +12,8 @@ import statistics
 import pytest
 import torch
 
-from slipstream.kernels.metadata import LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, match_layers

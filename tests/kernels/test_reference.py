@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_parts
+from slipstream.kernels.cache_tensors import cache_parts
+from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import (
     ReferenceOps,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
+from slipstream.kernels.metadata import JoinedSteps
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
@@ -23,11 +23,16 @@ from slipstream.kernels.triton.attention.split_keys import (
     combine,
     num_splits,
 )
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.platform import platform_of
 from tests.kernels import cases
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.platform import platform_of
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention import paged as attention
 from slipstream.kernels.triton.attention import split_keys
@@ -37,7 +42,7 @@ for module, name in kernels:
     setattr(module, name, Compiled(getattr(module, name)))
 attention.platform_of = lambda _: types.SimpleNamespace(multiprocessors=132)
 kind, num_seqs, group = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-meta = AttentionMetadata.uniform(num_seqs, 1, 400, block_size=16)
+meta = uniform(num_seqs, 1, 400, block_size=16, platform=platform_of(torch.device("cpu")))
 k, v = (torch.zeros(51, 4, 16, 128, dtype=kind) for _ in range(2))
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), torch.ones(4), torch.ones(4))
 q = torch.zeros(num_seqs, 4 * group, 128, dtype=torch.bfloat16)
@@ -77,7 +82,7 @@ def test_kernels_of_decodes_compile(kind, num_seqs, group):
 )
 def test_parts_of_decodes(lens, extra, splits, window):
     """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
-    step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
+    step = uniform(len(lens), 1, 1, block_size=16, platform=platform_of(torch.device("cpu")))
     meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
     (found,) = DecodeParts.find(
         meta.seq_lens,
@@ -196,14 +201,17 @@ def test_merging_counted_parts(num_tokens, shape):
 
 
 def test_parts_are_found_once_a_step():
-    meta = AttentionMetadata.uniform(9, 1, 300, block_size=16)
+    meta = uniform(9, 1, 300, block_size=16, platform=platform_of(torch.device("cpu")))
     find = functools.partial(
         DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8
     )
     assert find(meta) is find(meta)
     assert find(meta) is not find(dataclasses.replace(meta))
     assert len(find(meta).parts) == 9 + 64
-    assert find(AttentionMetadata.uniform(2, 1, 300, block_size=16)).splits == 8
+    assert (
+        find(uniform(2, 1, 300, block_size=16, platform=platform_of(torch.device("cpu")))).splits
+        == 8
+    )
 
 
 @pytest.mark.parametrize(("size", "room"), [(2, 4), (7, 8)])
@@ -214,7 +222,8 @@ def test_parts_of_several_steps_are_found_at_once(size, room):
         1, 3000, (3 * room,), dtype=torch.int32
     )  # of each step `size` sequences, then padding
     every = dataclasses.replace(
-        AttentionMetadata.uniform(3 * room, 1, 3000, block_size=16), seq_lens=lens
+        uniform(3 * room, 1, 3000, block_size=16, platform=platform_of(torch.device("cpu"))),
+        seq_lens=lens,
     )
     find = functools.partial(
         DecodeParts.of, window=None, programs_each=3, block_n=16, num_processors=8

@@ -19,8 +19,9 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import torch_ops as cpu
 from slipstream.kernels.cpu.torch_ops import CpuOps, PackedLinear
-from slipstream.kernels.metadata import PackedParts, SamplingTensors
+from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.select import select_ops
 from slipstream.spec.scheme import SCHEMES

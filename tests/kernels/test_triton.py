@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cache_tensors import by_dim, cache_parts
 from slipstream.kernels.cpu.ops import CpuOps, NativeOps
-from slipstream.kernels.metadata import (
-    LayerKV,
-    SamplingTensors,
-    SharedPrefixes,
-    by_dim,
-    cache_parts,
-)
+from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (

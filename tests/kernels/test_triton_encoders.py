@@ -10,14 +10,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import LayerKV, PackedParts
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import bidirectional
 from slipstream.kernels.triton.attention.bidirectional import text_ends
 from slipstream.model.load.loader import load_model
-from slipstream.types import TextsPlan
+from slipstream.text_messages import TextsPlan
 from slipstream.worker.forward.texts import lay_out, text_inputs
 from tests import tiny_models
 from tests.kernels import cases

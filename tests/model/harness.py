@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, index_tensor
+from slipstream.kernels.cache_tensors import cache_tensors, index_tensor
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.states import StateMetadata, chunk_table, layer_state
+from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token
-from slipstream.model.program import CpuProgram, compile_program
+from slipstream.model.step_program import StepProgram
 from slipstream.spec.reason import Reason
 
 CPU = torch.device("cpu")
@@ -32,7 +34,7 @@ def load(
 
 def is_program(decoder: Decoder) -> bool:
     """Whether its steps are C++ programs, an encoder's prompts too."""
-    return isinstance(fast(decoder).program, CpuProgram)
+    return isinstance(fast(decoder).program, StepProgram)
 
 
 class Fast:

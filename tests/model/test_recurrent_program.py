@@ -11,8 +11,9 @@ import torch
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.tracing.recording import RecordingOps, TracedKV, TracedMeta
+from slipstream.model.compile_step import compiled
 from slipstream.model.recurrent import build_recurrent
-from slipstream.model.step_program import CompiledOps, compiled
+from slipstream.model.step_program import CompiledOps
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels.recurrent_cases import SPECS, StatefulSequence, copy_of, new_state, step_of

@@ -78,7 +78,10 @@ ALL_EXPERTS = {
     "glm4_moe_lite": {"num_experts_per_tok": 8},
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
-    **{name: {"num_experts_per_tok": 6} for name in ("flex_olmo", "hy_v3", "mellum")},
+    **{
+        name: {"num_experts_per_tok": 6}
+        for name in ("flex_olmo", "hy_v3", "kolibri1", "laguna", "mellum")
+    },
     # The weight of a choice jumps where a logit ceases to be near.
     "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
@@ -176,6 +179,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
         )
         if not isinstance(a, CompressedAttention):
             kept.append(a.query_scale)
+        if not latent and a.spread is not None:
+            kept.append(a.spread.weight)  # zeros and ones
         if not latent and (terms := a.disentangled) is not None:
             kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:
@@ -230,6 +235,13 @@ def test_what_a_cpu_has_loads_on_every_family(folder, unrounded_on_cpu, scheme):
         return
     ours = outputs(load(folder, NativeOps(1), scheme, torch.float32))
     assert near(ours, dense, scheme, spec)
+
+
+def test_gates_of_heads_that_no_kernel_takes_are_refused_by_name(tmp_path):
+    tiny_models.write(tmp_path, "laguna", num_attention_heads_per_layer=[4, 8, 8], head_dim=32)
+    with pytest.raises(ConfigError, match="num_attention_heads is 4") as refused:
+        load(tmp_path, TritonOps(), "nvfp4", torch.bfloat16)
+    assert refused.value.field == "quantization"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "jamba", "falcon_h1", "gemma4_text"])

@@ -8,9 +8,10 @@ import msgspec
 
 from slipstream import AsyncLLM
 from slipstream.config import EngineArgs, resolve
-from slipstream.engine.core_client import CoreSource
 from slipstream.engine.core_messages import Abort, Add, Outputs, ToParent
-from slipstream.engine.processor import InputProcessor, load_tokenizer
+from slipstream.engine.core_start import CoreSource
+from slipstream.engine.model_files import load_tokenizer
+from slipstream.engine.processor import InputProcessor
 from slipstream.hub import machine_folder
 from slipstream.spec.description import read_spec
 from slipstream.stats import EngineStats

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.engine import served_adapters
-from slipstream.engine.core_messages import Answered
+from slipstream.engine.operation_messages import Answered
 from slipstream.engine.served_adapters import ServedAdapters
 from tests import adapters, tiny_models
 from tests.server.test_front_ends import KEY, Served

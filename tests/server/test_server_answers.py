@@ -15,9 +15,10 @@ from slipstream.engine.context import Shortener
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.logprob_messages import PromptLogprobs, TokenLogprobs
 from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats
-from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
+from slipstream.types import FinishReason, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from msgspec import Raw
 
+from slipstream.cache_hints import CacheHints
 from slipstream.server.answers.cache_hints import breakpoints, cache_hints
 from slipstream.server.answers.tools import FunctionSpec, ToolSpec
 from slipstream.server.openai.protocol import ChatRequest, Message, message_dict
 from slipstream.server.openai.responses_body import ResponsesRequest, as_messages, read_items
-from slipstream.types import CacheHints
 
 VERSION = {"anthropic-version": "2023-06-01"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import extend_keys, salted
-from slipstream.engine.core_messages import CacheEvents
+from slipstream.engine.operation_messages import CacheEvents
 from slipstream.server.http.keys import Key, prefix_salt
 from slipstream.server.operations.fleet import HEADER, FromReplica
 from tests.server.conftest import serving

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.core_messages import Outputs
+from slipstream.logprob_messages import TokenLogprobs
 from slipstream.server.app import create_app
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer
 from slipstream.server.openai.completions import CompletionAnswer
 from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, decode
 from slipstream.server.state import ServerSettings
-from slipstream.types import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from slipstream.types import FinishReason, SamplingParams, TokenOutput
 from tests.server.stepped_engine import SteppedEngine
 from tests.waiting import PATIENCE_S
 

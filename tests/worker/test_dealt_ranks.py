@@ -234,19 +234,19 @@ def test_vectors(one, two):
 
 def test_who_routes_requests_sees_the_prefixes_of_all_ranks(two):
     core = two.core
-    core.listen_to_cache(on=True)
+    core.cache_news.listen(on=True)
     two.generate([PROMPTS[1], PROMPTS[3]], GREEDY, progress=False)
     two.generate([PROMPTS[1], PROMPTS[3]], GREEDY, progress=False)
     first, second = (set(pool.cached_keys()) for pool in core.scheduler.pools)
     assert first & second
-    came, went = core.cache_changes()
+    came, went = core.cache_news.changes()
     assert (keys(came), went) == (first | second, b"")
-    assert keys(core.cached_keys()) == first | second
+    assert keys(core.cache_news.keys()) == first | second
     core.scheduler.pools[0].forget_all()
-    assert keys(core.cache_changes()[1]) == first - second
+    assert keys(core.cache_news.changes()[1]) == first - second
     core.scheduler.reset_prefix_cache()
-    assert keys(core.cache_changes()[1]) == second
-    assert core.cache_changes() is None
+    assert keys(core.cache_news.changes()[1]) == second
+    assert core.cache_news.changes() is None
 
 
 def keys(joined):

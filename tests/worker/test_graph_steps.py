@@ -27,6 +27,7 @@ from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.worker.device_inputs import gather_inputs_after_upload
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
 from slipstream.worker.graphs import ladder
 from slipstream.worker.graphs import step_graphs as module
@@ -43,14 +44,14 @@ from slipstream.worker.graphs.step_graphs import (
 )
 from slipstream.worker.input_batch import (
     SampledRows,
-    _gather_inputs_after_upload,
     _gather_inputs_on_host,
 )
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.packed_tables import PackedTables, upload_together
+from slipstream.worker.packed_tables import PackedTables
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from slipstream.worker.rows import RowTable
 from slipstream.worker.torch_loading import TorchLoaded
+from slipstream.worker.uploads import upload_together
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
 
@@ -1007,7 +1008,7 @@ def test_a_step_is_the_same_looked_up_on_either_side():
         num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=40
     )
     (ids, meta, more), (ids_too, meta_too, more_too) = (
-        look(*given, **sizes) for look in (_gather_inputs_on_host, _gather_inputs_after_upload)
+        look(*given, **sizes) for look in (_gather_inputs_on_host, gather_inputs_after_upload)
     )
     assert torch.equal(ids, ids_too)
     for g in range(3):

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.types import NewRequest, SampledLogprobs, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.logprob_messages import SampledLogprobs
+from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.worker.draft.verification import verified
 from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampling.sampler import FORBIDDEN, sampling_tensors, verified
+from slipstream.worker.sampling.biases import FORBIDDEN
+from slipstream.worker.sampling.sampler import sampling_tensors
 from tests import tiny_models
 
 TOKENS = [(7 * i) % 250 + 5 for i in range(13)]

@@ -29,11 +29,12 @@ from slipstream.kernels.reference import (
 )
 from slipstream.platform import platform_of
 from slipstream.types import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
+from slipstream.worker.draft.verification import verified
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.constrained import apply_mask
 from slipstream.worker.sampling.draws import Sampler, draw
-from slipstream.worker.sampling.sampler import sampling_tensors, verified
+from slipstream.worker.sampling.sampler import sampling_tensors
 from tests import naive_samplers
 
 VOCAB, START, LENGTH, NUM_DRAFTS = 5, (0, 3), 3, 2

@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from slipstream.types import TextsPlan
+from slipstream.text_messages import TextsPlan
 from slipstream.worker.text_inputs import text_batch
 
 BLOCK = 4

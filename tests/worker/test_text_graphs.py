@@ -13,7 +13,7 @@ from slipstream import LLM
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.graph_sizes import GRAPH_BYTES
 from slipstream.spec.description import read_spec
-from slipstream.types import TextsPlan
+from slipstream.text_messages import TextsPlan
 from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.forward.texts import (
     TextGraphs,

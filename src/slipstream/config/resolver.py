@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 CPU_SCHEMES = frozenset(
     name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"]
 )
+FOUR_BITS = ("int4", "nvfp4", "mxfp4")
+"""Products whose steps of many tokens are faster with a dense copy."""
 DENSE_SHARE = 0.25
 """Largest share of a GPU's memory for dense copies of 4-bit weights, if the user says nothing."""
 
@@ -274,6 +276,10 @@ def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> 
         (
             any(group.kind == "cross" for group in spec.cache_groups),
             "attention to what an encoder read has none",
+        ),
+        (
+            spec.mixed_layout is not None,
+            "layers with other sizes of keys share tensors, which 4 bits don't divide",
         ),
     ):
         if wrong:
@@ -551,13 +557,13 @@ def _parameters_of_4_bits(
         return sum(
             sizes[name]
             for name, fmt in held.items()
-            if fmt.product == "int4" and ".experts." not in name
+            if fmt.product in FOUR_BITS and ".experts." not in name
         )
     scheme = None if quantization is None else SCHEMES[quantization]
     if scheme is None and model.gguf_type in GPU_BLOCK_BYTES:
         own = (n for n in model.shapes if is_product(n) and ".experts." not in n)
         return sum(math.prod(model.shapes[name]) for name in own)
-    if scheme is None or scheme.name != "int4":
+    if scheme is None or scheme.experts_only or scheme.name not in FOUR_BITS:
         return 0
     spec = model.spec
     return sum(

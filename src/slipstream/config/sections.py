@@ -32,8 +32,8 @@ from slipstream.config.settings import (
     WeightsCache,
 )
 from slipstream.errors import OutOfMemoryError
+from slipstream.lora_request import LoRARequest
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
-from slipstream.types import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +100,19 @@ class SchedulingConfig:
     pipeline_steps: int = 1
     # Each has its own requests and KV cache; the other numbers are totals of all ranks.
     num_ranks: int = 1
+    # A rank's share of a step: most sequences, most tokens, and most tokens if sequences decode, on
+    # any rank.
+    seqs_of_rank: int = field(init=False)
+    tokens_of_rank: int = field(init=False)
+    mixed_tokens_of_rank: int = field(init=False)
 
-    @property
-    def seqs_of_rank(self) -> int:
-        """Most sequences in one step of a rank."""
-        return -(-self.max_num_seqs // self.num_ranks)
-
-    @property
-    def tokens_of_rank(self) -> int:
-        """Most tokens in one step of a rank."""
-        return -(-self.max_num_batched_tokens // self.num_ranks)
-
-    @property
-    def mixed_tokens_of_rank(self) -> int:
-        """Most tokens of a rank in a step in which sequences decode, on any rank."""
-        return -(-self.max_num_mixed_tokens // self.num_ranks)
+    def __post_init__(self) -> None:
+        for name, whole in (
+            ("seqs_of_rank", self.max_num_seqs),
+            ("tokens_of_rank", self.max_num_batched_tokens),
+            ("mixed_tokens_of_rank", self.max_num_mixed_tokens),
+        ):
+            object.__setattr__(self, name, -(-whole // self.num_ranks))
 
 
 def drafts_with_states(num_states: int, num_seqs: int) -> int:

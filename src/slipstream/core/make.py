@@ -9,8 +9,6 @@ from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.config.forms import NO_DRAFTS, DraftSettings, SpeculationConfig
 from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
 from slipstream.core.participants.base import Participant
-from slipstream.core.participants.beams import Beams
-from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.participants.whole_images import WholeImages
 from slipstream.core.scheduler import Scheduler
@@ -36,11 +34,13 @@ def make_scheduler(
 ) -> Scheduler:
     """Scheduler of a text-generating model; arguments beyond `Scheduler`'s are of participants.
 
+    Grammars and beam searches join with their first request (`engine/listeners.py`).
+
     `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
     many adapters may run at once, each of which `load_adapter` loads. `whole_images`: the tokens of
     an image attend to one another.
     """
-    participants: list[Participant] = [ForcedTokens(), Beams()]
+    participants: list[Participant] = []
     if isinstance(speculation, DraftSettings):
         participants.append(Speculation(speculation))
     if max_adapters or load_adapter is not None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
 from slipstream.stats import SchedulerStats
+from slipstream.text_messages import TextsPlan, TextsRequest, TextVectors, VectorOutput
 from slipstream.types import (
     EngineOutput,
     EngineRequest,
@@ -29,10 +30,6 @@ from slipstream.types import (
     SamplingParams,
     StepOutput,
     StepResult,
-    TextsPlan,
-    TextsRequest,
-    TextVectors,
-    VectorOutput,
 )
 
 UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)

@@ -14,8 +14,8 @@ from hashlib import blake2b
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.request import Request
+from slipstream.media import ImageSpan
 from slipstream.spec.model import CacheGroup
-from slipstream.types import ImageSpan
 
 KEY_BYTES = 16
 STRETCH, MAX_STRETCHES = 32, 8192

@@ -26,14 +26,8 @@ from slipstream.core.policy import AdmissionPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
 from slipstream.core.shared_blocks import share_prompt
-from slipstream.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    TableUpdate,
-    TokenOutput,
-    VectorOutput,
-)
+from slipstream.text_messages import VectorOutput
+from slipstream.types import EngineOutput, EngineRequest, FinishReason, TableUpdate, TokenOutput
 
 
 class RequestTable:

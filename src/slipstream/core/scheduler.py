@@ -51,17 +51,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, islice
-from operator import countOf, itemgetter, not_
+from operator import countOf, not_
 from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.core.batched import make_policy
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
-from slipstream.core.length import check_length
+from slipstream.core.length import Lengths
 from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
-from slipstream.core.policy import MAX_OVERTAKES, make_policy
+from slipstream.core.policy import MAX_OVERTAKES
+from slipstream.core.ranks import deal, share_of_step
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.sessions import Sessions
@@ -87,14 +89,6 @@ COPYING_S = 0.001
 
 WATERMARK = 0.01
 """Share of blocks kept free when a request joins others, so that it is not preempted at once."""
-
-
-UNEVEN_SHARE = 8
-"""Tolerated imbalance of ranks for a prefix hit.
-
-A cached prefix decides a request's rank unless that rank runs more requests than another by over
-1/`UNEVEN_SHARE`.
-"""
 
 
 MAX_PASSED_BY = 128
@@ -134,7 +128,7 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         salt: str = "",
-        participants: Sequence[Participant] = (),
+        participants: Iterable[Participant] = (),
         guesses_ahead: bool = False,
         store: BlockStore | None = None,
         padded: Padding | None = None,
@@ -161,13 +155,15 @@ class Scheduler:
             else Pace(scheduling.target_itl_ms / 1e3, padded)
         )
         self._guesses_ahead = guesses_ahead
-        self._pipeline_steps = scheduling.pipeline_steps
+        self.pipeline_steps = scheduling.pipeline_steps
         self._clock = clock
-        self.participants = participants
-        self.requests = RequestTable(self.kv, self.policy, participants)
-        self.in_flight = StepsInFlight(self.requests, participants, self._pace, clock)
+        self.participants = list(participants)
+        self.requests = RequestTable(self.kv, self.policy, self.participants)
+        self.in_flight = StepsInFlight(self.requests, self.participants, self._pace, clock)
+        step_tokens = scheduling.tokens_of_rank
+        self._lengths = Lengths(max_model_len, cache, step_tokens, self.pool.num_usable)
         self._outputs: list[EngineOutput] = []
-        self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
+        self.watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._prefix_queries = self._prefix_hits = 0
 
     # --- Requests -----------------------------------------------------------------------------------------------------
@@ -175,6 +171,11 @@ class Scheduler:
     def part(self, kind: type[P]) -> P:
         """The participant of the given class, which there must be."""
         return next(part for part in self.participants if isinstance(part, kind))
+
+    def join(self, part: Participant) -> None:
+        """Let a participant take part in the requests that are added from now on."""
+        part.requests = self.requests
+        self.participants.append(part)
 
     def add(self, spec: EngineRequest, *, held: bool = False) -> None:
         """Queue a request. A `held` one waits for `RequestTable.release`.
@@ -191,13 +192,7 @@ class Scheduler:
             raise EngineOverloadedError(
                 f"{self.num_waiting} requests are waiting already (max_queue); try again later"
             )
-        check_length(
-            spec,
-            self.max_model_len,
-            self.cache,
-            self.scheduling.tokens_of_rank,
-            self.pool.num_usable,
-        )
+        self._lengths.check(spec)
         self.requests.add(spec, held=held)
 
     def abort(
@@ -264,13 +259,14 @@ class Scheduler:
         deadline = self.requests.next_deadline()
         times = [] if deadline is None else [deadline]
         window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
+        times += [] if window is None else [window]
         if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
             times.append(self._clock() + COPYING_S)
-        return min([*times, window]) if window is not None else min(times, default=None)
+        return min(times, default=None)
 
     def close(self) -> None:
         """Let go of the participants, which refer to the requests and to the executor. No other call comes after it."""
-        self.participants = self.requests.participants = self.in_flight.participants = ()
+        self.participants.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and what participants have kept of ended requests."""
@@ -291,7 +287,7 @@ class Scheduler:
         for request in self.tiers.take():
             if request.status is Status.LOADING:
                 self.requests.wait(request)
-        spare = self._watermark if self.requests.by_id else 0
+        spare = self.watermark if self.requests.by_id else 0
         self.kv.prefetch(spare)
         self.tiers.store(self.in_flight.last_ended, spare, at_once)
 
@@ -312,7 +308,7 @@ class Scheduler:
         step = StepBuilder(scheduling, self.requests.table_updates, self.requests.running)
         unfinished: list[Request] = []  # partly computed prompts
         for request in (
-            self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step()
+            self.requests.running.copy() if self.pipeline_steps == 1 else share_of_step(self)
         ):
             position = request.num_computed_tokens
             if position < request.lease:
@@ -367,24 +363,6 @@ class Scheduler:
             if most is not None:
                 step.budget.bound(most)
 
-    def _share_of_step(self) -> list[Request]:
-        """Running requests for this step of a pipeline; the other steps must get as many.
-
-        With fewer requests than stages, each is in a step of its own, in turns.
-        """
-        running, found = self.requests.running, list[Request]()
-        slots = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
-        busy = self.in_flight.sampling(min(self._pipeline_steps, len(running)) - 1)
-        for request in running:
-            if request.num_pending and (request in busy or request.guide is not None):
-                continue
-            if request.num_tokens - request.num_computed_tokens == 1:
-                slots[request.kv.rank] -= 1
-                if slots[request.kv.rank] < 0:
-                    continue
-            found.append(request)
-        return found
-
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
         """Schedule a decode, with as many certain tokens or guesses as the step has room for.
 
@@ -410,7 +388,7 @@ class Scheduler:
             if not kv.holds(request, ahead if ahead < request.end else request.end):
                 if not kv.allocate(step, request, end):
                     added, is_certain = (), False
-                elif kv.pool.num_free > self._watermark + kv.blocks_needed(ahead - end):
+                elif kv.pool.num_free > self.watermark + kv.blocks_needed(ahead - end):
                     kv.allocate(step, request, min(ahead, request.end))
         if not (added or kv.holds(request, position + 1)):
             while not kv.allocate(step, request, position + 1):
@@ -429,7 +407,7 @@ class Scheduler:
         if rest <= left or not most:
             return 0
         found = [r.num_tokens - r.num_computed_tokens for r in unfinished[1:]]
-        free = kv.pool.num_free - self._watermark - kv.blocks_needed(rest)
+        free = kv.pool.num_free - self.watermark - kv.blocks_needed(rest)
         for request in islice(self.requests.waiting, MAX_BEHIND):
             free -= kv.blocks_needed(request.num_tokens)
             if free < 0:
@@ -450,7 +428,7 @@ class Scheduler:
         """
         computed = request.num_computed_tokens
         wanted = min(request.num_tokens - computed, request.most_at(computed))
-        count = self._prompt_tokens(step, request, request.num_computed_tokens, wanted)
+        count = self.prompt_tokens(step, request, request.num_computed_tokens, wanted)
         if count <= 0 or (count < wanted and not self.scheduling.enable_chunked_prefill):
             return
         kv = request.kv
@@ -461,9 +439,7 @@ class Scheduler:
                 return
         self._place(step, request, count)
 
-    def _prompt_tokens(
-        self, step: StepBuilder, request: Request, computed: int, wanted: int
-    ) -> int:
+    def prompt_tokens(self, step: StepBuilder, request: Request, computed: int, wanted: int) -> int:
         """Number of tokens, up to `wanted`, that the step takes after the first `computed` ones.
 
         This is what is left of the budget, unless a participant does not let the prompt be split
@@ -524,7 +500,7 @@ class Scheduler:
                 if not self._pass_by(request, passed):
                     return
                 continue
-            spare = self._watermark if kv.num_running else 0
+            spare = self.watermark if kv.num_running else 0
             if not holds and kv.waits_for_tiers(request, cached, computed, spare):
                 self.requests.waiting.pop(request)
                 request.status = Status.LOADING
@@ -537,11 +513,11 @@ class Scheduler:
             count = (
                 min(wanted, step.budget.left - encoded)
                 if encoded
-                else self._prompt_tokens(step, request, computed, wanted)
+                else self.prompt_tokens(step, request, computed, wanted)
             )
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
-            if not self._has_room(request, cached, computed + count, encoded, spare):
+            if not self.has_room(request, cached, computed + count, encoded, spare):
                 if not kv.num_running and self.requests.drop_waiting_blocks(kv):
                     continue
                 return
@@ -580,45 +556,16 @@ class Scheduler:
         return True
 
     def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
-        """Choose a request's rank, and find the cached prefix there.
+        """Choose a request's rank (`core/ranks.py`), and find the cached prefix there.
 
-        Returns (block tables by group, number of cached tokens). The rank is chosen by these
-        criteria, in order:
-
-        1. It has room now.
-        2. It does not run many more requests than another (`UNEVEN_SHARE`).
-        3. It has the longest cached prefix.
-        4. It runs the fewest requests.
-
-        A request that a participant guides may have to stay on the rank where it was before.
+        Returns (block tables by group, number of cached tokens). A request that a participant guides
+        may have to stay on the rank where it was before.
         """
         if len(self.kvs) == 1 or (request.guide is not None and request.guide.stays(request)):
             return request.kv.cached_prefix(request)
-        least = min(kv.num_running for kv in self.kvs)
-        most = least + max(1, least // UNEVEN_SHARE)
-        found = []
-        for kv in self.kvs:
-            request.kv = kv  # to ask what it would get there
-            cached, computed = kv.cached_prefix(request)
-            wanted = min(request.num_tokens - computed, request.most_at(computed))
-            count = self._prompt_tokens(step, request, computed, wanted)
-            fits = count > 0 and kv.num_running < self.scheduling.seqs_of_rank
-            fits = fits and self._has_room(
-                request, cached, computed + count, 0, self._watermark if kv.num_running else 0
-            )
-            merits = (
-                fits,
-                kv.num_running <= most,
-                computed,
-                -kv.num_running,
-                kv.pool.num_free,
-                -kv.rank,
-            )
-            found.append((merits, kv, cached, computed))
-        _, request.kv, cached, computed = max(found, key=itemgetter(0))
-        return cached, computed
+        return deal(self, step, request)
 
-    def _has_room(
+    def has_room(
         self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int
     ) -> bool:
         """True if a waiting request fits with `spare` blocks left.

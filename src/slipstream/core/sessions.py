@@ -23,8 +23,8 @@ from heapq import heapify, heappop, heappush
 from math import exp, frexp, inf, log
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from slipstream.cache_hints import NO_HINTS, CacheHints
 from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.types import NO_HINTS, CacheHints
 
 if TYPE_CHECKING:
     from slipstream.core.cache_value import Run

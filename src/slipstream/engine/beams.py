@@ -30,19 +30,21 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.errors import RequestError
-from slipstream.sampling_params import MAX_LOGPROBS
-from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
-from slipstream.spec.model import ModelSpec
-from slipstream.types import (
+from slipstream.beam_messages import (
     BeamAnswer,
     BeamsOutput,
     BeamsRequest,
     BeamStep,
+    LikeliestTokens,
+)
+from slipstream.errors import RequestError
+from slipstream.sampling_params import MAX_LOGPROBS
+from slipstream.search_params import BeamSearchParams as BeamSearchParams
+from slipstream.spec.model import ModelSpec
+from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    LikeliestTokens,
     SamplingParams,
     StepOutput,
     TokenOutput,

@@ -3,7 +3,8 @@
     add / abort ──> Scheduler ── StepPlan ──> Executor ──> tokens ──> Scheduler ──> EngineOutput
 
 `EngineCore` has the loop, which names no feature: a feature's listener joins the loop with its first request. `DecoderCore`
-is the core of a text-generating model. A `TextCore` has a `TextScheduler`, TextsPlans and vectors in the places of these.
+(`decoder_core.py`) is the core of a text-generating model. A `TextCore` (`text_core.py`) has a `TextScheduler`, TextsPlans and
+vectors in the places of these.
 
 Where launches are asynchronous two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input
 tokens never leave the device. (A pipeline's stages are at a step each, of different requests, and one more is in flight.) The
@@ -17,40 +18,29 @@ Not thread-safe: one thread owns a core. No torch.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
-from slipstream.config import EngineArgs
-from slipstream.core.make import make_scheduler
-from slipstream.core.participants.adapters import AdapterAdmission
-from slipstream.core.participants.forced_tokens import ForcedTokens
-from slipstream.core.participants.speculation import Speculation
-from slipstream.core.pooled import Steps, TextScheduler, TextSequences
-from slipstream.core.prefix_cache import KEY_BYTES, announced_state
-from slipstream.core.scheduler import Scheduler
-from slipstream.costs.graph_sizes import padding
-from slipstream.engine.beams import BeamSearches
-from slipstream.engine.grammars.grammar import Grammars
-from slipstream.engine.listeners import JoiningTexts, Listener, MaskingGrammars, Searching
-from slipstream.engine.processor import end_tokens, load_tokenizer
+from slipstream.beam_messages import BeamsRequest
+from slipstream.core.pooled import Steps
+from slipstream.engine.cache_news import CacheNews
+from slipstream.engine.listeners import Listener
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.errors import EngineError, RequestError
+from slipstream.lora_request import LoRARequest
 from slipstream.stats import EngineStats
+from slipstream.text_messages import TextsRequest
 from slipstream.types import (
-    BeamsRequest,
     EngineOutput,
     EngineRequest,
     FinishReason,
-    LoRARequest,
     Plan,
     StepOutput,
     StepTime,
-    TextsRequest,
     TokenOutput,
 )
-from slipstream.worker.executor import Executor, Launched, build_executor
+from slipstream.worker.executor import Executor, Launched
 
 COMPILING_S = 0.001
 """Seconds between two looks whether a grammar is compiled, while there is nothing else to do."""
@@ -66,7 +56,7 @@ FLUSH_S = 10.0
 
 
 class EngineCore:
-    """The loop of a core, and what all cores answer. `of` makes the one that fits a model."""
+    """The loop of a core, and what all cores answer. `asleep.core_of` makes the one that fits a model."""
 
     def __init__(
         self, executor: Executor, scheduler: Steps, listeners: Sequence[Listener] = ()
@@ -88,23 +78,6 @@ class EngineCore:
         self._started = self._last_step = time.monotonic()
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
-
-    @classmethod
-    def build(
-        cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
-    ) -> EngineCore:
-        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
-        return cls.of(build_executor(args, progress=progress), args)
-
-    @staticmethod
-    def of(executor: Executor, args: EngineArgs) -> EngineCore:
-        """The core of an executor that was made by `args`."""
-        description = (
-            executor.description
-        )  # a compilation that is stuck holds what loads the tokenizer, and no weights
-        if description.spec.is_encoder:
-            return TextCore(executor)
-        return DecoderCore(executor, lambda: load_tokenizer(args, description))
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -144,6 +117,7 @@ class EngineCore:
         if not any(type(listener) is kind for listener in self._listeners):
             joined = {type(listener) for listener in self._listeners} | {kind}
             self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)
+            next(x for x in self._listeners if type(x) is kind).joined()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -241,25 +215,10 @@ class EngineCore:
         if wakeup is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
-    # --- The prefix cache, for who routes requests by what it holds; it stays empty here ------------------------------
-
-    def listen_to_cache(self, *, on: bool) -> None:
-        """Begin (`on`) or stop to note changes of the prefix cache. While that is off it costs
-        nothing."""
-
-    def cache_identity(self) -> tuple[int, bytes, dict[str, bytes]]:
-        """Block size, and the keys that prefixes begin with: without an adapter, and by the
-        adapter's name."""
-        return self.config.cache.block_size, b"", {}
-
-    def cached_keys(self) -> bytes:
-        """Keys of all blocks in the prefix cache, joined. Layers after the first group are left
-        out."""
-        return b""
-
-    def cache_changes(self) -> tuple[bytes, bytes] | None:
-        """Keys added and keys removed since the last call; None if nothing changed."""
-        return None
+    @cached_property
+    def cache_news(self) -> CacheNews:
+        """The prefix cache for who routes requests by what it holds. It stays empty here."""
+        return CacheNews(self.config.cache.block_size, None, {})
 
     # --- From start to end --------------------------------------------------------------------------------------------
 
@@ -311,203 +270,4 @@ class EngineCore:
             expert_load=self.executor.expert_load() if experts else (),
             adapters=self.executor.adapter_stats(),
             expert_balance=self.executor.expert_balance(),
-        )
-
-
-class TextCore(EngineCore):
-    """The core of an encoder, which reads whole texts."""
-
-    scheduler: TextScheduler
-
-    def __init__(self, executor: Executor) -> None:
-        config = executor.config
-        scheduler = TextScheduler(
-            config.scheduling,
-            config.cache,
-            max_model_len=config.model.max_model_len,
-            num_blocks=executor.ledger.num_blocks,
-        )
-        super().__init__(executor, scheduler)
-
-    def add_texts(self, request: TextsRequest) -> None:
-        self._stalled = False
-        self.scheduler.add(request)
-        self._prompt_tokens += len(request.token_ids) // 4
-
-
-class DecoderCore(EngineCore):
-    """The core of a text-generating model."""
-
-    scheduler: Scheduler
-
-    def __init__(
-        self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None
-    ) -> None:
-        """`load_tokenizer` is called once, for the first grammar."""
-        config, description = executor.config, executor.description
-        spec = description.spec
-        scheduler = make_scheduler(
-            config.scheduling,
-            config.cache,
-            max_model_len=config.model.max_model_len,
-            num_blocks=executor.ledger.num_blocks,
-            salt=f"{description.path}:{config.model.dtype}",
-            speculation=config.speculation,
-            drafts_ahead=config.drafts_ahead,
-            max_adapters=0 if config.lora is None else config.lora.max_loras,
-            load_adapter=executor.load_adapter,
-            whole_images=spec.vision is not None and spec.vision.bidirectional is not None,
-            store=executor.store,
-            padded=padding(config, spec) if config.device.has_graphs else None,
-        )
-        self.grammars = Grammars(
-            load_tokenizer, spec.vocab_size, lambda tokenizer: end_tokens(description, tokenizer)
-        )
-        scheduler.part(ForcedTokens).find = self.grammars.forced
-        self._adapters = scheduler.part(AdapterAdmission)
-        self._texts, self._searches = TextSequences(), BeamSearches()
-        listeners = (
-            MaskingGrammars(self.grammars, scheduler, executor),
-            Searching(self._searches, scheduler, self.add),
-            JoiningTexts(self._texts),
-        )
-        super().__init__(executor, scheduler, listeners)
-
-    def add(self, requests: Iterable[EngineRequest]) -> None:
-        self._stalled = False
-        requests = list(requests)
-        for request in requests:
-            if (
-                request.images and request.fork_of is not None
-            ):  # it comes with its parent, and without the pixels
-                parent = next(r for r in requests if r.request_id == request.fork_of)
-                request = dataclasses.replace(request, images=parent.images)
-            if is_masked := request.sampling.is_masked:
-                self._join(MaskingGrammars)
-            self.scheduler.add(request, held=is_masked)  # one that is refused leaves no grammar
-            if is_masked and self.grammars.begin(request):
-                self.scheduler.requests.release(request.request_id)
-        # A prompt that several choices or beams share is one prompt.
-        whole = (r for r in requests if r.parent is None)
-        self._prompt_tokens += sum(len(r.encoder_token_ids) or r.num_prompt_tokens for r in whole)
-
-    def add_texts(self, request: TextsRequest) -> None:
-        self._join(JoiningTexts)
-        self.add(self._texts.split(request))
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.scheduler.close()
-
-    def add_beams(self, request: BeamsRequest) -> None:
-        self._join(Searching)
-        self.add([self._searches.begin(request)])
-
-    def use_tokenizer(self, load: Callable[[], Tokenizer | None]) -> None:
-        self.grammars.load = load
-
-    def load_adapter(self, lora: LoRARequest) -> None:
-        self._adapters.load(lora)
-
-    def unload_adapter(self, adapter_id: int) -> None:
-        if adapter_id not in self._adapters.in_use():
-            self.executor.unload_adapter(adapter_id)
-
-    def listen_to_cache(self, *, on: bool) -> None:
-        for pool in (*self.scheduler.pools, *self.scheduler.state_pools):
-            if not on or pool.changes is None:
-                pool.listen(on)
-
-    def cache_identity(self) -> tuple[int, bytes, dict[str, bytes]]:
-        root = self.scheduler.kv.root_key("", "")
-        return self.config.cache.block_size, root, self._adapters.roots
-
-    def cached_keys(self) -> bytes:
-        keys = dict.fromkeys(
-            key for pool in self.scheduler.pools for key in pool.cached_keys()
-        )  # several ranks may have one
-        states = (pool.cached_keys() for pool in self.scheduler.state_pools)
-        of_states = {announced_state(key): None for keys in states for key in keys}
-        return b"".join([key for key in (*keys, *of_states) if len(key) == KEY_BYTES])
-
-    def cache_changes(self) -> tuple[bytes, bytes] | None:
-        changes: dict[bytes, bool] = {}
-        for pools, named in (
-            (self.scheduler.pools, bytes),
-            (self.scheduler.state_pools, announced_state),
-        ):
-            changes |= {
-                named(key): any(pool.lookup(key) is not None for pool in pools)
-                for pool in pools
-                for key in pool.changes or ()
-            }
-            for pool in pools:
-                if pool.changes:
-                    pool.changes.clear()
-        if not changes:
-            return None
-        came = b"".join([key for key, held in changes.items() if held and len(key) == KEY_BYTES])
-        went = b"".join(
-            [key for key, held in changes.items() if not held and len(key) == KEY_BYTES]
-        )
-        return came, went
-
-    def _expect(self, times: Sequence[StepTime]) -> None:
-        if self.config.speculation.limit:
-            padded = padding(self.config, self.description.spec)
-            self.scheduler.part(Speculation).costs.expect(
-                times, lambda rows: sum(padded(0, rows, 1, by_rows=True) or (rows,))
-            )
-
-    def tend(self, at_once: int | None = None) -> bool:
-        if self.scheduler.tiers is None or self._in_flight or self._planned:
-            return False
-        self.scheduler.tend(at_once)
-        return self.scheduler.tiers.is_busy
-
-
-class Asleep:
-    """A core that sleeps. At level 1 it keeps the weights, at level 2 nothing. The core's owner makes this, drops its
-    reference to the core, and calls `free`. `wake` makes a new core. RequestError if the level is not supported."""
-
-    def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
-        self.check(core, level)
-        core.flush()
-        self._args, self.level, self._release = args, level, core.executor.release_unused
-        self._known = core.executor.description
-        self._executor = core.executor.sleep(level)
-
-    @staticmethod
-    def check(core: EngineCore, level: int) -> None:
-        """Raise RequestError if the core can't sleep at this level."""
-        if level not in (1, 2):
-            raise RequestError(
-                f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}",
-                field="level",
-            )
-        if level == 1 and (reason := core.executor.keeps_no_weights) is not None:
-            raise RequestError(f"{reason}; level=2 reads them again", field="level")
-
-    def free(self) -> None:
-        collect_and_release(self._release)
-
-    def wake(self) -> EngineCore:
-        """The core as it was, without requests and cached prefixes."""
-        if self._executor is None:
-            return EngineCore.of(build_executor(self._args, known=self._known), self._args)
-        return EngineCore.of(self._executor(), self._args)
-
-
-def collect_and_release(release: Callable[[], None] | None) -> None:
-    """Free the memory of an engine without references. Its parts refer to each other, so a garbage collection is needed."""
-    gc.collect()
-    if release is not None:
-        release()
-
-
-def check_alive(core: EngineCore) -> None:
-    """Raise if requests wait and nothing can run them: a scheduler's bug, better seen than hung on."""
-    if core.scheduler.has_requests and core.next_wakeup() is None:
-        raise EngineError(
-            "requests are waiting but no step can be scheduled; please report this with the settings used"
         )

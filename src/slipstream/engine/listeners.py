@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from slipstream.beam_messages import LikeliestTokens
 from slipstream.core.participants.beams import Beams
+from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.pooled import TextSequences
 from slipstream.core.scheduler import Scheduler
 from slipstream.engine.beams import BeamSearches
@@ -19,7 +21,6 @@ from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    LikeliestTokens,
     StepOutput,
     StepPlan,
     TokenOutput,
@@ -36,6 +37,9 @@ class Listener:
 
     num_tokens = 0
     """Generated tokens that are in none of the outputs."""
+
+    def joined(self) -> None:
+        """Let the scheduler know the feature, before its first request."""
 
     def prepare(self) -> list[EngineOutput]:
         """Do what is due before a step is scheduled. Returns the ends of requests."""
@@ -65,6 +69,9 @@ class MaskingGrammars(Listener):
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
         self._grammars, self._scheduler, self._executor = grammars, scheduler, executor
+
+    def joined(self) -> None:
+        self._scheduler.join(ForcedTokens(self._grammars.forced))
 
     @property
     def is_waiting(self) -> bool:  # type: ignore[override]
@@ -170,7 +177,10 @@ class Searching(Listener):
         add: Callable[[Iterable[EngineRequest]], None],
     ) -> None:
         self._searches, self._scheduler, self._add = searches, scheduler, add
-        self._beams = scheduler.part(Beams)
+        self._beams = Beams()
+
+    def joined(self) -> None:
+        self._scheduler.join(self._beams)
 
     def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
         if not self._searches:

@@ -18,9 +18,10 @@ from itertools import chain
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from slipstream.arguments import suggesting
+from slipstream.beam_messages import BeamsOutput
 from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.costs.memory import MemoryLedger
+from slipstream.engine.asleep import Asleep, build_core, collect_and_release
 from slipstream.engine.audio.sound import read_samples
 from slipstream.engine.audio.transcription import (
     Task,
@@ -29,8 +30,9 @@ from slipstream.engine.audio.transcription import (
     speech_of,
 )
 from slipstream.engine.beams import BeamSearchOutput
-from slipstream.engine.engine_core import Asleep, EngineCore, check_alive, collect_and_release
+from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
+from slipstream.engine.model_files import default_sampling, load_tokenizer, log_canary
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
 from slipstream.engine.pooled import (
     ClassificationOutput,
@@ -47,13 +49,8 @@ from slipstream.engine.pooled import (
     score_texts,
     scores,
 )
-from slipstream.engine.processor import (
-    InputProcessor,
-    PreparedRequest,
-    default_sampling,
-    load_tokenizer,
-    log_canary,
-)
+from slipstream.engine.prepared_beams import prepare_beams
+from slipstream.engine.processor import InputProcessor, PreparedRequest
 from slipstream.engine.progress import progress_bar
 from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
@@ -72,7 +69,8 @@ from slipstream.engine.token_vectors import (
     text_task,
 )
 from slipstream.engine.vision.pictures import without_pictures
-from slipstream.errors import RequestError
+from slipstream.errors import EngineError, RequestError
+from slipstream.lora_request import LoRARequest
 from slipstream.outputs import (
     ChatMessage,
     EmbeddingOutput,
@@ -83,16 +81,15 @@ from slipstream.outputs import (
     Vectors,
 )
 from slipstream.stats import CanaryResult, EngineStats
+from slipstream.suggesting import suggesting
+from slipstream.text_messages import TextTask
 from slipstream.types import (
     BeamSearchParams,
-    BeamsOutput,
     EngineOutput,
-    LoRARequest,
     PoolingParams,
     Prompt,
     RequestOptions,
     SamplingParams,
-    TextTask,
     tokens_of,
     vectors_of,
 )
@@ -177,7 +174,7 @@ class LLM:
         self._args = args
         self._asleep: Asleep | None = None
         with no_collections():  # nearly all objects of a start stay
-            self._core: EngineCore | None = EngineCore.build(args, progress=progress)
+            self._core: EngineCore | None = build_core(args, progress=progress)
         log_canary(self._core.executor.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)
@@ -367,7 +364,7 @@ class LLM:
         prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
         searches = [
-            self._input.prepare_beams(p, params, RequestOptions(lora_request=a))
+            prepare_beams(self._input, p, params, RequestOptions(lora_request=a))
             for p, a in zip(prompts, adapters, strict=True)
         ]
         found: dict[str, BeamsOutput] = {}
@@ -650,7 +647,8 @@ class LLM:
     ) -> list[RequestOutput]:
         each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
         requests = []
-        prompts = self._input.prompts.with_prepared(prompts)
+        if self._input.pictures is not None:
+            prompts = self._input.prompts.media.with_prepared(prompts)
         for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             try:
                 requests.append(self._input.prepare(prompt, *how))
@@ -796,3 +794,11 @@ class LLM:
 
 def _truncates(asked: PoolingParams | None) -> bool:
     return asked is not None and asked.truncate_prompt_tokens is not None
+
+
+def check_alive(core: EngineCore) -> None:
+    """Raise if requests wait and nothing can run them: a scheduler's bug, better seen than hung on."""
+    if core.scheduler.has_requests and core.next_wakeup() is None:
+        raise EngineError(
+            "requests are waiting but no step can be scheduled; please report this with the settings used"
+        )

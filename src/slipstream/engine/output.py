@@ -18,6 +18,7 @@ from slipstream.engine.processor import PreparedRequest
 from slipstream.engine.text.detokenizer import IncrementalDetokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError
+from slipstream.logprob_messages import TokenLogprobs
 from slipstream.outputs import (
     CompletionOutput,
     Logprob,
@@ -25,7 +26,7 @@ from slipstream.outputs import (
     RequestOutput,
     RequestTimes,
 )
-from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
 """Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""

@@ -20,7 +20,8 @@ from slipstream.engine.token_vectors import TokenIds, max_sims, token_rows
 from slipstream.errors import EngineError, RequestError
 from slipstream.outputs import EmbeddingOutput, RerankResult, Vectors
 from slipstream.spec.description import ModelDescription
-from slipstream.types import FinishReason, Prompt, TextTask, VectorOutput
+from slipstream.text_messages import TextTask, VectorOutput
+from slipstream.types import FinishReason, Prompt
 
 
 def scores_pairs(model: ModelDescription) -> bool:

@@ -8,49 +8,37 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.config import EngineArgs, EngineConfig
-from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
-from slipstream.engine.beams import check as check_beams
+from slipstream.config import EngineConfig
+from slipstream.engine.choices import check_answer, fork
 from slipstream.engine.grammars.grammar import check
-from slipstream.engine.grammars.reasoning import counter
+from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.prompts import PromptReader
-from slipstream.engine.sampler_params import Breakers, with_functions
-from slipstream.engine.text.chat_template import read_template
+from slipstream.engine.reasoning_budgets import with_reasoning
+from slipstream.engine.sampler_params import Breakers, with_functions, with_words
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.engine.text.tools import Formats, OfferedTools, no_reasoning, reading
+from slipstream.engine.text.tools import Formats
 from slipstream.engine.texts import TextsProcessor
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import PictureProcessor, placed
+from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture, placed
 from slipstream.errors import (
     AdapterError,
     ContextLengthError,
-    EngineError,
     RequestError,
-    UnsupportedModelError,
 )
-from slipstream.hub import resolve_model
+from slipstream.media import AudioWindow
 from slipstream.spec.description import ModelDescription
-from slipstream.stats import CanaryResult
 from slipstream.types import (
     DEFAULT_OPTIONS,
-    BeamSearchParams,
-    BeamsOutput,
-    BeamsRequest,
     EngineRequest,
-    FinishReason,
     Prompt,
     RequestOptions,
     SamplingParams,
     pack_ids,
 )
-
-_logger = logging.getLogger("slipstream.engine")
 
 INLINE_CHARS = 16_384
 """More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
@@ -84,6 +72,27 @@ async def in_thread_if_long(
     return await _texts.run(work, weight=num_characters)
 
 
+def _listed(data: Any) -> list[Any]:
+    found = data.get("image", ()) if isinstance(data, dict) else ()
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def num_characters(prompt: Prompt | tuple[str, str]) -> int:
+    """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
+    prepared yet counts as a long text, so that their preparation runs in a thread."""
+    if isinstance(prompt, dict):
+        if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
+            return INLINE_CHARS + 1  # pictures are waited for
+        prompt = prompt.get("prompt", "")  # type: ignore[assignment]
+    return (
+        sum(map(len, prompt))
+        if isinstance(prompt, tuple)
+        else len(prompt)
+        if isinstance(prompt, str)
+        else 0
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A user's request, checked: its engine requests, one for each answer that is drawn, the first of which the others fork
@@ -96,72 +105,6 @@ class PreparedRequest:
     sampling: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
     hides_logprobs: bool = False  # the request has no log-probabilities of answers
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBeams:
-    """A beam search, checked and tokenised."""
-
-    request: BeamsRequest
-    prompt: str | None
-
-    def answer(self, output: BeamsOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Answer for the user. EngineError if the engine failed."""
-        if output.error is not None or not output.answers:
-            raise EngineError(output.error or f"the search ended with {output.finish_reason}")
-        prompt = list(self.request.prompt_token_ids)
-        sequences = [
-            BeamSearchSequence(
-                [*prompt, *answer.token_ids],
-                None if tokenizer is None else tokenizer.decode(list(answer.token_ids)),
-                answer.logprob,
-                answer.score,
-                "stop" if answer.finish_reason is FinishReason.STOP else "length",
-            )
-            for answer in output.answers
-        ]
-        return BeamSearchOutput(self.prompt, prompt, sequences, output.num_cached_tokens)
-
-
-def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
-    """The tokenizer that `args` asks for: the model's own, another one, or none. With a `chat_template` it has that one.
-    ConfigError if the file is none."""
-    if args.skip_tokenizer_init:
-        return None
-    path = None
-    if args.tokenizer is not None:
-        path = Path(args.tokenizer).expanduser()
-        if not (path / "tokenizer.json").is_file():  # else it needs no model beside it
-            path = resolve_model(args.tokenizer, download_dir=args.download_dir)
-    tokenizer = Tokenizer.for_model(model, path)
-    if args.chat_template is not None:
-        tokenizer.set_chat_template(read_template(args.chat_template))
-    return tokenizer
-
-
-def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every token that ends an answer: those that the model's files name, and the tokenizer's."""
-    of_tokenizer = [
-        i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < model.spec.vocab_size
-    ]
-    return tuple(dict.fromkeys((*model.eos_token_ids, *of_tokenizer)))
-
-
-def default_sampling(model: ModelDescription) -> SamplingParams:
-    """Default sampling parameters from the model's generation config. UnsupportedModelError if they
-    are not valid."""
-    try:
-        return SamplingParams(**dict(model.sampling))  # type: ignore[arg-type]
-    except RequestError as error:
-        raise UnsupportedModelError(
-            f"generation_config.json: {error}", field=error.field
-        ) from error
-
-
-def log_canary(result: CanaryResult | None) -> None:
-    """Say what the checkpoint's canary found, a warning if it is not well."""
-    if result is not None:
-        _logger.log(logging.INFO if result.ok else logging.WARNING, "%s", result.describe())
 
 
 class InputProcessor:
@@ -184,6 +127,9 @@ class InputProcessor:
         model that takes none."""
         self.tokenizer = tokenizer
         self.description = description
+        self._writes = description is None or description.spec.generates
+        encoder = None if description is None else description.spec.encoder
+        self._reads_audio = encoder is not None and encoder.audio is not None
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
@@ -235,7 +181,7 @@ class InputProcessor:
         `grammar_checked` the grammar was checked before, which can take seconds. `formats` says how the model writes its
         reasoning, for a budget of a prompt without a chat template."""
         spec = None if self.description is None else self.description.spec
-        if spec is not None and not spec.generates:
+        if spec is not None and not self._writes:
             use = (
                 "/rerank, LLM.rerank"
                 if spec.classifier
@@ -247,15 +193,18 @@ class InputProcessor:
             )
         if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
-        audio = self.prompts.audio_of(prompt)
-        prompt, pictures = self.prompts.parted(prompt)
+        audio: AudioWindow | None = None
+        pictures: Sequence[PreparedPicture] = ()
+        if self._reads_audio or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
+            audio = self.prompts.media.audio_of(prompt)
+            prompt, pictures = self.prompts.media.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
         special = options.add_special_tokens
         text, tokens, packed = self.prompts.tokens(
             prompt, special, any_length=any_length, pictures=pictures
         )
         salt = options.cache_salt
-        images = placed(tokens, pictures, self.prompts.vision, salt) if pictures else ()
+        images = placed(tokens, pictures, self.prompts.media.vision, salt) if pictures else ()
         if images and any_length:
             raise RequestError(
                 "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
@@ -297,10 +246,17 @@ class InputProcessor:
             if not grammar_checked:
                 check(sampling.structured_outputs, salt)
         if sampling.thinking_token_budget is not None:
-            sampling = self._with_reasoning(sampling, tokens, formats)
-        sampling = with_functions(
-            self._breakers.put(self._with_words(sampling)), in_process=self.in_process
-        )
+            sampling = with_reasoning(sampling, tokens, formats, self.tokenizer)
+        if (
+            sampling.bad_words
+            or sampling.bad_words_token_ids
+            or sampling.allowed_token_ids is not None
+        ):
+            sampling = with_words(sampling, self.tokenizer, self.prompts)
+        if sampling.dry_multiplier:
+            sampling = self._breakers.put(sampling)
+        if sampling.logits_processors:
+            sampling = with_functions(sampling, in_process=self.in_process)
         if sampling.stop and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop"
@@ -309,7 +265,7 @@ class InputProcessor:
         if hides_logprobs:  # they say which answers are the best
             sampling = dataclasses.replace(sampling, logprobs=0)
         if options.answer_token_ids:
-            self._check_answer(options.answer_token_ids, sampling, max_tokens)
+            check_answer(self.prompts, options.answer_token_ids, sampling, max_tokens)
         first = EngineRequest.of(
             options,
             request_id=next(self._ids),
@@ -324,94 +280,9 @@ class InputProcessor:
             images=images,
             marks=self.prompts.borders(tokens),
         )
-        others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
+        others = (fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"
         return PreparedRequest(request_id, text, shown, sampling, (first, *others), hides_logprobs)
-
-    def _with_reasoning(
-        self, sampling: SamplingParams, prompt: Sequence[int], formats: Formats
-    ) -> SamplingParams:
-        """Sampling parameters with the markers of the reasoning, which has a budget. A grammar then
-        begins after it. RequestError if the model has no reasoning, or the end can't be forced."""
-        tokenizer, markers = self.tokenizer, sampling.reasoning
-        if tokenizer is None:
-            message = "a budget of reasoning needs a tokenizer (skip_tokenizer_init is set)"
-            raise RequestError(message, field="thinking_token_budget")
-        if markers is None:
-            text = tokenizer.decode(prompt, skip_special_tokens=False)
-            how = reading(
-                *(formats, OfferedTools(), tokenizer.chat_template, lambda: text),
-                to_name="",
-                begun=text,
-            )
-            if how is None:
-                raise no_reasoning()
-            made = how.applied(sampling, tokenizer)
-            asked, markers = sampling.structured_outputs, made.reasoning
-            around = asked is not None and asked.around is not None
-            sampling = dataclasses.replace(
-                sampling,
-                reasoning=markers,
-                structured_outputs=asked if around else made.structured_outputs,
-            )
-        assert markers is not None
-        forced = counter(markers, tokenizer, sampling.thinking_token_budget).forced
-        allowed = sampling.allowed_token_ids
-        if allowed is not None and (lacking := forced - set(allowed)):
-            raise RequestError(
-                f"allowed_token_ids must have the tokens that end the reasoning, since thinking_token_budget forces them; add "
-                f"{sorted(lacking)}",
-                field="allowed_token_ids",
-            )
-        return sampling
-
-    def _check_answer(
-        self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
-    ) -> None:
-        """Raise RequestError if an answer can't go on after the tokens that are there."""
-        self.prompts.check_ids("answer_token_ids", begun)
-        if len(begun) >= max_tokens:
-            raise RequestError(
-                f"{len(begun)} tokens of at most {max_tokens} are there already",
-                field="answer_token_ids",
-            )
-        if sampling.n > 1 or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-            message = "an answer of several choices or with log-probabilities can't go on elsewhere; ask again for all of it"
-            raise RequestError(message, field="answer_token_ids")
-
-    def prepare_beams(
-        self,
-        prompt: Prompt,
-        params: BeamSearchParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
-        truncate_prompt_tokens: int | None = None,
-    ) -> PreparedBeams:
-        """A beam search over one prompt. Errors as of `prepare`."""
-        ends = () if params.ignore_eos else self.eos_token_ids
-        if self.description is not None:
-            check_beams(params, len(ends), self.description.spec)
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=params.max_tokens,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-        )
-        made = self.prepare(prompt, sampling, options)
-        (first,) = made.engine_requests
-        if first.images:
-            raise RequestError("beam search takes no pictures", field="multi_modal_data")
-        request = BeamsRequest(
-            request_id=first.request_id,
-            prompt_token_ids=tuple(made.prompt_token_ids),
-            params=params,
-            eos_token_ids=ends,
-            arrival=first.arrival,
-            priority=first.priority,
-            cache_salt=first.cache_salt,
-            lora=first.lora,
-            share=first.share,
-        )
-        return PreparedBeams(request, made.prompt)
 
     def _too_long(self, num_prompt: int, max_tokens: int | None = None) -> ContextLengthError:
         """Begins with the words by which OpenAI's clients know this error."""
@@ -426,44 +297,3 @@ class InputProcessor:
         error = ContextLengthError(what, field="prompt" if max_tokens is None else "max_tokens")
         error.lengths = (num_prompt, max_tokens, self.max_model_len)
         return error
-
-    def _with_words(self, sampling: SamplingParams) -> SamplingParams:
-        """Sampling parameters with their bad words as tokens. RequestError if no allowed token is
-        left."""
-        words = sampling.bad_words_token_ids
-        if sampling.bad_words:
-            if self.tokenizer is None:
-                message = "bad_words need a tokenizer (skip_tokenizer_init is set); pass bad_words_token_ids"
-                raise RequestError(message, field="bad_words")
-            forms = [
-                form for word in sampling.bad_words for form in (word.strip(), " " + word.strip())
-            ]
-            encoded = (
-                tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms
-            )
-            words = tuple(dict.fromkeys((*words, *encoded)))
-            sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
-        self.prompts.check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
-        allowed = sampling.allowed_token_ids
-        if allowed is not None:
-            self.prompts.check_ids("allowed_token_ids", allowed)
-            sampling = dataclasses.replace(
-                sampling, allowed_token_ids=tuple(dict.fromkeys(allowed))
-            )
-            if set(allowed) <= {word[0] for word in words if len(word) == 1}:
-                raise RequestError(
-                    "every one of allowed_token_ids is one of bad_words", field="allowed_token_ids"
-                )
-        return sampling
-
-    def _fork(self, first: EngineRequest, index: int) -> EngineRequest:
-        """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
-        sampling = first.sampling
-        seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
-        return dataclasses.replace(
-            first,
-            request_id=f"{first.request_id}/{index}",
-            fork_of=first.request_id,
-            images=tuple(dataclasses.replace(image, pixels=b"") for image in first.images),
-            sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
-        )

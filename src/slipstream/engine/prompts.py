@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from slipstream.engine.audio.sound import as_samples
-from slipstream.engine.audio.spectrogram import log_mel
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.vision.pictures import (
     PictureProcessor,
@@ -18,10 +15,10 @@ from slipstream.engine.vision.pictures import (
     expanded,
     with_pictures,
 )
+from slipstream.engine.vision.prompt_media import MediaReader
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.media.vision import VisionSpec
-from slipstream.types import AudioWindow, Prompt, SamplingParams, pack_ids
+from slipstream.types import Prompt, SamplingParams, pack_ids
 
 MAX_BORDERS = 2
 """Messages at whose beginnings a prompt's states are kept."""
@@ -42,7 +39,7 @@ class PromptReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.description = description
-        self.pictures = pictures
+        self.media = MediaReader(description, pictures)
 
     def last(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
         """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
@@ -76,90 +73,6 @@ class PromptReader:
                     break
         return tuple(found)
 
-    @property
-    def vision(self) -> VisionSpec:
-        """RequestError if the model takes no pictures."""
-        if self.pictures is None:
-            has = self.description is not None and self.description.family.vision is not None
-            why = "pictures are off (max_images=0)" if has else "this model takes no pictures"
-            raise RequestError(f"{why}; leave them out", field="image")
-        return self.pictures.vision
-
-    def parted(self, prompt: Prompt) -> tuple[Prompt, Sequence[PreparedPicture]]:
-        """A prompt without its pictures, and these. They are prepared here, if they are not yet."""
-        given: Any = prompt
-        if not isinstance(given, dict) or "multi_modal_data" not in given:
-            return prompt, ()
-        data = given["multi_modal_data"]
-        if isinstance(data, dict) and set(data) == {"audio"}:
-            return {key: value for key, value in given.items() if key != "multi_modal_data"}, ()  # type: ignore[return-value]
-        if not isinstance(data, dict) or set(data) != {"image"}:
-            raise RequestError(
-                'multi_modal_data must be {"image": a picture, or a list of them} or {"audio": a sound}',
-                field="multi_modal_data",
-            )
-        found = data["image"]
-        sources = list(found) if isinstance(found, (list, tuple)) else [found]
-        self.check_pictures(len(sources))
-        assert self.pictures is not None
-        rest: Any = {key: value for key, value in given.items() if key != "multi_modal_data"}
-        return rest, self.pictures.prepare_all(sources)
-
-    def audio_of(self, prompt: Prompt) -> AudioWindow | None:
-        """The window of audio of a prompt, if the model reads audio. RequestError if only one of both is there."""
-        encoder = None if self.description is None else self.description.spec.encoder
-        audio = None if encoder is None else encoder.audio
-        data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
-        given = data.get("audio") if isinstance(data, dict) else None
-        if audio is None:
-            if given is not None:
-                raise RequestError("this model takes no audio; leave it out", field="audio")
-            return None
-        if given is None:
-            raise RequestError(
-                "this model reads audio: send it to /v1/audio/transcriptions, LLM.transcribe or as "
-                'multi_modal_data={"audio": samples}',
-                field="prompt",
-            )
-        if isinstance(given, AudioWindow):
-            return given
-        samples = as_samples(given, max_s=audio.window_s)
-        whole = np.pad(samples, (0, audio.num_samples - len(samples)))
-        made = log_mel(whole, audio.num_mel_bins)
-        return AudioWindow(num_mel_bins=audio.num_mel_bins, data=made.tobytes())
-
-    def with_prepared(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts; pictures of all of them are prepared side by side."""
-        found: list[Any] = list(prompts)
-        begun: dict[int, list[Any]] = {}
-        for i, prompt in enumerate(found):
-            data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
-            if self.pictures is not None and isinstance(data, dict) and set(data) == {"image"}:
-                given = data["image"]
-                sources = list(given) if isinstance(given, (list, tuple)) else [given]
-                self.check_pictures(len(sources))
-                begun[i] = [
-                    x if isinstance(x, PreparedPicture) else self.pictures.submit(x)
-                    for x in sources
-                ]
-        try:
-            for i, waiting in begun.items():
-                ready = [x if isinstance(x, PreparedPicture) else x.result() for x in waiting]
-                found[i] = {**found[i], "multi_modal_data": {"image": ready}}
-        finally:
-            for x in chain.from_iterable(begun.values()):
-                if not isinstance(x, PreparedPicture):
-                    x.cancel()
-        return found
-
-    def check_pictures(self, count: int) -> None:
-        """RequestError if a prompt can't have so many."""
-        if count and self.vision and self.pictures is not None and count > self.pictures.most:
-            raise RequestError(
-                f"{count} pictures, and a prompt may have {self.pictures.most} (max_images)",
-                field="image",
-            )
-
     def tokens(
         self,
         prompt: Prompt,
@@ -177,7 +90,7 @@ class PromptReader:
         ):
             prompt = given["prompt"]  # vLLM's other way to say a text
         if isinstance(prompt, str):
-            prompt = with_pictures(prompt, pictures, self.vision) if pictures else prompt
+            prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
             self.check_text(prompt, any_length=any_length)
             assert self.tokenizer is not None
             text = prompt
@@ -187,7 +100,7 @@ class PromptReader:
             given = given["prompt_token_ids"]
             text, (tokens, packed) = None, self.read_ids("prompt_token_ids", given)
             if pictures:
-                tokens = [*expanded(tokens, pictures, self.vision, self.tokenizer)]
+                tokens = [*expanded(tokens, pictures, self.media.vision, self.tokenizer)]
                 packed = pack_ids(tokens)
         else:
             got = (

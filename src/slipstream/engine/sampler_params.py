@@ -1,12 +1,14 @@
-"""Converts sampling parameters for the engine: DRY's sequence breakers to tokens, names of functions to the functions. No
-torch."""
+"""Converts sampling parameters for the engine: bad words and DRY's sequence breakers to tokens, names
+of functions to the functions. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from typing import Any
 
+from slipstream.engine.prompts import PromptReader
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.sampling_checks import SEQUENCE_BREAKERS
@@ -52,10 +54,36 @@ class Breakers:
         return self._found[text]
 
 
+def with_words(
+    sampling: SamplingParams, tokenizer: Tokenizer | None, prompts: PromptReader
+) -> SamplingParams:
+    """Sampling parameters with their bad words as tokens. RequestError if no allowed token is
+    left."""
+    words = sampling.bad_words_token_ids
+    if sampling.bad_words:
+        if tokenizer is None:
+            message = (
+                "bad_words need a tokenizer (skip_tokenizer_init is set); pass bad_words_token_ids"
+            )
+            raise RequestError(message, field="bad_words")
+        forms = [form for word in sampling.bad_words for form in (word.strip(), " " + word.strip())]
+        encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+        words = tuple(dict.fromkeys((*words, *encoded)))
+        sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
+    prompts.check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
+    allowed = sampling.allowed_token_ids
+    if allowed is not None:
+        prompts.check_ids("allowed_token_ids", allowed)
+        sampling = dataclasses.replace(sampling, allowed_token_ids=tuple(dict.fromkeys(allowed)))
+        if set(allowed) <= {word[0] for word in words if len(word) == 1}:
+            raise RequestError(
+                "every one of allowed_token_ids is one of bad_words", field="allowed_token_ids"
+            )
+    return sampling
+
+
 def with_functions(sampling: SamplingParams, *, in_process: bool) -> SamplingParams:
     """The same with `logits_processors` that can be called: by name, unless the model runs in this process."""
-    if not sampling.logits_processors:
-        return sampling
     names = tuple(
         given if in_process and not isinstance(given, str) else importable(given)
         for given in sampling.logits_processors

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.engine.core_messages import (
+from slipstream.engine.core_messages import ToParent
+from slipstream.engine.operation_messages import (
     AdaptersChanged,
     Answered,
     LoadAdapter,
-    ToParent,
     UnloadAdapter,
 )
 from slipstream.errors import AdapterError
-from slipstream.types import LoRARequest
+from slipstream.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from slipstream.engine.engine_core import EngineCore

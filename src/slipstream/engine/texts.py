@@ -20,7 +20,8 @@ from slipstream.engine.token_vectors import late_tokens
 from slipstream.errors import RequestError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.pooling import LateSpec, PoolingSpec
-from slipstream.types import DEFAULT_OPTIONS, Prompt, RequestOptions, TextsRequest, TextTask
+from slipstream.text_messages import TextsRequest, TextTask
+from slipstream.types import DEFAULT_OPTIONS, Prompt, RequestOptions
 
 
 @dataclass(frozen=True, slots=True)

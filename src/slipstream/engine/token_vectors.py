@@ -20,7 +20,7 @@ from slipstream.errors import RequestError
 from slipstream.outputs import Vectors
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.pooling import SPARSE_NAME, LateSpec
-from slipstream.types import TextTask
+from slipstream.text_messages import TextTask
 
 
 class TokenIds(Protocol):

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from slipstream.config import KV_BYTES, EngineArgs
 from slipstream.engine.folder import settled
-from slipstream.engine.processor import load_tokenizer
+from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.model.decoder import Decoder
+from slipstream.platform import platform_of
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.start.canary import Canary, make_canary
@@ -150,8 +152,8 @@ class Scorer:
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
         """The attention metadata of `num_tokens` tokens from position `start` on."""
-        size, groups = self.kv[0].block_size, len(self.spec.cache_groups)
+        size, scales = self.kv[0].block_size, self.spec.block_scales
         device = self.decoder.device
-        return AttentionMetadata.single_sequence(
-            start, num_tokens, block_size=size, device=device, num_groups=groups
+        return single_sequence(
+            start, num_tokens, block_size=size, platform=platform_of(device), scales=scales
         )

@@ -12,7 +12,7 @@ from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.states import state_metadata
 from slipstream.model.layers import JoinedTap
-from slipstream.worker.forward.base import StateCache
+from slipstream.worker.forward.state_cache import StateCache
 from slipstream.worker.start.loading import load_runner
 from slipstream.worker.torch_loading import TorchLoaded
 
@@ -68,7 +68,7 @@ class TextStates:
         starts = torch.tensor([0, *lengths]).cumsum(0)
 
         def of_group(group: int) -> tuple[Tensor, Tensor]:
-            own = blocks * groups + 1 + group
+            own = (blocks * groups + 1 + group) * self.spec.block_scales[group]
             slots = own[rows, positions // size] * size + positions % size
             return own.int().to(self.device), slots.to(self.device)
 

@@ -11,16 +11,11 @@ On a CPU the tensors may be NumPy arrays. Torch is imported only by functions th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slipstream.kernels.states import state_metadata
-from slipstream.spec.layers import int4_row_bytes
-from slipstream.spec.model import AttentionKind, LatentAttentionSpec
-
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from slipstream.kernels.states import LayerState, StateMetadata
@@ -29,37 +24,6 @@ Made = TypeVar("Made")
 
 NO_ADAPTER = -1
 """Slot number of a token without an adapter."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedParts:
-    """T tokens in parts, one after another. A token attends to all tokens of its own part
-    (`OpSet.packed_attention`)."""
-
-    by_length: tuple[
-        tuple[int, Tensor | None], ...
-    ]  # by length: the tokens of all its parts, int64; None: all tokens
-    positions: Tensor  # int64 [T]: position in the token's part
-    ends: Tensor  # int32 [T]: end of the token's part
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedParts:
-        """Makes parts of these lengths, none of them 0."""
-        import torch
-
-        each = torch.tensor(lengths)
-        ends = each.cumsum(0)
-        starts, kinds = ends - each, each.unique().tolist()
-        index: list[Tensor | None] = [None]
-        if len(kinds) > 1:
-            index = [
-                (starts[each == n][:, None] + torch.arange(n)).flatten().to(device) for n in kinds
-            ]
-        positions = torch.arange(int(each.sum())) - starts.repeat_interleave(each)
-        of_tokens = ends.repeat_interleave(each).int()
-        return cls(
-            tuple(zip(kinds, index, strict=True)), positions.to(device), of_tokens.to(device)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +43,8 @@ class LayerKV:
     state: LayerState | None = None
     index: Tensor | None = None  # [B, 1, block_size, I]: the keys of sparse attention's index
     fold: Tensor | None = None  # float32 [2, K, D], with an int4 cache (`int4_cache.fold_of`)
+    whole: tuple[Tensor, ...] = ()
+    """The tensors [blocks, …] that k and v are views of, with other numbers of blocks (`MixedLayout`)."""
 
     @property
     def block_size(self) -> int:
@@ -94,87 +60,6 @@ class LayerKV:
         """The index's keys as a cache of latents, whose values are never read."""
         assert self.index is not None
         return LayerKV(self.index, self.index[..., 1:])
-
-
-def cache_tensors(
-    attention: AttentionKind | None,
-    num_blocks: int,
-    block_size: int,
-    new: Callable[[tuple[int, ...]], Tensor],
-    *,
-    values_by_dim: bool = False,
-    int4: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Makes `LayerKV`'s k and v for a layer; one number each without attention. `new` allocates tensors, of bytes if `int4`."""
-    if attention is None:
-        return new((1, 1, 1, 1)), new((1, 1, 1, 1))
-    if int4:
-        rows = int4_row_bytes(attention.head_dim)
-        k, v = (new((num_blocks, attention.num_kv_heads, block_size, n)) for n in rows)
-        return k, v
-    shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
-    k = new(shape)
-    if isinstance(attention, LatentAttentionSpec):
-        return k, k[..., attention.rotary_dim :]
-    return k, new((*shape[:2], shape[3], shape[2])).transpose(2, 3) if values_by_dim else new(shape)
-
-
-def index_tensor(
-    attention: AttentionKind | None,
-    num_blocks: int,
-    block_size: int,
-    new: Callable[[tuple[int, ...]], Tensor],
-) -> Tensor | None:
-    """Makes `LayerKV`'s index for a layer; None if it has no index of its own."""
-    if not isinstance(attention, LatentAttentionSpec) or not attention.index_dim:
-        return None
-    return new((num_blocks, 1, block_size, attention.index_dim))
-
-
-def shared_caches(
-    layers: Iterable[int],
-    places: Sequence[int],
-    new: Callable[[int], tuple[Tensor, Tensor]],
-    scales: Sequence[tuple[Tensor, ...]] | None = None,
-    state: Callable[[int], LayerState | None] = lambda layer: None,
-    index: Callable[[int], Tensor | None] = lambda layer: None,
-) -> list[LayerKV]:
-    """Makes the caches of `layers`, with an 8-bit cache's `scales` or an int4 cache's folds, and the
-    states and index keys that `state` and `index` make for a layer.
-
-    `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
-    place share what `new` makes for the first of them.
-    """
-    held = {i: places[i] for i in layers}
-    made = {place: new(i) for i, place in reversed(held.items())}
-    caches = [(*made[place], state(i)) for i, place in held.items()]
-    if scales is None:
-        keys = (index(i) for i in held)
-        return [LayerKV(k, v, state=s, index=x) for (k, v, s), x in zip(caches, keys, strict=True)]
-    return [
-        LayerKV(k, v, *scale, state=s) if len(scale) == 2 else LayerKV(k, v, state=s, fold=scale[0])
-        for (k, v, s), scale in zip(caches, scales, strict=True)
-    ]
-
-
-def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
-    """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
-    parts = ((layer.k, None if layer.latent else layer.v, layer.index) for layer in layers)
-    return [x for own in parts for x in own if x is not None and len(x) > 1]
-
-
-def state_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
-    """Returns the layers' states [slots, …], each of which holds a part of every slot."""
-    states = [layer.state for layer in layers if layer.state is not None]
-    return [
-        x for own in states for x in (own.conv, own.recurrent) if x is not None and 0 not in x.shape
-    ]
-
-
-def by_dim(v: Tensor) -> Tensor:
-    """Returns the same values [B, K, block_size, D] with the memory layout
-    [B, K, D, block_size]."""
-    return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,84 +157,6 @@ class AttentionMetadata:
         """Returns the metadata with `shared` in every group."""
         groups = tuple([dataclasses.replace(group, shared=shared) for group in self.groups])
         return dataclasses.replace(self, shared=shared, groups=groups)
-
-    @classmethod
-    def single_sequence(
-        cls,
-        start: int,
-        num_tokens: int,
-        *,
-        block_size: int,
-        device: torch.device,
-        num_groups: int = 1,
-    ) -> AttentionMetadata:
-        """Makes the metadata of one sequence, in blocks 1, 2, … which the groups take in turn.
-
-        Its tokens are start … start + num_tokens − 1. Those before are in the cache.
-        """
-        return cls.uniform(
-            1,
-            num_tokens,
-            start + num_tokens,
-            block_size=block_size,
-            device=device,
-            num_groups=num_groups,
-        )
-
-    @classmethod
-    def uniform(
-        cls,
-        num_seqs: int,
-        num_new: int,
-        length: int,
-        *,
-        block_size: int,
-        device: torch.device | None = None,
-        num_groups: int = 1,
-        num_slots: int = 2,
-    ) -> AttentionMetadata:
-        """Makes `num_seqs` sequences of `length` tokens, the last `num_new` of them new.
-
-        Each has its own blocks in every group, from block 1 on. Sequence i has slot i + 1 for its states, if it is one of
-        `num_slots`; otherwise it begins with zeros, and keeps nothing.
-        """
-        import torch
-
-        num_blocks = -(-length // block_size)
-        own = (
-            torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device).view(
-                num_seqs, num_blocks
-            )
-            * num_groups
-            + 1
-        )
-        positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)
-        rows = torch.arange(num_seqs, device=device).repeat_interleave(num_new)
-        slots = own[rows, positions // block_size].long() * block_size + positions % block_size
-        first = cls(
-            query_start_loc=torch.arange(
-                0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device
-            ),
-            seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=device),
-            block_table=own,
-            positions=positions,
-            slot_mapping=slots,
-            num_decodes=num_seqs if num_new == 1 else 0,
-            max_query_len=num_new,
-            max_seq_len=length,
-            from_start=num_new == length,
-            states=state_metadata(
-                range(0, num_seqs * num_new + 1, num_new),
-                lambda array: torch.from_numpy(array).to(device),
-                slots=[i + 1 if i + 1 < num_slots else 0 for i in range(num_seqs)],
-                goes_on=num_new < length,
-            ),
-        )
-        others = (
-            dataclasses.replace(first, block_table=own + g, slot_mapping=slots + g * block_size)
-            for g in range(1, num_groups)
-        )
-        return first.with_groups(*others)
 
 
 @dataclass(frozen=True, slots=True)

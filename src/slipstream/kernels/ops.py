@@ -43,13 +43,8 @@ from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
-from slipstream.kernels.metadata import (
-    AttentionMetadata,
-    ExpertCounters,
-    LayerKV,
-    PackedParts,
-    SamplingTensors,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers
 from slipstream.kernels.rank_ops import RankOps
@@ -510,6 +505,9 @@ class OpSet(WeightOps, RankOps):
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x.float()).to(x.dtype)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """tanh(x / cap) · cap, in float32."""
         return (x.float() / cap).tanh().mul(cap).to(x.dtype)
@@ -948,7 +946,7 @@ class OpSet(WeightOps, RankOps):
         """Packs `best_logprobs` for one copy to the host: int32 [N, 2 + 2 · num_top].
 
         A row has the bits of the token's log-probability, its rank, the most likely tokens, and the
-        bits of their log-probabilities (`sampling.unpacked_logprobs`).
+        bits of their log-probabilities (`logprobs.unpacked_logprobs`).
         """
         chosen, rank, ids, values = self.best_logprobs(logits, tokens, num_top)
         parts = chosen[:, None].view(torch.int32), rank[:, None].int(), ids.int()

@@ -15,14 +15,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels import int4_cache
 from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.metadata import (
-    AttentionMetadata,
-    ExpertCounters,
-    LayerKV,
-    PackedParts,
-    SamplingTensors,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,
@@ -97,7 +92,8 @@ def route(
         scores = F.softplus(logits).sqrt()
     else:
         scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
-    merits = scores if correction is None else scores + correction
+    merits = logits if spec.correction == "logits" else scores
+    merits = merits if correction is None else merits + correction
     if (limit := spec.groups) is not None:
         groups = merits.unflatten(-1, (limit.num_groups, -1))
         best = groups.topk(1 if limit.by == "best" else 2, dim=-1).values.sum(dim=-1)

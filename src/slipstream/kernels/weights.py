@@ -229,6 +229,7 @@ class Float4Linear(Linear):
     inner: int
     row_scales: Tensor | None = None  # float32 [rows], of `nvfp4`: see `GroupedLinear`
     divides: bool = False
+    dense: Tensor | None = None  # [rows, in], the expanded weight, for steps of many tokens
 
     @property
     def out_features(self) -> int:

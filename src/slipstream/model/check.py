@@ -23,14 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, index_tensor
+from slipstream.kernels.cache_tensors import cache_tensors, index_tensor
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.states import layer_state
+from slipstream.kernels.uniform_steps import single_sequence
+from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers, whole
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.load.loader import load_model
-from slipstream.model.program import CpuProgram, compile_program
+from slipstream.model.step_program import StepProgram
+from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.model import LayerSpec, ModelSpec
 
@@ -128,11 +132,11 @@ def compare(
 ) -> CheckReport:
     """Compares the states after the embeddings and each layer, and the head's result.
 
-    If the engine computes a step as one program (`model.program`), that result is compared too.
+    If the engine computes a step as one program (`model.step_program`), that result is compared too.
     """
     found = _our_states(ours.decoder, tokens)
     expected = dict(_their_states(theirs, tokens, ours.spec))
-    if isinstance(program := compile_program(ours.decoder), CpuProgram):
+    if isinstance(program := compile_program(ours.decoder), StepProgram):
         found["as one program"] = _whole_step(ours.decoder, program, tokens)
         expected["as one program"] = expected[ENDS[ours.spec.kind]]
     differences = []
@@ -158,7 +162,7 @@ def compare(
 def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, AttentionMetadata]:
     """Returns the metadata of one sequence, and of its encoder's text, which has the same length and
     the blocks after the sequence's."""
-    meta = AttentionMetadata.single_sequence(0, count, block_size=BLOCK_SIZE, device=decoder.device)
+    meta = single_sequence(0, count, block_size=BLOCK_SIZE, platform=platform_of(decoder.device))
     num_blocks = meta.block_table.shape[1]
     read = dataclasses.replace(
         meta,
@@ -220,14 +224,14 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _end(
-    decoder: Decoder, way: Decoder | CpuProgram, hidden: Tensor, meta: AttentionMetadata
+    decoder: Decoder, way: Decoder | StepProgram, hidden: Tensor, meta: AttentionMetadata
 ) -> Tensor:
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
     return way.logits(hidden) if decoder.spec.generates else hidden
 
 
-def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) -> Tensor:
+def _whole_step(decoder: Decoder, program: StepProgram, tokens: Sequence[int]) -> Tensor:
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
     if decoder.encoder is not None:

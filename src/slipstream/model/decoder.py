@@ -6,7 +6,7 @@
 
 It knows no architecture by name and no device, and imports no torch. With
 `kernels.tracing.recording.RecordingOps` it records its ops instead of computing them. Faster ways to run
-the same layers are made from that record (`model.program`, `model.one_token`). The decoder knows
+the same layers are made from that record (`model.step_program`, `model.one_token`). The decoder knows
 none of them.
 """
 

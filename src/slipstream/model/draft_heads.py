@@ -19,18 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cpu.native import ThreadPool
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.tracing.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
+from slipstream.model.compile_step import compiled
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
 from slipstream.model.load.loaded import tensor_bytes
-from slipstream.model.step_program import CompiledOps, Floats, compiled
+from slipstream.model.step_program import CompiledOps, Floats
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.drafts.heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.model import ModelSpec

@@ -102,7 +102,8 @@ class Attention:
             gate = ops.columns(qkv, start=0, stop=s.gate_size)
             gate = gate if self.spread is None else ops.linear(gate, self.spread)
             rows = ops.columns(qkv, start=s.gate_size, stop=s.gate_size + s.q_size + 2 * s.kv_size)
-            return self._attended(ops, rows, kv, meta) * ops.sigmoid(gate)
+            found = self._attended(ops, rows, kv, meta)
+            return found * (ops.softplus(gate) if s.gate == "softplus" else ops.sigmoid(gate))
         return self._attended(ops, qkv, kv, meta)
 
     def _attended(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:

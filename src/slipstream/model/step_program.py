@@ -1,8 +1,7 @@
 """A model's step as one program of the C++ kernels. Python passes tokens, lengths and tables, and
-gets hidden states. No torch.
+gets hidden states: NumPy arrays, or torch tensors, which share their memory with arrays. No torch.
 
-The program is lowered from the decoder's own trace (`kernels.cpu.lowering`), so it computes what
-the plain loop computes. An encoder-decoder has two programs: one reads prompts, the other is the
+`compile_step.py` makes it. An encoder-decoder has two programs: one reads prompts, the other is the
 decoding step.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
@@ -18,44 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.lowering import Lowered, lower, refusal
-from slipstream.kernels.cpu.native import ThreadPool
+from slipstream.kernels.cpu.lowering import Lowered
 from slipstream.kernels.cpu.native_program import Program, RunningStep, layer_pointers, step_inputs
-from slipstream.kernels.cpu.program_emitter import ProgramEmitter
+from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, RowDraws
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.kernels.tracing.recording import Op, Value
 from slipstream.model.decoder import Decoder
-from slipstream.model.trace import lowered_part, trace, trace_encoder
-from slipstream.spec.reason import Reason
+from slipstream.platform import Platform
 
 if TYPE_CHECKING:
-    from slipstream.kernels.cpu.native import Array
+    from torch import Tensor
+
+    from slipstream.kernels.cpu.arrays import Array
 
 Floats = npt.NDArray[np.float32]
-
-
-def compile_step(decoder: Decoder, pool: ThreadPool) -> StepProgram | Reason:
-    """Compiles the program of a decoder with packed weights, or returns what the kernels lack."""
-    step = trace(decoder)
-    if (reason := refusal(step.head)) is not None:
-        return reason
-    more = () if step.taken is None else (step.taken,)
-    body = compiled(pool, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step), more)
-    if isinstance(body, Reason) or decoder.encoder is None:
-        width = 0 if step.taken is None else step.taken.width
-        return (
-            body
-            if isinstance(body, Reason)
-            else StepProgram(decoder, pool, body, None, step.head, width)
-        )
-    encoder = trace_encoder(decoder)
-    reading = compiled(pool, 1, encoder.body, encoder.embedded, None)
-    return (
-        reading
-        if isinstance(reading, Reason)
-        else StepProgram(decoder, pool, body, reading, step.head)
-    )
 
 
 class StepProgram:
@@ -65,38 +40,32 @@ class StepProgram:
         self,
         decoder: Decoder,
         pool: ThreadPool,
+        platform: Platform,
         body: CompiledOps,
         reading: CompiledOps | None,
-        head: Sequence[Op],
+        head: Sequence[Callable[[Floats], Floats]],
+        weight: NativeLinear | None,
         taken_width: int = 0,
     ) -> None:
         """Takes the compiled step.
 
-        `reading` encodes an encoder-decoder's prompts. `head` has the ops from hidden states to
-        logits. `taken_width` is the width of a tap's result.
+        `reading` encodes an encoder-decoder's prompts. `head` has the functions from hidden states
+        to logits, and `weight` the product if that is all of them. `taken_width` is the width of a tap's result.
         """
-        self.spec, self.hidden_size, self._taken_width = (
-            decoder.spec,
-            decoder.spec.hidden_size,
-            taken_width,
-        )
-        self.pool = pool
+        self.decoder = decoder
+        self.hidden_size = decoder.spec.hidden_size
+        self._taken_width = taken_width
+        self._embeds = not decoder.spec.is_encoder  # else the decoder does
+        self.platform, self.pool = platform, pool
         self._body, self._reading = body, reading
-        self._head = [_head_step(pool, op) for op in head]
+        self._head = head
         self._argmax: LinearArgmax | None = None
-        # A factor or a soft cap could round neighbouring logits to the same value. A batch that
-        # needs logits would then take the first of them, and this program the larger.
-        if len(head) == 1 and len(head[0].arguments["w"].parts) == 1:
-            self._argmax = LinearArgmax(pool, head[0].arguments["w"])
-        self._head_weight = head[0].arguments["w"] if self._argmax is not None else None
+        if weight is not None and len(weight.parts) == 1:
+            self._argmax = LinearArgmax(pool, weight)
+            self._draws = RowDraws(pool, len(weight.weight), weight)
         for i, layer in enumerate(decoder.layers):
             if layer.expert_counts is not None:
                 self.count_experts(i, layer.expert_counts)
-
-    @cached_property
-    def _draws(self) -> RowDraws:
-        assert self._head_weight is not None
-        return RowDraws(self.pool, len(self._head_weight.weight), self._head_weight)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -106,58 +75,63 @@ class StepProgram:
             *(step.program for step in self._head if isinstance(step, LinearProgram)),
         )
 
-    def forward(
-        self,
-        token_ids: Array,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-        given: Array | None = None,
-    ) -> tuple[Floats, Floats]:
-        """token_ids [T] → (hidden states [T, E] after the final norm, a tap's result or the same).
-        Writes keys and values to the cache.
+    def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        """token_ids [T] → hidden states [T, E] after the final norm. Writes keys and values to the
+        cache."""
+        return self.tapped(token_ids, kv, meta)[0]
 
-        `given` [T, E] has an encoder's embeddings, which are computed before.
-        """
+    def tapped(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Runs `Decoder.tapped` in float32."""
+        given = None
+        if not self._embeds:
+            given = self.platform.values.floats(self.decoder.embedded(token_ids, meta))
         hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
         taken = self._more(hidden)
         self._body.run(kv, meta, token_ids, given, hidden, taken)
-        return hidden, taken[0] if taken else hidden
+        upload = self.platform.upload
+        return upload(hidden), upload(taken[0] if taken else hidden)
 
     def _more(self, hidden: Floats) -> list[Floats]:
         return [
             np.empty((len(hidden), self._taken_width), np.float32) for _ in self._body.lowered.more
         ]
 
-    def encode(self, given: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Runs `Decoder.encode` on embeddings [T, E]."""
+    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Runs `Decoder.encode`."""
         assert self._reading is not None
-        self._reading.run(kv, meta, None, given, None)
+        embedded = self.decoder.encoder_input(given, meta)
+        self._reading.run(kv, meta, None, self.platform.values.floats(embedded), None)
 
-    def logits(self, hidden: Floats) -> Floats:
+    def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, E] → float32 [N, V]."""
+        found = self.platform.values.array(hidden)
         for step in self._head:
-            hidden = step(hidden)
-        return hidden
+            found = step(found)
+        return self.platform.upload(found)
 
-    def greedy(self, hidden: Floats) -> npt.NDArray[np.int64] | None:
+    def greedy(self, hidden: Tensor) -> Tensor | None:
         """float32 [N, E] → int64 [N], the tokens with the largest logits, the first of equal ones,
         without writing the logits.
 
         None if logits must be written: they are scaled or capped, or the head has several parts.
         """
-        return None if self._argmax is None else self._argmax(hidden)
+        if self._argmax is None:
+            return None
+        return self.platform.upload(self._argmax(self.platform.values.array(hidden)))
 
     def begin(
         self,
-        token_ids: Array,
+        token_ids: Tensor,
         kv: Sequence[LayerKV],
         meta: AttentionMetadata,
         params: SamplingTensors | None,
-    ) -> tuple[npt.NDArray[np.int64], Floats, RunningStep] | None:
+    ) -> tuple[Tensor, Tensor, RunningStep] | None:
         """Begins `forward(...)` of a decoder and its tokens as one step.
 
         Tokens are drawn with `params`, or are those with the largest logits. Returns (tokens,
-        `forward`'s second result, the running step). The first two are valid after the step ends.
+        `tapped`'s second result, the running step). The first two are valid after the step ends.
         None as in `greedy`.
         """
         if self._argmax is None:
@@ -169,7 +143,8 @@ class StepProgram:
         else:
             found, end = self._draws.of(hidden, params), self._draws.program
         running = self._body.begin(kv, meta, token_ids, hidden, end, taken)
-        return found, taken[0] if taken else hidden, running
+        upload = self.platform.upload
+        return upload(found), upload(taken[0] if taken else hidden), running
 
     def count_experts(self, layer: int, counts: Array) -> None:
         """Adds the tokens by expert of every step from now on to `counts`, int64 [X]."""
@@ -252,30 +227,3 @@ class CompiledOps:
             meta, self._pointers, kv[self._blocks], token_ids, self.num_groups
         )
         return inputs, (kept, self._pointers)
-
-
-def compiled(
-    pool: ThreadPool,
-    num_groups: int,
-    part: Sequence[Op],
-    given: Value | None,
-    result: Value | None,
-    more: Sequence[Value] = (),
-) -> CompiledOps | Reason:
-    """Compiles `part` of a recording, or returns what the program lacks. `more` are further
-    results."""
-    program = Program(pool)
-    lowered = lower(part, given, result, ProgramEmitter(program), more)
-    return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
-
-
-def _head_step(pool: ThreadPool, op: Op) -> Callable[[Floats], Floats]:
-    """Makes a function for one op between hidden states and logits."""
-    if op.name == "linear":
-        return LinearProgram(pool, op.arguments["w"])
-    if op.name == "scale":
-        factor = np.float32(op.arguments["factor"])
-        return lambda x: x * factor
-    assert op.name == "softcap"
-    cap = np.float32(op.arguments["cap"])
-    return lambda x: np.tanh(x / cap) * cap

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.layouts import NormParams, QKVLayout
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
 from slipstream.model.layers import normed

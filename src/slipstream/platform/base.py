@@ -160,9 +160,9 @@ class Platform(ABC):
         """Copy a host array into a tensor of its shape, after the work queued so far. The host does
         not wait."""
 
+    @abstractmethod
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy on the host, complete once an event recorded after this call is reached."""
-        return tensor
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:

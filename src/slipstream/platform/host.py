@@ -113,6 +113,9 @@ class HostPlatform(Platform):
     def upload(self, array: Array) -> Any:
         return array
 
+    def to_host(self, tensor: Any) -> Any:
+        return tensor
+
     def upload_into(self, tensor: Any, array: Array) -> None:
         tensor[...] = array
 

@@ -17,25 +17,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream import __version__
-from slipstream.arguments import suggesting_init, types_of, wrong_type
+from slipstream.arguments import types_of, wrong_type
 from slipstream.config import EngineConfig
 from slipstream.engine.text.tools import Formats
 from slipstream.errors import ConfigError
+from slipstream.lora_request import LoRARequest
 from slipstream.outputs import Vectors
 from slipstream.server.http.load import ServerLoad
 from slipstream.stats import CanaryResult, EngineStats
-from slipstream.types import (
-    BeamSearchParams,
-    LoRARequest,
-    Prompt,
-    RequestOptions,
-    SamplingParams,
-    TextTask,
-)
+from slipstream.suggesting import suggesting_init
+from slipstream.text_messages import TextTask
+from slipstream.types import BeamSearchParams, Prompt, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
-    from slipstream.engine.core_messages import CacheEvents
+    from slipstream.engine.operation_messages import CacheEvents
     from slipstream.engine.output import Sink
     from slipstream.engine.vision.picture_files import PictureFile
     from slipstream.engine.vision.pictures import PreparedPicture

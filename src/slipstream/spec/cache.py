@@ -21,6 +21,7 @@ class CacheGroup:
     3. A `cross` group holds the keys and values of an encoder's states. `num_read`: each request has so many (audio); None: as
        many as its prompt has tokens.
     4. Block ids are unique over all groups, so one pool serves them. The layer at place p of any group uses cache tensor p.
+       Layers with other sizes of keys share tensors by a `MixedLayout`.
     """
 
     kind: Literal["full", "window", "cross"]
@@ -106,14 +107,18 @@ def group_layers(
     1. If all layers have the same window, or none has one, there is one group.
     2. Otherwise layers with the same window belong together, and so do those without one. Each such set is divided into
        groups of the size of the smallest set; its last group may be smaller.
-    3. If layers cache different numbers of heads or dimensions, or without `divide`, one `full` group has all layers.
+    3. If layers with different windows cache different numbers of heads or dimensions, layers with the same window and sizes
+       belong together, in groups that fill about the same number of tensors (`_mixed_groups`).
+    4. Without `divide` one `full` group has all layers.
     """
     kinds: dict[int | None, list[int]] = {}
     for i, attention in attentions.items():
         window: int | None = getattr(attention, "window", None)  # latent attention has none
         kinds.setdefault(None if window is None or window >= max_position else window, []).append(i)
     shapes = {(type(x), x.num_kv_heads, x.head_dim) for x in attentions.values()}
-    if not divide or not kinds or (len(kinds) > 1 and len(shapes) > 1):
+    if divide and len(kinds) > 1 and len(shapes) > 1:
+        return _mixed_groups(attentions, max_position)
+    if not divide or not kinds:
         return [CacheGroup(kind="full", layers=tuple(attentions))]
     size = min(map(len, kinds.values()))
     return [
@@ -124,4 +129,96 @@ def group_layers(
         )
         for window, own in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
         for i in range(0, len(own), size)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLayout:
+    """The places of layers whose keys differ in size, in cache tensors of `width` numbers for each token of a block.
+
+    1. `width` is a multiple of all sizes. A tensor's block has `width` / size parts for a layer's keys, or values.
+    2. The parts of a group's layers follow each other, keys and then values of each layer.
+    3. For a layer's kernels the tensor has `scale` = `width` / size times as many blocks, and begins with the layer's part.
+       They find the parts of block b at b · `scale`, so block tables of the group have ids times `scale`.
+    """
+
+    width: int
+    places: Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
+    """The tensor and the part of keys, and those of values, by layer."""
+
+    scales: tuple[int, ...]
+    """Factors of block ids, by group."""
+
+    @property
+    def tensors(self) -> list[int]:
+        """The tensors that some layer uses."""
+        return sorted({tensor for parts in self.places.values() for tensor, _ in parts})
+
+
+def mixed_layout(
+    groups: Sequence[CacheGroup], attentions: Mapping[int, AttentionKind]
+) -> MixedLayout | None:
+    """The layout of layers with these `attentions` in their `groups`. None if all layers have the same sizes, or one group."""
+    sizes = {i: a.num_kv_heads * a.head_dim for i, a in attentions.items() if a.kv_from is None}
+    own = [g for g in groups if g.kind != "cross"]
+    if (
+        len(own) < 2
+        or len({(attentions[i].num_kv_heads, attentions[i].head_dim) for i in sizes}) < 2
+    ):
+        return None
+    width = math.lcm(*sizes.values())
+    places, scales = {}, []
+    for group in groups:
+        scale = width // sizes[group.layers[0]] if group in own else 1
+        scales.append(scale)
+        for p, layer in enumerate(group.layers if group in own else ()):
+            places[layer] = divmod(2 * p, scale), divmod(2 * p + 1, scale)
+    return MixedLayout(width, places, tuple(scales))
+
+
+MAX_GROUPS = 16
+"""Most groups that `_mixed_groups` makes. Each has block tables, and slots in every step."""
+
+
+def _mixed_groups(attentions: Mapping[int, AttentionKind], max_position: int) -> list[CacheGroup]:
+    """Groups of layers with the same window and sizes of keys, for a `MixedLayout`.
+
+    The number of tensors is the one for which the blocks of a short sequence and those that a long one keeps waste the least
+    together. If one `full` group of all layers is better, as with few windows, it is returned.
+    """
+    kinds: dict[tuple[int | None, int, int], list[int]] = {}
+    for i, a in attentions.items():
+        window: int | None = getattr(a, "window", None)
+        window = None if window is None or window >= max_position else window
+        kinds.setdefault((window, a.num_kv_heads, a.head_dim), []).append(i)
+    sizes = {kind: kind[1] * kind[2] for kind in kinds}
+    width = math.lcm(*sizes.values())
+    least = {kind: 2 * len(own) * sizes[kind] / width for kind, own in kinds.items()}
+    kept = [kind for kind in kinds if kind[0] is None]
+    whole = sum(least.values())
+
+    def layers_each(kind: tuple[int | None, int, int], count: int) -> int:
+        return count * (width // sizes[kind]) // 2
+
+    def waste(count: int) -> float:
+        if not all(layers_each(kind, count) for kind in kinds):
+            return math.inf
+        num = {kind: -(-len(own) // layers_each(kind, count)) for kind, own in kinds.items()}
+        if (total := sum(num.values())) > MAX_GROUPS:
+            return math.inf
+        growing = sum(num[k] for k in kept) * count / sum(least[k] for k in kept) if kept else 0.0
+        return total * count / whole + growing + total / 100
+
+    single = 1 + (whole / sum(least[k] for k in kept) if kept else math.inf)
+    best = min(range(1, 2 * len(attentions) + 1), key=waste)
+    if waste(best) >= single or any(not hasattr(a, "window") for a in attentions.values()):
+        return [CacheGroup(kind="full", layers=tuple(attentions))]
+    return [
+        CacheGroup(
+            kind="full" if kind[0] is None else "window",
+            layers=tuple(own[i : i + layers_each(kind, best)]),
+            window=kind[0],
+        )
+        for kind, own in sorted(kinds.items(), key=lambda item: item[0][0] or 0)
+        for i in range(0, len(own), layers_each(kind, best))
     ]

@@ -24,7 +24,7 @@ class WeightShape(NamedTuple):
 
 
 INT4_BYTES = 0.5
-"""Bytes of a number that stand for an int4 KV cache, whose rows `int4_row_bytes` counts."""
+"""The element size that stands for an int4 KV cache where a size of its numbers is given."""
 
 
 def int4_row_bytes(head_dim: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class AttentionSpec:
     `keys_as_values`: the values are the product's keys, before their norm and rotation (Gemma 4).
     `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
     `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next). "head":
-    the gate has one number for each head (Step 3.5).
+    the gate has one number for each head (Step 3.5). `gate`: or by its softplus (Laguna).
     `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros behind them. `value_scale`
     multiplies the stored weights of the output product, in the place of the values.
     `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
@@ -99,6 +99,7 @@ class AttentionSpec:
     keys_as_values: bool = False
     kv_from: int | None = None
     gated: bool | Literal["head"] = False
+    gate: Literal["sigmoid", "softplus"] = "sigmoid"
     value_dim: int | None = None
     value_scale: float = 1.0
     of_heads: tuple[int, int] | None = None
@@ -157,7 +158,7 @@ class AttentionSpec:
         return 2 * self.kv_size
 
     def cached_bytes(self, element_bytes: float) -> int:
-        """Bytes of `cached_size` numbers; those of an int4 cache's codes and scales for `INT4_BYTES`."""
+        """Bytes of these numbers. `INT4_BYTES` stands for an int4 cache."""
         if element_bytes == INT4_BYTES:
             return self.num_kv_heads * sum(int4_row_bytes(self.head_dim))
         return round(self.cached_size * element_bytes)
@@ -431,7 +432,7 @@ class MoESpec:
     1. The router, a product (`router_bias`: with a bias), gives a logit for each of `num_experts`. `scores` makes scores of
        them: the softmax over all experts, each one's sigmoid, or the root of its softplus (DeepSeek V4).
     2. The `num_experts_per_token` experts with the highest scores are chosen. `correction` adds a learned number to each
-       score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
+       score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2), or to each logit ("logits", Kolibri).
     3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
        `weight_scale` multiplies them at the end, and with `expert_scales` each expert's own learned number (Gemma 4).
        `nearness` (PhiMoE, arXiv:2409.12136): the weight of each choice is a softmax of its own, over the experts that are not
@@ -451,7 +452,7 @@ class MoESpec:
     router_bias: bool = False
     scores: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     hashed: int = 0
-    correction: bool = False
+    correction: bool | Literal["logits"] = False
     groups: GroupLimit | None = None
     weight_scale: float = 1.0
     nearness: float = 0.0
@@ -460,6 +461,11 @@ class MoESpec:
     shared: SharedExpertSpec | None = None
     latent: int | None = None
     held: tuple[int, int] | None = None
+
+    @property
+    def has_usual_choice(self) -> bool:
+        """Whether scores and choice are those of all kernels. Torch computes others."""
+        return self.scores != "sqrt_softplus" and self.correction != "logits"
 
     @property
     def num_local_experts(self) -> int:

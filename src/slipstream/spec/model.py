@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.cache import CacheGroup as CacheGroup
-from slipstream.spec.cache import group_layers
+from slipstream.spec.cache import MixedLayout, group_layers, mixed_layout
 from slipstream.spec.cache import longest_sequence as longest_sequence
 from slipstream.spec.functions import Activation as Activation
 from slipstream.spec.functions import ClampedSilu as ClampedSilu
@@ -168,6 +169,7 @@ class ModelSpec:
     a count of rows and their number (Falcon-H1).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes behind.
+    `groups`: if this is a rank's part (`spec.parallel`), the cache groups of the whole model, which all ranks share.
     """
 
     family: str
@@ -192,6 +194,7 @@ class ModelSpec:
     folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
+    groups: tuple[CacheGroup, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -365,6 +368,8 @@ class ModelSpec:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
+        if self.groups is not None:
+            return self.groups
         groups = group_layers(
             {
                 i: x.attention
@@ -415,10 +420,29 @@ class ModelSpec:
         }
         return tuple(found.get(i, -1) for i in self.owners)
 
+    @property
+    def mixed_layout(self) -> MixedLayout | None:
+        """The layout of the local layers' caches, if layers of groups have other sizes of keys."""
+        layout = mixed_layout(
+            self.cache_groups, {i: x.attention for i, x in enumerate(self.layers) if x.attention}
+        )
+        if layout is None:
+            return None
+        places = {i: x for i, x in layout.places.items() if i in self.local_layers}
+        return dataclasses.replace(layout, places=places)
+
+    @property
+    def block_scales(self) -> tuple[int, ...]:
+        """Factors of each group's block ids in block tables."""
+        layout = self.mixed_layout
+        return (1,) * len(self.cache_groups) if layout is None else layout.scales
+
     def block_bytes_per_token(self, element_bytes: float) -> int:
         """Bytes of a block, in all cache tensors, for each of its tokens."""
         if self.is_encoder:
             return self.kv_bytes_per_token(element_bytes)
+        if (layout := self.mixed_layout) is not None:
+            return round(len(layout.tensors) * layout.width * element_bytes)
         places = self.cache_places
         kept = ((places[i], self.layers[i].attention) for i in self.local_layers)
         sizes = {place: a.cached_bytes(element_bytes) for place, a in kept if a is not None}

@@ -347,7 +347,10 @@ def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
             encoder, layers=tuple(_split_layer(x, shard) for x in encoder.layers)
         )
     return dataclasses.replace(
-        spec, layers=tuple(_split_layer(x, shard) for x in spec.layers), encoder=encoder
+        spec,
+        layers=tuple(_split_layer(x, shard) for x in spec.layers),
+        encoder=encoder,
+        groups=spec.cache_groups,
     )
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from slipstream.errors import AdapterError, EngineOverloadedError
-from slipstream.types import LoRARequest
+from slipstream.lora_request import LoRARequest
 
 
 class AdapterPlaces:

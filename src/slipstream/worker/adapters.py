@@ -19,6 +19,7 @@ import torch
 
 from slipstream.config import LoRASettings
 from slipstream.kernels.adapters import LoRAWeights
+from slipstream.lora_request import LoRARequest
 from slipstream.model.adapters import AdapterLayout, HostAdapter
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
@@ -27,7 +28,6 @@ from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parallel import Shard
 from slipstream.stats import AdapterStats
-from slipstream.types import LoRARequest
 from slipstream.worker.adapter_places import AdapterPlaces
 
 

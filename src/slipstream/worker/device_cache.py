@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.sections import CacheConfig
-from slipstream.kernels.metadata import LayerKV, cache_tensors, index_tensor, shared_caches
+from slipstream.kernels.cache_tensors import cache_tensors, index_tensor, shared_caches
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.states import LayerState, layer_state
 from slipstream.platform import Platform
+from slipstream.spec.cache import MixedLayout
 from slipstream.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ class DeviceCache:
     def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None) -> list[LayerKV]:
         """Zeroed keys and values of the layers, with a rounded cache's `scales` (`shared_caches`)."""
         spec, dtype = self.spec, self.config.dtype
+        if (layout := spec.mixed_layout) is not None:
+            return self._mixed(layout, num_blocks, scales)
         return shared_caches(
             spec.local_layers,
             spec.cache_places,
@@ -40,6 +46,37 @@ class DeviceCache:
             lambda i: self._state(i, self.config.state_slots),
             lambda i: self._index(i, num_blocks, dtype),
         )
+
+    def _mixed(
+        self,
+        layout: MixedLayout,
+        num_blocks: int,
+        scales: Sequence[tuple[Tensor, ...]] | None,
+    ) -> list[LayerKV]:
+        """The same for layers whose keys differ in size."""
+        values, size = self.platform.values, self.config.block_size
+        dtype, shape = values.dtype(self.config.dtype), (num_blocks, layout.width * size)
+        wholes = {i: self.platform.zeros(shape, dtype) for i in layout.tensors}
+        caches = {}
+        for i, places in layout.places.items():
+            attention, left = self.spec.layers[i].self_attention, iter(places)
+            scale = layout.width // (attention.num_kv_heads * attention.head_dim)
+            count = (num_blocks - 1) * scale + 1
+
+            def part(s: tuple[int, ...], left: Any = left) -> Any:
+                tensor, first = next(left)
+                each = math.prod(s[1:])
+                flat = wholes[tensor].reshape(-1)
+                return flat[first * each : (first + s[0]) * each].reshape(s)
+
+            by_dim = self.ops.values_by_dim(dtype)
+            k, v = cache_tensors(attention, count, size, part, values_by_dim=by_dim)
+            caches[i] = LayerKV(k, v, whole=tuple(wholes[tensor] for tensor, _ in places))
+        made = [caches[self.spec.owners[i]] for i in self.spec.local_layers]
+        if scales is None:
+            return made
+        pairs = zip(made, scales, strict=True)
+        return [dataclasses.replace(kv, k_scale=own[0], v_scale=own[1]) for kv, own in pairs]
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
         """Zeroed keys and values without scales, one tensor pair per layer that has its own."""

@@ -19,9 +19,9 @@ from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered
-from slipstream.worker.forward.base import ForwardTable
 from slipstream.worker.forward.forward_paths import load_refusal
-from slipstream.worker.forward.program import HostForwards
+from slipstream.worker.forward.host_forwards import HostForwards
+from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.loaded_runner import HostExpertCounts, LoadedRunner
 from slipstream.worker.thread_governor import ThreadGovernor
 

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.cpu.sampling import unpacked_logprobs
+from slipstream.kernels.cpu.logprobs import unpacked_logprobs
+from slipstream.logprob_messages import SampledLogprobs
+from slipstream.text_messages import PooledVector, TextVectors
 from slipstream.types import (
     Extra,
     Plan,
-    PooledVector,
-    SampledLogprobs,
     StepResult,
-    TextVectors,
 )
+from slipstream.worker.draft.verification import verified
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.sampling.draws import BestLogprobs
-from slipstream.worker.sampling.sampler import verified
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,16 +7,16 @@ arrays replace tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.kernels.metadata import AttentionMetadata, SharedPrefixes
-from slipstream.kernels.states import StateMetadata, chunk_table
-from slipstream.types import ScheduledRequest, SharedPrefix, StepPlan
-from slipstream.worker.packed_tables import upload_together
+from slipstream.kernels.states import StateMetadata
+from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.device_inputs import gather_inputs_after_upload
+from slipstream.worker.feature_inputs import cross_groups, shared_prefixes, state_places
 from slipstream.worker.rows import IntArray, LongArray, RowTable
 
 if TYPE_CHECKING:
@@ -79,18 +79,6 @@ def laid_out(
     return rows[request_of], np.arange(starts[-1]) + (computed - starts[:-1])[request_of], starts
 
 
-def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
-    """Inputs of a draft head for `shares` of requests (`worker/draft/head_drafter.py`).
-
-    Each token is at the position before its own, because the state that it is paired with is there.
-    The sampled token follows the token, as always.
-    """
-    before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
-    given = gather(table, StepPlan(0, before), ahead=1)
-    requests = tuple([s for s in shares if s.num_sampled])
-    return dataclasses.replace(given, sampled=dataclasses.replace(given.sampled, requests=requests))
-
-
 PADDING = ScheduledRequest("", 0, 1, 0)
 """Share of a rank without requests in a step: one token of the null row."""
 
@@ -150,7 +138,7 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         else 0
     )
     on_host = table.platform.kind == "cpu"
-    look = _gather_inputs_on_host if on_host else _gather_inputs_after_upload
+    look = _gather_inputs_on_host if on_host else gather_inputs_after_upload
     token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(
         table,
         arrays,
@@ -177,61 +165,6 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         sample_index=indices[0] if indices else None,
         sampled=SampledRows(requests=requests, rows=sample_rows_d, positions=sample_positions_d),
     )
-
-
-def state_places(
-    table: RowTable, plan: StepPlan, rows: LongArray, starts: LongArray, num_decodes: int
-) -> list[IntArray]:
-    """Arrays of `StateMetadata`: the slots to read [S] and to write [T], and the chunks [3 · chunks]."""
-    slots, ends = table.host_states[rows], starts[1:]
-    write = np.zeros(starts[-1], np.int32)
-    write[ends - 1] = slots[:, 1]
-    for i in range(num_decodes, len(plan.scheduled)):
-        if (count := plan.scheduled[i].num_sampled) > 1:
-            write[ends[i] - count : ends[i]] = slots[i, 1 : 1 + count]
-    if plan.state_marks:
-        at = {s.request_id: starts[i] for i, s in enumerate(plan.scheduled)}
-        for mark in plan.state_marks:
-            write[at[mark.request_id] + mark.num_tokens - 1] = mark.slot
-    chunks = chunk_table(starts.tolist(), write, num_decodes)
-    return [slots[:, 0].copy(), write, chunks.reshape(-1)]
-
-
-def shared_prefixes(shared: Sequence[SharedPrefix], num_decodes: int) -> IntArray:
-    """Arrays of `SharedPrefixes` for each decode, [3, num_decodes] with padding.
-
-    Each part begins at a multiple of 16 bytes.
-    """
-    made = np.zeros((3, -(-num_decodes // 4) * 4), np.int32)
-    made[0] = np.arange(made.shape[1])
-    made[1] = made[0] + 1
-    if shared:
-        groups = np.array(shared, np.int32)
-        counts = groups[:, 1] - groups[:, 0]
-        members = np.arange(counts.sum()) + (groups[:, 0] - counts.cumsum() + counts).repeat(counts)
-        made[:, members] = groups.T.repeat(counts, axis=1)
-    return made
-
-
-def _gather_inputs_after_upload(
-    table: RowTable, arrays: list[LongArray], **sizes: Any
-) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
-    """`gather_inputs` of host arrays, after one upload of all of them.
-
-    `sizes` are its other parameters.
-    """
-    token_rows, positions, starts, seq_lens, rows, *more = upload_together(arrays, table.device)
-    token_ids, meta = gather_inputs(
-        table,
-        token_rows=token_rows,
-        positions=positions,
-        rows=rows,
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        **sizes,
-    )
-    num_long = len(more) - (0 if table.states is None else 3)
-    return token_ids, meta, [*more[:2], *(t.long() for t in more[2:num_long]), *more[num_long:]]
 
 
 def _gather_inputs_on_host(
@@ -275,7 +208,7 @@ def _gather_inputs_on_host(
     )
     meta = meta.with_groups(
         *(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in map(tables, others)),
-        *_of_cross(table, meta, made(rows), max_encoder_len),
+        *(() if table.cross is None else cross_groups(table, meta, made(rows), max_encoder_len)),
     )
     num_long = len(more) - (0 if table.states is None else 3)
     of_states = [made(a.astype(np.int32)) for a in more[num_long:]]
@@ -284,81 +217,3 @@ def _gather_inputs_on_host(
         meta,
         [*(made(a) for a in more[:num_long]), *of_states],
     )
-
-
-def gather_inputs(
-    table: RowTable,
-    *,
-    token_rows: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_decodes: int,
-    max_query_len: int,
-    max_seq_len: int,
-    from_start: bool = False,
-    max_encoder_len: int = 0,
-    ahead: int = 0,
-) -> tuple[Tensor, AttentionMetadata]:
-    """Gather tokens [T], and metadata with slots and block tables, from the rows.
-
-    This is device work only, so that a graph can capture it.
-    """
-    num_blocks, size = -(-max_seq_len // table.block_size), table.block_size
-    first = table.block_tables[0]
-    ids, positions, slots = table.ops.gather_inputs(
-        table.tokens[:, ahead:], first, token_rows, positions, size
-    )
-    turned = positions  # positions by which these tokens are rotated
-    if table.position_shifts is not None:
-        turned = positions + table.position_shifts.index_select(0, token_rows)
-    meta = AttentionMetadata(
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=first[:, :num_blocks].index_select(0, rows),
-        positions=turned,
-        slot_mapping=slots,
-        num_decodes=num_decodes,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        from_start=from_start,
-        states=_states_of_decodes(table, rows) if max_query_len == 1 else None,
-    )
-    others = []
-    if table.num_own > 1:  # in one launch for all groups
-        more = table.block_tables[1 : table.num_own]
-        tables = more[:, :, :num_blocks].index_select(1, rows)
-        slots_of = more[:, token_rows.long(), positions // size].long() * size + positions % size
-        others = [
-            dataclasses.replace(meta, block_table=t, slot_mapping=s)
-            for t, s in zip(tables, slots_of, strict=True)
-        ]
-    return ids, meta.with_groups(*others, *_of_cross(table, meta, rows, max_encoder_len))
-
-
-def _states_of_decodes(table: RowTable, rows: Tensor) -> StateMetadata | None:
-    """Slots of the states of sequences with one token each, from the rows on the device."""
-    if table.states is None:
-        return None
-    read, write = table.states[:, :2].index_select(0, rows).t().contiguous()
-    return StateMetadata(read=read, write=write, chunks=table.no_chunks)
-
-
-def _of_cross(
-    table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int
-) -> list[AttentionMetadata]:
-    """Metadata of the group with an encoder's keys and values, if there is one.
-
-    `max_encoder_len` is 0 if unknown.
-    """
-    if table.cross is None:
-        return []
-    return [
-        dataclasses.replace(
-            meta,
-            seq_lens=table.encoder_lens[rows],
-            block_table=table.of_rows(table.block_tables[table.cross], rows),
-            max_seq_len=max_encoder_len or table.max_encoder_len,
-        )
-    ]

@@ -39,9 +39,11 @@ from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.draft.model import DraftModel
-from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.model_runner import ModelRunner, Runner, TextRunner
+from slipstream.worker.forward.table import ForwardTable
+from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.runner import Runner
 from slipstream.worker.start.cache_scales import calibrated_scales
+from slipstream.worker.text_runner import TextRunner
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -219,7 +221,7 @@ class LoadedRunner(ABC):
             with self.phase("cache"):
                 kv = self.make_cache(num_blocks)
                 if self.draft is not None:
-                    self.draft.allocate(num_blocks)
+                    self.draft.allocate((num_blocks - 1) * self.model.spec.block_scales[0] + 1)
                 runner = (TextRunner if self.model.spec.is_encoder else ModelRunner)(self, kv)
                 self.platform.synchronize()
         except (RuntimeError, MemoryError) as error:

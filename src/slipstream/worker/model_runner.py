@@ -16,172 +16,32 @@ No torch. Values are what the platform has: tensors, or NumPy arrays on a CPU wi
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_parts, state_parts
-from slipstream.stats import ExpertTokens
-from slipstream.types import Extra, StepPlan, TextsPlan, TokenMask
+from slipstream.kernels.metadata import LayerKV, SamplingTensors
+from slipstream.types import Extra, StepPlan, TokenMask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
-from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.input_batch import NO_ROWS
 from slipstream.worker.rows import RowTable
+from slipstream.worker.runner import Runner
+from slipstream.worker.sampling.asked import completed_prompts, prompt_logprobs, wanted_logprobs
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
-from slipstream.worker.sampling.draws import (
-    Sampler,
-    completed_prompts,
-    draw,
-    prompt_logprobs,
-    wanted_logprobs,
-)
+from slipstream.worker.sampling.draws import Sampler, draw
 from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.text_inputs import encoder_batch
-from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
-from slipstream.worker.tiers.disk_tier import DiskTier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.worker.experts.balance import LayerSwap
-    from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.forward.forwards import Forwards
-    from slipstream.worker.forward.texts import TextGraphs
     from slipstream.worker.graphs.step_graphs import StepGraphs
     from slipstream.worker.loaded_runner import LoadedRunner
     from slipstream.worker.ranks.stage_tokens import FirstStage, LastStage
-
-
-class Runner(ABC):
-    """A loaded model with its cache. `release` gives the cache back."""
-
-    graph_bytes = 0
-    graph_sizes: tuple[int, ...] = ()
-    """Sizes of captured steps."""
-
-    def __init__(self, loaded: LoadedRunner, kv: list[LayerKV]) -> None:
-        self.loaded, self.kv = loaded, kv
-        self.config = loaded.config
-        self.partition = loaded.partition
-        self.platform = loaded.platform
-        self.device = loaded.platform.device
-        self.ops = loaded.ops
-        self.model = loaded.model
-        self.forwards = loaded.forwards
-        self.adapters = loaded.adapters
-        self.images = loaded.images
-        self.draft = loaded.draft
-        self.phases = loaded.phases
-        self._block_rows = loaded.ops.block_rows(cache_parts(kv))
-        self._state_rows = loaded.ops.block_rows(state_parts(kv))
-
-    @abstractmethod
-    def launch(self, plan: Any) -> InFlightStep | AwaitingMask:
-        """Queue one step."""
-
-    @abstractmethod
-    def max_in_flight(self, plan: Any) -> int:
-        """Number of steps that may be in flight once `plan` is launched.
-
-        1 means that `launch` computes the step before it returns, so the previous step's tokens
-        would wait for it.
-        """
-
-    @abstractmethod
-    def capture(self) -> None:
-        """Capture graphs, on a GPU."""
-
-    def capture_next(self) -> bool:
-        """Capture one more graph that steps may need. False if there is none left."""
-        return False
-
-    def forget_rows(self) -> None:  # noqa: B027 (texts have no rows)
-        """Drop every sequence after a step failed.
-
-        Nothing that the device still computes is read again.
-        """
-
-    def settle(self) -> None:  # noqa: B027 (texts are done when launched)
-        """Finish a step that a CPU still computes."""
-
-    def release(self) -> LoadedRunner:
-        """Free the cache. No step may be in flight, and no other call may follow."""
-        self.settle()
-        self.kv.clear()  # in place, because the program holds the same list
-        if self.draft is not None:
-            self.draft.release()
-        return self.loaded
-
-    def open_store(
-        self, disk: DiskTier | None, slots: tuple[int, int], staged: tuple[int, int]
-    ) -> HostBlockStore:
-        """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and
-        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too."""
-        blocks = self._block_rows
-        if self.draft is not None:
-            blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
-        rows = blocks, self._state_rows
-        if not any(slots):
-            arrays, states = (block_arrays(part.arrays) for part in rows)
-            return HostBlockStore(arrays, disk, self.settle, states)
-        from slipstream.worker.tiers.device_blocks import DeviceBlocks
-
-        return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)
-
-    def expert_load(self) -> ExpertTokens:
-        """Tokens per expert since the start, for each layer with experts."""
-        return self.loaded.experts.read()
-
-    def reset_expert_load(self) -> None:
-        """Reset the counts, which so far came from no request."""
-        self.loaded.experts.reset()
-
-    def movable_load(self) -> tuple[ExpertTokens, int]:
-        """`expert_load` of layers whose experts can change ranks, and an expert's weight bytes."""
-        places = self._places
-        load = tuple(own for own in self.loaded.experts.read() if own[0] in places.layers)
-        return load, places.expert_bytes
-
-    def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
-        """Let experts change places before the next step. All ranks must make this call."""
-        self.settle()
-        self._places.swap(swaps)
-
-    @property
-    def _places(self) -> ExpertPlaces:
-        assert self.loaded.places is not None, "the experts are not distributed over ranks"
-        return self.loaded.places
-
-
-class TextRunner(Runner):
-    """Runs an encoder's steps: vectors or scores of whole texts."""
-
-    def __init__(self, loaded: LoadedRunner, kv: list[LayerKV]) -> None:
-        super().__init__(loaded, kv)
-        self._given = self.forwards, self.model.description.pooling, kv, self.config
-        self.eager = EagerTexts(*self._given, self.platform.device)
-        self.texts: EagerTexts | TextGraphs = self.eager
-
-    def capture(self) -> None:
-        from slipstream.worker.forward.texts import TextGraphs
-
-        self.texts = graphs = TextGraphs(*self._given, self.model.description.text_task)
-        graphs.capture()
-
-    def launch(self, plan: TextsPlan) -> InFlightStep:
-        with self.platform.values.inference():
-            texts = self.texts if self.texts.covers(plan) else self.eager
-            # copied before the next replay overwrites them
-            vectors, done = self.platform.to_host(texts.run(plan)), self.platform.record()
-            of_tokens = plan.task != "embed"
-            return InFlightStep(plan, None, NO_ROWS, done, vectors=vectors, per_token=of_tokens)
-
-    def max_in_flight(self, plan: TextsPlan) -> int:
-        return 2 if self.platform.is_asynchronous else 1
 
 
 class ModelRunner(Runner):
@@ -193,6 +53,7 @@ class ModelRunner(Runner):
         self.graphs: StepGraphs | None = None
         self.adapter_graphs: StepGraphs | None = None
         self._begun: BegunStep | None = None  # a step that a CPU still computes
+        self._ends_here = self.model.spec.has_last  # else another stage goes on with its steps
         self._first: FirstStage | None = None  # of a pipeline, like `_last`
         self._last: LastStage | None = None
         self._join_stages()
@@ -212,7 +73,14 @@ class ModelRunner(Runner):
         )
         shard = None if self.partition is None else self.partition.shard
         rank = shard.rank if shard is not None and shard.deals_requests else 0
-        return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)
+        return RowTable.of(
+            self.config,
+            self.ops,
+            self.device,
+            scales=self.model.spec.block_scales,
+            sectioned=sectioned,
+            rank=rank,
+        )
 
     def _join_stages(self) -> None:
         """Set up the first and last stage of a pipeline, which pass on tokens."""
@@ -222,7 +90,7 @@ class ModelRunner(Runner):
 
         if self.model.spec.has_first:
             self._first = FirstStage(self.partition.pipe, self.rows, self.platform)
-        if self.model.spec.has_last:
+        if self._ends_here:
             self._last = LastStage(self.partition.pipe, self.device)
 
     # --- Graphs -------------------------------------------------------------------------------------------------------
@@ -285,7 +153,7 @@ class ModelRunner(Runner):
         is_cold = self._num_cold > num_cold
         if self.loaded.follower is not None:
             self.loaded.follower.after_step()
-        if not self.model.spec.has_last:
+        if not self._ends_here:
             return self._passed_on(plan, output)
 
         if isinstance(output, BegunStep):
@@ -348,7 +216,8 @@ class ModelRunner(Runner):
             )
             self.ops.copy_blocks(self._block_rows, self._block_rows, sources, targets)
             if self.draft is not None:
-                self.draft.copy_blocks(sources, targets)
+                scale = self.model.spec.block_scales[0]  # drafters read the first group's tables
+                self.draft.copy_blocks(sources * scale, targets * scale)
         if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)
@@ -371,8 +240,10 @@ class ModelRunner(Runner):
             at = output.row(start) + i
             return forward.logits(hidden[at : at + n])
 
-        extras: list[Extra] = [*prompt_logprobs(self._sampler, self.rows, plan, logits_of)]
-        pooled = self._pool(plan, output)
+        extras: list[Extra] = []
+        if self.rows.wanting["prompt_logprobs"]:
+            extras += prompt_logprobs(self._sampler, self.rows, plan, logits_of)
+        pooled = self._pool(plan, output) if self.rows.wanting["vector"] else None
         if not sampled.requests:
             return InFlightStep(plan, None, NO_ROWS, self.platform.record(), None, extras, pooled)
         tokens, logprobs = output.tokens, None

@@ -26,12 +26,12 @@ import numpy.typing as npt
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
+from slipstream.media import ImageSpan
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
 from slipstream.types import (
     FROM_MODEL,
     STATES,
-    ImageSpan,
     NewRequest,
     SamplingParams,
     ScheduledRequest,
@@ -57,6 +57,7 @@ Want: TypeAlias = Literal[
     "vector",
     "grammar",
     "logprobs",
+    "prompt_logprobs",
     "draw",
     "penalties",
     "bias",
@@ -111,26 +112,12 @@ class Row:
         allowed = self.sampling.allowed_token_ids
         self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
 
-    def image_parts(self, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:
-        """Images with placeholders in a step, as (image, first, last + 1) of the image's tokens."""
-        begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
-        return [
-            (image, max(begin - image.offset, 0), min(end, image.end) - image.offset)
-            for image in self.images
-            if image.offset < end and begin < image.end
-        ]
-
-    def needs_images(self, share: ScheduledRequest) -> bool:
-        """True if a step's part of the request has placeholders, or tokens with three positions."""
-        if not self.images or share.num_computed_tokens >= self.images[-1].end:
-            return False
-        return self.places is not None or bool(self.image_parts(share))
-
     def wants(self) -> Iterator[Want]:
         s = self.sampling
         asked: dict[Want, object] = {
             "grammar": s.is_masked,
             "logprobs": s.logprobs is not None,
+            "prompt_logprobs": s.prompt_logprobs is not None,
             "draw": s.temperature > 0.0,
             "penalties": s.has_penalties,
             "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.speech,
@@ -159,15 +146,18 @@ class RowTable:
         seed: int,
         *,
         groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
+        scales: Sequence[int] = (),
         sectioned: bool = False,
         state_columns: int = 0,
     ) -> None:
         """Allocate the tables.
 
+        `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing is.
         `sectioned`: image tokens have three positions, and later text counts fewer positions than
         tokens.
         """
         self.capacity = capacity
+        self._scales = scales or (1,) * len(groups)
         self.block_size = block_size
         self.ops = ops
         self.platform = platform = platform_of(device)
@@ -218,6 +208,7 @@ class RowTable:
         ops: OpSet,
         device: torch.device | None,
         *,
+        scales: Sequence[int] = (),
         sectioned: bool = False,
         rank: int = 0,
     ) -> RowTable:
@@ -233,6 +224,7 @@ class RowTable:
             device,
             model.seed + rank,
             groups=cache.groups,
+            scales=scales,
             sectioned=sectioned,
             state_columns=config.state_columns,
         )
@@ -397,15 +389,16 @@ class RowTable:
                 first = (
                     update.group * num_rows + self.rows[s.request_id].index
                 ) * width + update.index
-                if len(update.block_ids) > FEW_BLOCKS and (
+                ids, scale = update.block_ids, self._scales[update.group]
+                if scale != 1:
+                    ids = tuple([block * scale for block in ids])
+                if len(ids) > FEW_BLOCKS and (
                     [u.group for u in s.table_updates].count(update.group) == 1
                 ):
-                    places.append(np.arange(first, first + len(update.block_ids)))
-                    whole.append(np.array(update.block_ids, np.int32))
+                    places.append(np.arange(first, first + len(ids)))
+                    whole.append(np.array(ids, np.int32))
                     continue
-                blocks.update(
-                    zip(range(first, first + len(update.block_ids)), update.block_ids, strict=True)
-                )
+                blocks.update(zip(range(first, first + len(ids)), ids, strict=True))
         if blocks:
             places.append(np.fromiter(blocks, np.int64))
             whole.append(np.fromiter(blocks.values(), np.int32))

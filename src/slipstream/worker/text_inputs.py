@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.types import StepPlan, TextsPlan
-from slipstream.worker.packed_tables import upload_together
+from slipstream.text_messages import TextsPlan
+from slipstream.types import StepPlan
 from slipstream.worker.rows import IntArray, RowTable
+from slipstream.worker.uploads import upload_together
 
 if TYPE_CHECKING:
     import torch

@@ -33,13 +33,14 @@ from slipstream.worker.adapters import Adapters
 from slipstream.worker.experts.host import LoadFollower, settle_experts, with_host_experts
 from slipstream.worker.experts.load import ExpertLoad
 from slipstream.worker.experts.places import ExpertPlaces
-from slipstream.worker.forward.base import ForwardTable
 from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.forward.images import ImageEncoder
+from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.forward.texts import TextGraphs, most_texts, text_ladder
 from slipstream.worker.loaded_runner import LoadedRunner
-from slipstream.worker.model_runner import Runner, TextRunner
+from slipstream.worker.runner import Runner
 from slipstream.worker.start.probe_steps import compile_kernels, measure_activations
+from slipstream.worker.text_runner import TextRunner
 
 if TYPE_CHECKING:
     from slipstream.worker.start.prepared_kernels import PreparedKernels

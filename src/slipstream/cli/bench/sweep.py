@@ -181,7 +181,7 @@ def measured_ceilings() -> dict[str, float] | None:
     """Limits of this machine's CPU: bytes read per second, and operations per second by type. None
     without the C++ kernels."""
     from slipstream.costs.hardware import available_cores
-    from slipstream.kernels.cpu.native import ThreadPool
+    from slipstream.kernels.cpu.thread_pool import ThreadPool
     from slipstream.worker.start.roofline import measure_ceilings
 
     try:

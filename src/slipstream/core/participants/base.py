@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slipstream.types import EngineOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from slipstream.core.in_flight import Extras, StepsInFlight
+    from slipstream.core.extras import Extras
+    from slipstream.core.in_flight import StepsInFlight
     from slipstream.core.request import Request
     from slipstream.core.request_table import RequestTable
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.core.in_flight import Extras
+from slipstream.beam_messages import BeamStep
+from slipstream.core.extras import Extras
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.shared_blocks import take_over
-from slipstream.types import BeamStep, EngineOutput, StepPlan, StepResult
+from slipstream.types import EngineOutput, StepPlan, StepResult
 
 
 class Beams(Participant):

@@ -13,9 +13,9 @@ class ForcedTokens(Participant):
 
     guides = adds = True
 
-    def __init__(self) -> None:
-        self.find: Callable[[str, int], tuple[int, ...]] | None = None
-        """Maps (request id, number of pending tokens) to the tokens that its grammar forces."""
+    def __init__(self, find: Callable[[str, int], tuple[int, ...]]) -> None:
+        """`find` maps (request id, number of pending tokens) to the tokens that its grammar forces."""
+        self.find = find
 
     def concerns(self, request: Request) -> bool:
         return request.spec.sampling.is_masked
@@ -28,8 +28,7 @@ class ForcedTokens(Participant):
         """
         sampling = request.spec.sampling
         if (
-            self.find is None
-            or sampling.logprobs is not None
+            sampling.logprobs is not None
             or sampling.allowed_token_ids is not None
             or sampling.by_chain
         ):

@@ -54,7 +54,8 @@ from slipstream.core.step_times import (
 from slipstream.types import FROM_MODEL, EngineOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from slipstream.core.in_flight import Extras, StepsInFlight
+    from slipstream.core.extras import Extras
+    from slipstream.core.in_flight import StepsInFlight
 
 MAX_SALTS = 64
 """Number of cache salts whose recent answers are kept."""

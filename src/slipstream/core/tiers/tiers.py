@@ -37,7 +37,7 @@ from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.rates import Rates
 from slipstream.spec.model import CacheGroup
 from slipstream.stats import TierStats
-from slipstream.types import BlockCopy, Place
+from slipstream.tier_messages import BlockCopy, Place
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a rate again."""

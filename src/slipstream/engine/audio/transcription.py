@@ -21,6 +21,7 @@ from slipstream.engine.audio.languages import CODES, NAMES
 from slipstream.engine.audio.sound import Samples
 from slipstream.engine.audio.spectrogram import log_mel
 from slipstream.errors import RequestError
+from slipstream.media import AudioWindow
 from slipstream.outputs import PositionLogprobs, TranscriptionOutput, TranscriptionSegment
 from slipstream.sampling_params import MAX_LOGPROBS, SamplingParams
 from slipstream.spec.description import ModelDescription
@@ -32,7 +33,7 @@ from slipstream.spec.media.audio import (
     SpeechSpec,
 )
 from slipstream.spec.media.speech_rules import SpeechRules
-from slipstream.types import AudioWindow, Prompt
+from slipstream.types import Prompt
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 

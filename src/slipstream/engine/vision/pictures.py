@@ -40,6 +40,7 @@ from slipstream.engine.vision.picture_files import (
     measured,
 )
 from slipstream.errors import RequestError
+from slipstream.media import ImageSpan
 from slipstream.spec.media.vision import (
     MAX_RATIO,
     FixedSize,
@@ -55,7 +56,6 @@ from slipstream.spec.media.vision import (
     within_pixels,
     within_side,
 )
-from slipstream.types import ImageSpan
 
 if TYPE_CHECKING:
     from PIL.Image import Image

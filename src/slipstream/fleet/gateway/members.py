@@ -21,7 +21,7 @@ import msgspec
 
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.engine.core_messages import CacheEvents
+from slipstream.engine.operation_messages import CacheEvents
 from slipstream.fleet.config import (
     Autoscale,
     Fleet,

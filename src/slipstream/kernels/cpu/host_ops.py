@@ -1,5 +1,5 @@
-"""Packs weights for a CPU's C++ kernels, copies blocks and samples, all in NumPy arrays: the parts of
-an op set outside the layers.
+"""Packs weights for a CPU's C++ kernels and copies blocks, all in NumPy arrays: the parts of an op set
+outside the layers. `row_sampler.py` samples.
 
 So a step that is one C++ program (`model/step_program.py`) needs no torch. The ops themselves are
 in `cpu.py`. Weights are packed once, and the packed form replaces the dense one:
@@ -26,14 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu import native, sampling
+from slipstream.kernels.cpu import arrays, native
 from slipstream.kernels.cpu.mla import pack_head_weight
 from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
-from slipstream.kernels.cpu.native import Arena, ThreadPool
+from slipstream.kernels.cpu.native import Arena
 from slipstream.kernels.cpu.packed import NativeLinear, Packed, stand_in
 from slipstream.kernels.cpu.packed_file import read_packed, write_packed
-from slipstream.kernels.cpu.programs import Argmax, LinearProgram, RowDraws
-from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.cpu.programs import LinearProgram
+from slipstream.kernels.cpu.row_sampler import RowSampler
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.spec.devices.cpu_isas import CPU_ISAS
@@ -68,7 +69,7 @@ class BlockArrays:
     arrays: list[Weights]
 
 
-class HostOps:
+class HostOps(RowSampler):
     """Packs weights for the kernels.
 
     `isa` forces an instruction set; the default is the machine's best. `sparse_from` overrides
@@ -91,13 +92,11 @@ class HostOps:
         *,
         dense_copies: bool = False,
     ) -> None:
-        self.pool = ThreadPool(num_threads, isa)
+        super().__init__(ThreadPool(num_threads, isa))
         chosen = SPARSE_FROM if CPU_ISAS[self.pool.isa].expands_bytes else SPARSE_FROM_ELSEWHERE
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
-        self._argmax: dict[int, Argmax] = {}  # by vocabulary size
-        self._draws: dict[int, RowDraws] = {}
         self._dense_from: int | None = (
             0  # 0: not measured yet, which the first sparse weight triggers; None: never
         )
@@ -118,7 +117,7 @@ class HostOps:
             raise _no_product(scheme)
         if scheme is not None:
             return _native(weight, bias, (self._eight_bits(weight, None),))
-        kind = native.BF16 if native.type_name(weight) == "bfloat16" else native.F32
+        kind = native.BF16 if arrays.type_name(weight) == "bfloat16" else native.F32
         packed = Packed.empty(kind, weight.shape[0], weight.shape[1], self.arena)
         packed.put_dense(weight)
         return _native(weight, bias, (packed,))
@@ -185,7 +184,7 @@ class HostOps:
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
         if isinstance(w, NativeExperts):
-            bias: Any = None if w.bias is None else native.float32(w.bias)
+            bias: Any = None if w.bias is None else arrays.float32(w.bias)
             return replace(w, bias=bias)
         return pack_expert_weight(w, num_experts, self.arena)
 
@@ -225,7 +224,7 @@ class HostOps:
         ]
         return found + [("int8 beside sparse int8", copy.size) for copy in copies]
 
-    # --- Caches and sampling, as in `OpSet` ---
+    # --- Caches, as in `OpSet` ---
 
     def eight_bits(self, device: object) -> str:
         return "int8"
@@ -241,31 +240,6 @@ class HostOps:
     ) -> None:
         for old, new in zip(source.arrays, target.arrays, strict=True):
             new[targets] = old[sources]
-
-    def largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-        """Returns the first largest of each row [S, V]."""
-        size = logits.shape[1]
-        if size not in self._argmax:
-            self._argmax[size] = Argmax(self.pool, size)
-        return self._argmax[size](np.ascontiguousarray(logits))
-
-    def sample(
-        self, logits: npt.NDArray[np.float32], params: SamplingTensors
-    ) -> npt.NDArray[np.int64]:
-        return sampling.sample(logits, params, self.largest, self.draw)
-
-    def draw(
-        self, logits: npt.NDArray[np.float32], params: SamplingTensors
-    ) -> npt.NDArray[np.int64]:
-        """Draws from logits [S, V] after biases and penalties."""
-        size = logits.shape[1]
-        if size not in self._draws:
-            self._draws[size] = RowDraws(self.pool, size)
-        return self._draws[size](logits, params)
-
-    best_logprobs = staticmethod(sampling.best_logprobs)
-    packed_logprobs = staticmethod(sampling.packed_logprobs)
-    mask_logits = staticmethod(sampling.mask_logits)
 
     # --- The file of packed products ---
 
@@ -302,7 +276,7 @@ def _native(weight: Weights, bias: Any, parts: tuple[Packed, ...]) -> NativeLine
     kept: Any = stand_in(weight.shape, weight.dtype)
     return NativeLinear(
         weight=kept,
-        bias=None if bias is None else native.float32(bias),  # type: ignore[arg-type]
+        bias=None if bias is None else arrays.float32(bias),  # type: ignore[arg-type]
         parts=parts,
     )
 

@@ -661,8 +661,8 @@ class Lowering:
     def _results(self, op: Op) -> tuple[int, ScratchBuffers]:
         experts, scratch = op.arguments["experts"], ScratchBuffers(self)
         _known(experts.spec.expert.activation)
-        if experts.spec.scores == "sqrt_softplus":
-            raise Refused("the C++ program has no scores of experts by softplus")
+        if not experts.spec.has_usual_choice:
+            raise Refused("the C++ program has no such choice of experts")
         x, logits = (self.stored(v).number for v in op.inputs)
         assert op.layer is not None
         counts = self.counts[op.layer] = self.emit.bound()

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu import arrays, native
+from slipstream.kernels.cpu.layer_operators import add_rope_and_cache
 from slipstream.kernels.cpu.moe import NativeExperts, pack_expert_weight
 from slipstream.kernels.cpu.native import Arena
 from slipstream.kernels.cpu.native_program import Program
-from slipstream.kernels.cpu.programs import add_rope_and_cache
 from slipstream.kernels.layouts import IndexParams, MLAParams
 from slipstream.kernels.weights import Linear
 
@@ -47,7 +47,7 @@ def add_latent_queries(
     num_heads, nope_dim = _num_heads(keys), keys.inner
     plain = new("plain", keys.form, num_heads * nope_dim)
     sizes = num_heads, nope_dim, keys.rows
-    how = native.float32(params.norm.weight), params.norm.eps, cos_sin, rotary, params.interleaved
+    how = arrays.float32(params.norm.weight), params.norm.eps, cos_sin, rotary, params.interleaved
     p.add("latent_queries", q, row, queries, plain, keys.form, layer, *sizes, *how)
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu import arrays, native
 from slipstream.kernels.cpu.native import Arena
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import Packed, PackedExperts, form_of, is_rounded, stand_in
@@ -30,7 +30,7 @@ from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import E2M1, Scheme
 
 if TYPE_CHECKING:
-    from slipstream.kernels.cpu.native import Array
+    from slipstream.kernels.cpu.arrays import Array
 
 ROWS_AT_ONCE = 4096
 """Rows of a weight whose float32 values are held at once while it is quantized."""
@@ -89,7 +89,7 @@ def pack_expert_weight(
             raise ConfigError(
                 "the CPU's kernels have no fp8 product; use kernels='reference'", field="kernels"
             )
-        dense = native.BF16 if native.type_name(weight) == "bfloat16" else native.F32
+        dense = native.BF16 if arrays.type_name(weight) == "bfloat16" else native.F32
         kind = native.I8 if scaled else dense if rounded is None else rounded
         experts = PackedExperts.empty(kind, rows, weight.shape[1], num_experts, arena)
         for e in range(num_experts):
@@ -101,7 +101,7 @@ def pack_expert_weight(
             else:
                 experts.of(e).put_dense(weight[own])
         parts = (experts,)
-    bias: Any = None if w.bias is None else native.float32(w.bias)
+    bias: Any = None if w.bias is None else arrays.float32(w.bias)
     only: Any = stand_in(kept.shape, kept.dtype)
     return NativeExperts(weight=only, bias=bias, parts=parts)
 
@@ -276,7 +276,7 @@ def add_choice(
     sizes = (spec.num_experts, spec.num_experts_per_token)
     held = spec.held or (0, spec.num_experts)
     how = (spec.scores == "sigmoid", spec.nearness, spec.normalize, spec.weight_scale)
-    numbers = [None if x is None else native.float32(x) for x in (correction, scales)]
+    numbers = [None if x is None else arrays.float32(x) for x in (correction, scales)]
     p.add("route", logits, *sizes, *how, *numbers, *groups, *held)
     p.add("gather", x, rows, form, size, counts, spec.scales_input)
 

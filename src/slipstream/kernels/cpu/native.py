@@ -4,9 +4,6 @@ every Python and torch.
 The library lies in this package. `pip install .` builds it; in a source tree
 `python -m slipstream.kernels.build` does. It is given the addresses of arrays and checks nothing.
 `packed.py` has the weights that it multiplies, `native_program.py` its programs of operators.
-
-An array (`Array`) is NumPy's or a CPU tensor. Nothing here imports torch. Arrays made here are
-NumPy's.
 """
 
 from __future__ import annotations
@@ -17,12 +14,13 @@ import logging
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.arrays import address
 from slipstream.kernels.cpu.native_interface import SIGNATURES
 from slipstream.kernels.cpu.native_interface import GroupInputs as GroupInputs
 from slipstream.kernels.cpu.native_interface import Job as Job
@@ -38,11 +36,7 @@ from slipstream.spec.model import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    Array: TypeAlias = npt.NDArray[Any] | Tensor
-else:
-    Array = Any
+    from slipstream.kernels.cpu.thread_pool import ThreadPool
 
 _logger = logging.getLogger(__name__)
 
@@ -115,47 +109,6 @@ def activation_of(activation: Activation) -> tuple[int, float, float] | None:
     )
 
 
-def address(x: Array) -> int:
-    """Returns the address of an array's first element."""
-    # not `x.ctypes.data`, which creates an object and takes twice as long
-    return int(x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data_ptr())
-
-
-def type_name(x: Array) -> str:
-    """Returns the name of an array's type, such as "bfloat16"."""
-    return _type_name(x.dtype)
-
-
-@cache
-def _type_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def float32(x: Array) -> Array:
-    """Returns the same values in float32, contiguous."""
-    return (
-        np.ascontiguousarray(x, np.float32) if isinstance(x, np.ndarray) else x.float().contiguous()
-    )
-
-
-def contiguous(x: Array) -> Array:
-    """Returns the same values, contiguous."""
-    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
-
-
-def row_bytes(x: Array) -> int:
-    """Bytes from one row of an array [n, m] to the next."""
-    return int(x.strides[0] if isinstance(x, np.ndarray) else x.stride(0) * x.element_size())
-
-
-def lies_together(x: Array, *, rows_only: bool = False) -> bool:
-    """Tells whether an array, or with `rows_only` each of its rows, is contiguous."""
-    if isinstance(x, np.ndarray):
-        rows = x.strides[-1] == x.itemsize or x.shape[-1] == 1 or not x.size
-        return rows if rows_only else x.flags.c_contiguous
-    return x.stride(-1) == 1 if rows_only else x.is_contiguous()
-
-
 def library_path() -> Path | None:
     """Returns the library's path: next to this file, or in an editable install's build folder. None
     if it is not built."""
@@ -217,12 +170,14 @@ def instruction_sets(*, emulated: bool = False) -> list[str]:
     With `emulated` they include those that run on any machine, only for tests.
     """
     return [
-        name for name in _names() if (emulated or not CPU_ISAS[name].emulated) and _runs_here(name)
+        name
+        for name in isa_names()
+        if (emulated or not CPU_ISAS[name].emulated) and _runs_here(name)
     ]
 
 
 @cache
-def _names() -> list[str]:
+def isa_names() -> list[str]:
     """Returns all instruction sets of the library, by number."""
     library = load()
     return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas())]
@@ -230,50 +185,13 @@ def _names() -> list[str]:
 
 @cache
 def _runs_here(isa: str) -> bool:
-    usable = load().ss_isa_usable(_names().index(isa))
+    usable = load().ss_isa_usable(isa_names().index(isa))
     if usable < 0:
         _logger.warning(
             "the instruction set %s is left out: its small test products were wrong on this machine",
             isa,
         )
     return bool(usable > 0)
-
-
-class ThreadPool:
-    """A pool of `num_threads` threads, the caller's included, with an instruction set: `isa`, or
-    the fastest.
-
-    `num_used` of the threads work (`use`).
-    """
-
-    def __init__(self, num_threads: int, isa: str | None = None) -> None:
-        usable = instruction_sets(
-            emulated=isa is not None and isa in CPU_ISAS and CPU_ISAS[isa].emulated
-        )
-        if isa is not None and isa not in usable:
-            raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
-        self.isa = usable[-1] if isa is None else isa
-        self.num_threads = self.num_used = num_threads
-        self.pointer = load().ss_engine_create(num_threads, _names().index(self.isa))
-
-    def use(self, num_threads: int) -> None:
-        """Sets the number of threads that work. Results stay the same, bit by bit."""
-        assert 1 <= num_threads <= self.num_threads
-        self.num_used = num_threads
-        load().ss_engine_use(self.pointer, num_threads)
-
-    @property
-    def last_s(self) -> float:
-        """Seconds that the last step took, from its beginning to its end, after it was waited
-        for."""
-        return int(load().ss_engine_last_ns(self.pointer)) * 1e-9
-
-    def __del__(self) -> None:
-        if hasattr(self, "pointer"):
-            load().ss_engine_destroy(self.pointer)
-
-
-# --- Weights ---
 
 
 class Arena:
@@ -296,10 +214,3 @@ class Arena:
             self._rest = fresh[-address(fresh) % 64 :]
         taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
         return taken
-
-
-def address_or_null(x: Array | None) -> int | None:
-    return None if x is None else address(x)
-
-
-# --- Programs ---

@@ -14,19 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import (
-    CACHES,
+from slipstream.kernels.cpu.arrays import (
     Array,
-    ThreadPool,
     address,
     address_or_null,
     lies_together,
-    load,
     row_bytes,
     type_name,
 )
+from slipstream.kernels.cpu.native import CACHES, load
 from slipstream.kernels.cpu.native_interface import GroupInputs, Job, LayerPointers, StepInputs
 from slipstream.kernels.cpu.packed import Packed, PackedExperts
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.states import LayerState
 
@@ -189,27 +188,11 @@ def point_at(pointers: LayerPointers, state: LayerState) -> None:
     pointers.recurrent = address_or_null(recurrent)
 
 
-def state_inputs(meta: AttentionMetadata, state: LayerState) -> tuple[StepInputs, object]:
-    """Returns a step for operators that read the states of layer 0 alone, and an object that must
-    live while it runs."""
-    layers = (LayerPointers * 1)()
-    point_at(layers[0], state)
-    starts = _ints(meta.query_start_loc)
-    inputs = StepInputs(
-        num_tokens=len(meta.positions),
-        num_seqs=len(starts) - 1,
-        num_decodes=meta.num_decodes,
-        query_start_loc=address(starts),
-        layers=layers,
-    )
-    return inputs, (starts, layers, _read_and_written(inputs, meta))
-
-
-def _read_and_written(inputs: StepInputs, meta: AttentionMetadata) -> object:
+def read_and_written(inputs: StepInputs, meta: AttentionMetadata) -> object:
     """Sets the slots of a step's states. Returns an object that must live while it runs."""
     if meta.states is None:
         return None
-    read, write = _ints(meta.states.read), _ints(meta.states.write)
+    read, write = ints(meta.states.read), ints(meta.states.write)
     inputs.state_read, inputs.state_write = address(read), address(write)
     return read, write
 
@@ -231,12 +214,12 @@ def step_inputs(
             f"the C++ kernels have no cache of {cache}; use bfloat16, float32 or int8",
             field="kv_cache_dtype",
         )
-    ids = None if token_ids is None else _ints(token_ids)
-    starts, positions = _ints(meta.query_start_loc), _longs(meta.positions)
+    ids = None if token_ids is None else ints(token_ids)
+    starts, positions = ints(meta.query_start_loc), _longs(meta.positions)
     groups, kept = (GroupInputs * num_groups)(), list[Array]()
     for i, group in enumerate(groups):
         own = meta.of_group(i)
-        lens, table, slots = _ints(own.seq_lens), _ints(own.block_table), _longs(own.slot_mapping)
+        lens, table, slots = ints(own.seq_lens), ints(own.block_table), _longs(own.slot_mapping)
         group.seq_lens, group.block_table, group.slots = (
             address(lens),
             address(table),
@@ -256,10 +239,10 @@ def step_inputs(
         groups=groups,
         layers=layers,
     )
-    return inputs, (ids, starts, positions, groups, kept, _read_and_written(inputs, meta))
+    return inputs, (ids, starts, positions, groups, kept, read_and_written(inputs, meta))
 
 
-def _ints(x: Array) -> Array:
+def ints(x: Array) -> Array:
     return np.ascontiguousarray(x, np.int32) if isinstance(x, np.ndarray) else x.int().contiguous()
 
 

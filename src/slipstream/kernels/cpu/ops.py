@@ -1,7 +1,7 @@
 """The CPU's op set for torch tensors: C++ kernels (csrc/cpu), and NumPy's sampler.
 
 Mixtures of experts are in `cpu_moe.py`, latent attention is in `cpu_mla.py`. A whole step runs as
-one program without returning to Python (`model/program.py`). Called one by one, the ops here use
+one program without returning to Python (`model/step_program.py`). Called one by one, the ops here use
 the same kernels. These compute in float32: a bfloat16 tensor is converted, and the result is
 rounded. `host_ops.py`, which needs no torch, packs the weights.
 """
@@ -22,6 +22,7 @@ from slipstream.kernels import reference
 from slipstream.kernels.arrays import as_arrays, meta, to_array
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.host_ops import HostOps
+from slipstream.kernels.cpu.layer_operators import add_attention, add_norm, add_rope_and_cache
 from slipstream.kernels.cpu.mla import (
     add_choose_keys,
     add_latent_attention,
@@ -36,14 +37,9 @@ from slipstream.kernels.cpu.moe import (
     add_made_choice,
 )
 from slipstream.kernels.cpu.native import activation_of
-from slipstream.kernels.cpu.native_program import Program, layer_pointers, state_inputs, step_inputs
+from slipstream.kernels.cpu.native_program import Program, layer_pointers, step_inputs
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import (
-    LinearProgram,
-    add_attention,
-    add_norm,
-    add_rope_and_cache,
-)
+from slipstream.kernels.cpu.programs import LinearProgram
 from slipstream.kernels.cpu.recurrent import (
     add_causal_conv,
     add_gated_delta,
@@ -51,6 +47,7 @@ from slipstream.kernels.cpu.recurrent import (
     add_selective_scan,
     add_short_conv,
 )
+from slipstream.kernels.cpu.state_inputs import state_inputs
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (
@@ -228,7 +225,7 @@ class NativeOps(CpuOps):
         logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
 
         made: Tensor | None = None
-        if spec.scores == "sqrt_softplus":  # the C++ kernels lack it
+        if not spec.has_usual_choice:
             weights, chosen = reference.route(logits, spec, experts.correction, experts.scales)
             reference.count_experts(chosen, load)
             made = torch.cat((chosen.float(), weights), dim=1)

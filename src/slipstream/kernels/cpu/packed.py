@@ -9,6 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.kernels.cpu.arrays import (
+    Array,
+    address,
+    address_or_null,
+    float32,
+    lies_together,
+    row_bytes,
+    type_name,
+)
 from slipstream.kernels.cpu.native import (
     BF16,
     F32,
@@ -21,17 +30,10 @@ from slipstream.kernels.cpu.native import (
     W4M,
     W4M32,
     Arena,
-    Array,
     Bytes,
-    ThreadPool,
-    address,
-    address_or_null,
-    float32,
-    lies_together,
     load,
-    row_bytes,
-    type_name,
 )
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.weights import Linear
 
 

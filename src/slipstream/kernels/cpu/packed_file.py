@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import CheckpointError
+from slipstream.kernels.cpu.arrays import type_name
 from slipstream.kernels.cpu.moe import NativeExperts
-from slipstream.kernels.cpu.native import S8, Arena, Bytes, load, type_name
+from slipstream.kernels.cpu.native import S8, Arena, Bytes, load
 from slipstream.kernels.cpu.packed import NativeLinear, Packed, PackedExperts, stand_in
 from slipstream.kernels.weights import Linear
 

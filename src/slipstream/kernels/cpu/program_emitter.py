@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 
-from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu import arrays, native
+from slipstream.kernels.cpu.layer_operators import (
+    add_attention,
+    add_norm,
+    add_norm_parts,
+    add_rope_and_cache,
+)
 from slipstream.kernels.cpu.lowering import ScratchBuffers
 from slipstream.kernels.cpu.mla import add_choose_keys, add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.cpu.native import FORM_F32, activation_of
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import (
-    add_attention,
-    add_linear,
-    add_norm,
-    add_norm_parts,
-    add_rope_and_cache,
-)
+from slipstream.kernels.cpu.programs import add_linear
 from slipstream.kernels.cpu.recurrent import (
     add_causal_conv,
     add_gate,
@@ -77,13 +77,13 @@ class ProgramEmitter:
 
     def sum(self, x: int, y: int, size: int, factor: Any) -> None:
         if not isinstance(factor, float):
-            factor = float(native.float32(factor)[0])
+            factor = float(arrays.float32(factor)[0])
         self.program.add("sum", x, y, size, factor)
 
     def layer_inputs(
         self, x: int, table: Any, norm: NormParams, scale: float, factor: float
     ) -> None:
-        weight = native.float32(norm.weight)
+        weight = arrays.float32(norm.weight)
         how = len(weight), weight, norm.eps, norm.offset, factor
         self.program.add("layer_inputs", x, *_table(table), _scale(table, scale), *how)
 
@@ -250,9 +250,9 @@ def _table(table: Any) -> tuple[int, int, int, Any]:
     if isinstance(table, NativeLinear):
         (part,) = table.parts
         return part.kind, part.rows, part.inner, part.data
-    kept = native.type_name(table) in ("float32", "bfloat16")
-    data: Any = native.contiguous(table if kept else native.float32(table))
-    kind = native.ROWS_BF16 if native.type_name(data) == "bfloat16" else native.ROWS_F32
+    kept = arrays.type_name(table) in ("float32", "bfloat16")
+    data: Any = arrays.contiguous(table if kept else arrays.float32(table))
+    kind = native.ROWS_BF16 if arrays.type_name(data) == "bfloat16" else native.ROWS_F32
     return kind, *data.shape, data
 
 
@@ -260,7 +260,7 @@ def _scale(table: Any, scale: float) -> float:
     """Returns the scale rounded to the table's type, as `OpSet.embed` does."""
     if scale == 1.0:
         return scale
-    return float(np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table)))))
+    return float(np.array(scale, np.dtype(arrays.type_name(getattr(table, "weight", table)))))
 
 
 def _native(w: object) -> NativeLinear:

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import FORM_F32, float32
+from slipstream.kernels.cpu.arrays import float32
+from slipstream.kernels.cpu.native import FORM_F32
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 if TYPE_CHECKING:
-    from slipstream.kernels.cpu.native import Array
+    from slipstream.kernels.cpu.arrays import Array
 
 MAX_WIDTH = 16
 """Maximum width of a convolution."""

@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.kernels.cpu.row_draw import Floats, Longs, draw
 from slipstream.kernels.metadata import SamplingTensors
-
-Floats = npt.NDArray[np.float32]
-Longs = npt.NDArray[np.int64]
-
-NUCLEUS_STEPS = (64, 1024)
-"""Numbers of most likely tokens that top-p looks at before it sorts all of them."""
-
-
-STRETCH = 64
-"""Tokens of a stretch in `_bound_of_top`."""
 
 
 def sample(
@@ -91,64 +82,6 @@ def apply_bias_and_penalties(logits: Floats, params: SamplingTensors) -> None:
         row[answered] -= presence
 
 
-def mask_logits(
-    logits: Floats, rows: Longs, bits: npt.NDArray[np.int32], which: Longs | None = None
-) -> None:
-    """Applies `OpSet.mask_logits`: −∞ where the row's bit in `bits` [U, ⌈V / 32⌉] is 0."""
-    banned = ~np.unpackbits(
-        bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little"
-    ).view(bool)
-    places = range(len(bits)) if which is None else which.tolist()
-    for row, place in zip(rows.tolist(), places, strict=True):
-        np.copyto(logits[row], -np.inf, where=banned[place])
-
-
-def best_logprobs(
-    logits: Floats, tokens: Longs, num_top: int
-) -> tuple[Floats, Longs, Longs, Floats]:
-    """Returns (log-probability, rank, best ids, their log-probabilities) of raw logits [N, V] and a
-    token for each row.
-
-    The last two are [N, num_top]. Among equal tokens the lower id comes first.
-    """
-    count, num_top = len(logits), min(num_top, logits.shape[1])
-    chosen, rank = np.empty(count, np.float32), np.empty(count, np.int64)
-    ids, values = np.empty((count, num_top), np.int64), np.empty((count, num_top), np.float32)
-    for i, (row, token) in enumerate(zip(logits, tokens.tolist(), strict=True)):
-        largest = row.max()
-        log_z = largest + np.log(np.exp(row - largest).sum(dtype=np.float64))
-        chosen[i], rank[i] = row[token] - log_z, np.count_nonzero(row > row[token]) + 1
-        if num_top:
-            at = np.flatnonzero(row >= _bound_of_top(row, num_top))
-            ids[i] = at[np.argsort(-row[at], kind="stable")[:num_top]]
-            values[i] = row[ids[i]] - log_z
-    return chosen, rank, ids, values
-
-
-def _bound_of_top(row: Floats, count: int) -> np.float32:
-    """Returns a number that at least `count` of a row reach, and few more.
-
-    The maxima of stretches show one without ordering the row.
-    """
-    stretches = row[: len(row) // STRETCH * STRETCH].reshape(-1, STRETCH)
-    found = row if len(stretches) < count else stretches.max(axis=1)
-    return np.float32(np.partition(found, -count)[-count])
-
-
-def packed_logprobs(logits: Floats, tokens: Longs, num_top: int) -> npt.NDArray[np.int32]:
-    """Applies `OpSet.packed_logprobs`."""
-    chosen, rank, ids, values = best_logprobs(logits, tokens, num_top)
-    parts = chosen[:, None].view(np.int32), rank[:, None], ids, values.view(np.int32)
-    return np.concatenate(parts, axis=1, dtype=np.int32, casting="unsafe")
-
-
-def unpacked_logprobs(packed: npt.NDArray[np.int32]) -> tuple[npt.NDArray[Any], ...]:
-    """Returns arrays like `best_logprobs` from what `packed_logprobs` makes of them."""
-    chosen, rank, best = packed[:, :1].view(np.float32)[:, 0], packed[:, 1], packed[:, 2:]
-    ids, values = np.split(best, 2, axis=1)
-    return chosen, rank.astype(np.int64), ids.astype(np.int64), values.view(np.float32)
-
-
 def uniform(seeds: npt.NDArray[Any], counters: npt.NDArray[Any]) -> Floats:
     """Returns `reference.uniform`'s numbers in (0, 1), which depend on (seed, counter) alone, with
     the same bits."""
@@ -169,40 +102,3 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def draw(
-    row: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, u: float
-) -> int:
-    """Draws a token from logits [V]."""
-    at: Longs | None = None
-    if 0 < top_k < len(row):
-        at = np.flatnonzero(row >= np.partition(row, -top_k)[-top_k])
-        row = row[at]
-    scaled = row / temperature
-    with np.errstate(invalid="ignore"):  # if nothing is allowed
-        weights: Floats = np.exp(scaled - scaled.max())
-    if min_p > 0.0:
-        weights[weights < np.float32(min_p)] = 0.0  # the largest is 1
-    if top_p < 1.0:
-        weights[weights < least_of_top_p(weights, top_p)] = 0.0
-    running = weights.cumsum(dtype=np.float64)
-    chosen = int(np.searchsorted(running, u * running[-1], side="right"))
-    if chosen == len(weights):  # rounding left none: take the last that can be drawn
-        chosen = int(np.flatnonzero(weights)[-1])
-    return chosen if at is None else int(at[chosen])
-
-
-def least_of_top_p(weights: Floats, top_p: float) -> np.float32:
-    """Returns the smallest weight that top_p keeps.
-
-    A token is needed while the mass before it is too small. The first is always needed.
-    """
-    wanted = np.float64(np.float32(top_p)) * weights.sum(dtype=np.float64)
-    for count in (*(c for c in NUCLEUS_STEPS if c < len(weights)), len(weights)):
-        ordered = np.sort(np.partition(weights, -count)[-count:])[::-1]
-        running = ordered.cumsum(dtype=np.float64)
-        if running[-1] >= wanted or count == len(weights):
-            break
-    last = max(1, int(np.count_nonzero(running - ordered < wanted))) - 1
-    return np.float32(ordered[last])

@@ -35,7 +35,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
-from slipstream.kernels.cpu import sampling
+from slipstream.kernels.cpu import sampling, token_masks
 from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
@@ -326,7 +326,7 @@ class CpuOps(ReferenceOps):
         self, logits: Tensor, rows: Tensor, bits: Tensor, which: Tensor | None = None
     ) -> None:
         places = None if which is None else which.numpy()
-        sampling.mask_logits(to_array(logits), rows.numpy(), bits.numpy(), places)
+        token_masks.mask_logits(to_array(logits), rows.numpy(), bits.numpy(), places)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         return torch.from_numpy(self._sample(logits.float().numpy(), params))

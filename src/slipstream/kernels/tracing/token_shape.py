@@ -245,7 +245,7 @@ def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
     ):
         raise Refused("the one-token kernel has no biases of experts together with another MLP")
     one, shared = experts.expert, experts.shared
-    if experts.nearness or experts.scales_input or experts.scores == "sqrt_softplus":
+    if experts.nearness or experts.scales_input or not experts.has_usual_choice:
         raise Refused("the one-token kernel has no such weights of experts")
     if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (
         one.activation,

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
-from slipstream.kernels.metadata import (
-    AttentionMetadata,
-    ExpertCounters,
-    LayerKV,
-    PackedParts,
-    SamplingTensors,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (
     AttentionParams,
     DisentangledParams,
@@ -29,6 +23,7 @@ from slipstream.kernels.ops import (
     QKVLayout,
     TokenShape,
 )
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling
@@ -188,7 +183,10 @@ class TritonOps(OpSet):
             return made
         self._prepare(w.weight.device)
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
-            return float4.pack_float4(w)
+            packed = float4.pack_float4(w)
+            if not self.dense_copies:
+                return packed
+            return dataclasses.replace(packed, dense=float4.expanded(packed, w.scales.dtype))
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w

@@ -22,7 +22,8 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton import TritonOps

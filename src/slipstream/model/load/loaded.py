@@ -123,7 +123,12 @@ def _check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps) -> None
             for a in (layer.attention for layer in spec.all_layers)
             if a is not None
         ]
-        for name, rows in (*heads, *kv_rows):
+        gates = [
+            ("num_attention_heads", a.gate_size)
+            for a in (layer.attention for layer in spec.all_layers)
+            if isinstance(a, AttentionSpec) and a.gated == "head"
+        ]
+        for name, rows in (*heads, *kv_rows, *gates):
             if rows % 16:
                 raise ConfigError(
                     f"{scheme.name} products need rows in multiples of 16, and the model's {name} is {rows}; {LEFT_ALONE}"

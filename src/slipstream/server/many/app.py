@@ -20,8 +20,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from slipstream.engine.async_llm import Health
+from slipstream.engine.core_operations import Health
 from slipstream.errors import EngineDeadError
+from slipstream.lora_request import LoRARequest
 from slipstream.server.app import make_app, make_state, model_routes
 from slipstream.server.http.auth import check_model
 from slipstream.server.http.errors import bad_request, shutting_down
@@ -35,7 +36,6 @@ from slipstream.server.openai.audio import TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.models import require_model
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
-from slipstream.types import LoRARequest
 
 LOAD_HEADER = b"x-slipstream-model-load-ms"
 """Header of an answer that waited for its model: for how many milliseconds."""

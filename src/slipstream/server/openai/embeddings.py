@@ -55,7 +55,8 @@ from slipstream.server.openai.protocol import (
 )
 from slipstream.server.openai.tokens import conversation, without_mixes
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason, Prompt, RequestOptions, TextTask, TokensPrompt
+from slipstream.text_messages import TextTask
+from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
 SCORE_PATHS = ("/score", "/v1/score")

@@ -47,7 +47,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.engine.core_messages import CacheEvents
+from slipstream.engine.operation_messages import CacheEvents
 from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import EngineError
 from slipstream.server.http.auth import OPEN_ROUTES

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import (
+    HeadCounts,
     around,
     attention,
     before,
@@ -29,6 +30,7 @@ from slipstream.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    QKNormSpec,
     SharedExpertSpec,
 )
 from slipstream.spec.parameters import Scale
@@ -98,6 +100,78 @@ def read_afmoe(c: ConfigReader) -> ModelSpec:
         embed_scale=c.size("hidden_size") ** 0.5 if c.take("mup_enabled", bool, False) else 1.0,
         **seen,
     )
+
+
+def read_kolibri(c: ConfigReader) -> ModelSpec:
+    """Kolibri: EXAONE 4's attention with norms around, and experts whose correction is added to logits."""
+    c.assume_missing(head_dim=128, num_key_value_heads=4)
+    c.put(intermediate_size=c.size("moe_intermediate_size", 512))
+    sizes: dict[str, Any] = dict(num_experts=384, per_token=6, size=512)
+    moe = mixture(c, **sizes, shared=c.size("shared_expert_intermediate_size", 512))
+    moe = dataclasses.replace(
+        moe, correction="logits", normalize=c.take("norm_topk_prob", bool, False)
+    )
+    seen = windows(c, lambda i: WINDOW if (i + 1) % 5 else FULL, 513)
+    return decoder(
+        c,
+        "kolibri1",
+        max_position=262144,
+        block=around,
+        mlp=moe,
+        over="head",
+        rotated=lambda i: seen["window"] is None or seen["kinds"][i] == WINDOW,
+        **seen,
+    )
+
+
+def read_laguna(c: ConfigReader) -> ModelSpec:
+    """Laguna: gates of attention by softplus, query heads and positions of each kind of layer."""
+    c.assume_missing(
+        **dict(head_dim=128, num_attention_heads=48, num_key_value_heads=8, hidden_size=2048),
+        **dict(num_hidden_layers=40, intermediate_size=8192),
+    )
+    c.require("attention_bias", False)
+    c.require("moe_apply_router_weight_on_input", False)
+    c.require("moe_router_logit_softcapping", 0, 0.0)
+    gating = c.value("gating")
+    if gating not in (None, True, "per-head", "per-element"):
+        raise c.unsupported("gating", "must be true, per-head or per-element")
+    sizes: dict[str, Any] = dict(num_experts=256, per_token=8, size=512)
+    scale = c.take("moe_routed_scaling_factor", float, 1.0)
+    shared = c.size("shared_expert_intermediate_size", 512)
+    moe = mixture(c, **sizes, shared=shared, weight_scale=scale)
+    mlps, seen = by_kind(c, gated(c), moe, 1), windows(c, FULL, 512)
+    count, usual = c.size("num_hidden_layers"), c.size("num_attention_heads")
+    num_heads = c.take("num_attention_heads_per_layer", list, [usual] * count)
+    if len(num_heads) != count or not all(type(n) is int and n > 0 for n in num_heads):
+        raise c.unsupported("num_attention_heads_per_layer", f"must be {count} whole numbers")
+    longest, size = c.size("max_position_embeddings", 131072), c.size("head_dim")
+    eps = c.take("rms_norm_eps", float, 1e-6)
+    norm = rms(c.size("hidden_size"), eps)
+    default = {
+        FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+        WINDOW: {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    rotary = {
+        kind: rope_of_kind(
+            c, kind, size, max_position=longest, theta=1e4, default=default, partial=1.0
+        )
+        for kind in {*seen["kinds"]}
+    }
+
+    def layer(i: int) -> LayerSpec:
+        kind = seen["kinds"][i]
+        of = attention(
+            HeadCounts(num_heads[i], c.size("num_key_value_heads"), size),
+            rotary[kind],
+            window=seen["window"] if kind == WINDOW else None,
+            qk_norm=QKNormSpec(over="head", eps=eps),
+            gated=True if gating == "per-element" else "head",
+            gate="softplus",
+        )
+        return LayerSpec(attention=of, mlp=mlps[i], block=before(norm))
+
+    return model(c, "laguna", layer, norm, longest)
 
 
 def read_hy_v3(c: ConfigReader) -> ModelSpec:
@@ -285,6 +359,17 @@ NAMES: dict[str, dict[str, Theirs]] = {
     },
     "mimo_v2_flash": {**SHARED, "attention.sinks": {"weight": "self_attn.attention_sink_bias"}},
     "mellum": LLAMA,
+    "kolibri1": {
+        **SHARED,
+        "post_attention": "post_attn_norm",
+        "post_mlp": "post_ffn_norm",
+        "correction": {"weight": "moe.router.expert_bias"},
+    },
+    "laguna": {
+        **LLAMA,
+        "attention.qkv": tuple(f"self_attn.{x}_proj" for x in "gqkv"),
+        "correction": {"weight": "mlp.experts.e_score_correction_bias"},
+    },
     "flint": {**LLAMA, "attention.sinks": {"weight": "self_attn.softmax_offset"}},
 }
 
@@ -304,6 +389,8 @@ FAMILIES = tuple(
         ("hy_v3", "HYV3ForCausalLM", read_hy_v3, (r"model\.layers\.80\..*",)),
         ("mellum", "MellumForCausalLM", read_mellum, (r"mtp\..*",)),
         ("flint", "FlintForCausalLM", read_flint, ()),
+        ("kolibri1", "Kolibri1ForCausalLM", read_kolibri, ()),
+        ("laguna", "LagunaForCausalLM", read_laguna, ()),
         ("mimo_v2_flash", "MiMoV2FlashForCausalLM", read_mimo_v2, (r"model\.mtp\..*",)),
     )
 )

@@ -276,6 +276,7 @@ WRITTEN_AS = (
     *((".forget_gate.", "."), (".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")),
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
+    (".shared_experts.", ".shared_expert."),  # Laguna's modules in 5
     *(
         ("embed_tokens.", "embed."),
         ("hc_head.hc_", "hc_head_"),

@@ -28,10 +28,11 @@ from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered, Reason
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain, Drafter
+from slipstream.worker.draft.head_inputs import gather_pairs
 from slipstream.worker.draft.host_chain import HostChain, check_num_drafts, head_scheme
 from slipstream.worker.draft.memory import DraftMemory
-from slipstream.worker.forward.base import StateCache
-from slipstream.worker.input_batch import SampledRows, gather, gather_pairs
+from slipstream.worker.forward.state_cache import StateCache
+from slipstream.worker.input_batch import SampledRows, gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 

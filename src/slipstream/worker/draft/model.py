@@ -16,7 +16,8 @@ from slipstream.model.load.loaded import LoadedModel
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain
 from slipstream.worker.draft.memory import DraftMemory
-from slipstream.worker.forward.base import BegunStep, ForwardTable, InputBatch
+from slipstream.worker.forward.base import BegunStep, InputBatch
+from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 

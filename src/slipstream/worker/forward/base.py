@@ -6,23 +6,18 @@ Values are tensors or NumPy arrays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.encoder import TextHeads
-from slipstream.model.layers import AnyTap
 from slipstream.platform import Event
-from slipstream.platform.base import Values
-from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape, TextTask
+from slipstream.types import StepPlan, StepShape
+from slipstream.worker.forward.state_cache import StateCache
+from slipstream.worker.image_rows import needs_images
 from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import shape_of
@@ -120,7 +115,7 @@ class InputBatch:
             return False
         wanting, rows = self.table.wanting["images"], self.table.rows
         return any(
-            rows[s.request_id].needs_images(s)
+            needs_images(rows[s.request_id], s)
             for s in self.plan.scheduled
             if s.request_id in wanting
         )
@@ -130,30 +125,6 @@ class InputBatch:
         """True if a request samples with a grammar."""
         plan, table = self.step
         return table.wanted("grammar", [s.request_id for s in plan.scheduled if s.num_sampled])
-
-
-class StateCache:
-    """Hidden states that a draft head reads, in the blocks of the requests' first group.
-
-    They are kept only if `kept` [B · block_size, E] is set.
-    """
-
-    def __init__(self, values: Values) -> None:
-        self.values = values
-        self.kept: Any = None
-
-    def write(self, states: Tensor, meta: AttentionMetadata) -> None:
-        """Keep the states [T, E] of a step's tokens."""
-        if self.kept is not None:
-            self.values.put(self.kept, meta.slot_mapping, states)
-
-    def read(self, meta: AttentionMetadata) -> Any:
-        """States [T, E] of a step's tokens, in the kept type."""
-        return self.kept[meta.slot_mapping]
-
-    def floats(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """States as an array [T, E]."""
-        return self.values.floats(self.kept[slots])
 
 
 @dataclass(slots=True)
@@ -275,50 +246,4 @@ class PlainForward(Forward):
         """Run the encoder of an encoder-decoder over whole prompts: token ids [T], or frames of audio.
 
         The keys and values that the decoder's layers read go into the cache.
-        """
-
-
-class ForwardTable(Protocol):
-    """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
-
-    decoder: Decoder
-    heads: TextHeads  # behind an encoder
-
-    @property
-    def num_cold(self) -> int:
-        """`Forward.num_cold` of all paths."""
-
-    @property
-    def token_bytes(self) -> int | None:
-        """Bytes that a step takes per token; None if they must be measured."""
-
-    def run(self, batch: InputBatch) -> Output | BegunStep: ...
-
-    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
-
-    def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """See `PlainForward.encode`."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, E]."""
-
-    def vectors(
-        self, how: PoolingSpec, hidden: Tensor, starts: Tensor, task: TextTask = "embed"
-    ) -> Tensor:
-        """Compute the texts' vectors or a classifier's scores, float32 [S, …]; for other tasks those of tokens, [T, …].
-
-        `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
-        """
-
-    def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
-        """Keep states from now on: each step writes what `tap` reads between the layers.
-
-        Without a tap it writes the step's hidden states.
-        """
-
-    def count_experts(self) -> Mapping[int, Tensor]:
-        """Count the tokens of each expert from now on.
-
-        Returns int64 [X] on the device for each layer that has experts.
         """

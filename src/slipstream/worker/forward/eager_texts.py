@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import LayerKV
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.types import TextsPlan
-from slipstream.worker.forward.base import ForwardTable
+from slipstream.text_messages import TextsPlan
+from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.text_inputs import text_batch
 
 if TYPE_CHECKING:

@@ -24,21 +24,20 @@ from torch import Tensor
 
 from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads, normalized, pool
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
-from slipstream.model.program import compile_program
 from slipstream.model.trace import INT4_CACHE
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
-from slipstream.types import TextTask
+from slipstream.text_messages import TextTask
 from slipstream.worker.forward.base import HAS_ADAPTERS as HAS_ADAPTERS
 from slipstream.worker.forward.base import BegunStep, PlainForward
 from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
-from slipstream.worker.forward.base import StateCache as StateCache
 from slipstream.worker.forward.images import (
     ImageEncoder,
     ImageOps,
@@ -47,8 +46,9 @@ from slipstream.worker.forward.images import (
     step_images,
 )
 from slipstream.worker.forward.program import ProgramForward
+from slipstream.worker.forward.state_cache import StateCache as StateCache
 from slipstream.worker.input_batch import GatheredInputs
-from slipstream.worker.packed_tables import upload
+from slipstream.worker.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.media import ImageSpan
 from slipstream.model.vision import ImageTower
 from slipstream.spec.media.vision import GridPositionSpec, VisionSpec
-from slipstream.types import ImageSpan, StepPlan
-from slipstream.worker.packed_tables import upload
+from slipstream.types import StepPlan
+from slipstream.worker.image_rows import image_parts, needs_images
 from slipstream.worker.rows import IntArray, LongArray, RowTable
+from slipstream.worker.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -120,8 +122,8 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
     start = 0
     for i, s in enumerate(plan.scheduled):
         row = table.rows[s.request_id]
-        if row.needs_images(s):
-            for span, first, end in row.image_parts(s):
+        if needs_images(row, s):
+            for span, first, end in image_parts(row, s):
                 at = start + span.offset + first - s.num_computed_tokens
                 parts.append((span, first, end))
                 sequences.append(i)

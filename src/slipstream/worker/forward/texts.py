@@ -21,8 +21,8 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.types import TextsPlan, TextTask
-from slipstream.worker.forward.base import ForwardTable
+from slipstream.text_messages import TextsPlan, TextTask
+from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.rows import IntArray
 

@@ -34,8 +34,8 @@ from slipstream.costs.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.kernels.chains import ChainPlaces
 from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.types import ScheduledRequest
+from slipstream.worker.device_inputs import gather_inputs
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
-from slipstream.worker.input_batch import gather_inputs
 from slipstream.worker.rows import RowTable
 
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")

@@ -15,9 +15,9 @@ from slipstream.platform import platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
 from slipstream.worker.adapters import Adapters
+from slipstream.worker.feature_inputs import shared_prefixes
 from slipstream.worker.forward.forwards import HAS_ADAPTERS, Forwards, InputBatch
 from slipstream.worker.graphs.mixed_inputs import Size, padded_room
-from slipstream.worker.input_batch import shared_prefixes
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.states import CHUNK, SHORT, StateMetadata, chunk_table
 from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.input_batch import gather_inputs, laid_out
+from slipstream.worker.device_inputs import gather_inputs
+from slipstream.worker.input_batch import laid_out
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
 

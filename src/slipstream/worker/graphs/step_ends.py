@@ -29,7 +29,8 @@ from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.graphs.mixed_inputs import padded_room
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampling.sampler import Biases, biases_of, tensors_of_rows
+from slipstream.worker.sampling.biases import Biases, biases_of
+from slipstream.worker.sampling.sampler import tensors_of_rows
 
 _logger = logging.getLogger("slipstream.engine")
 

@@ -42,6 +42,7 @@ from slipstream.model.layers import one_of_each_kind
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
+from slipstream.worker.device_inputs import gather_inputs
 from slipstream.worker.forward.forwards import (
     NO_PLAN,
     Forward,
@@ -62,7 +63,7 @@ from slipstream.worker.graphs.mixed_inputs import (
     padded_room,
 )
 from slipstream.worker.graphs.step_ends import DRAWN, GREEDY, StepEnds
-from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out
+from slipstream.worker.input_batch import SampledRows, laid_out
 from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
 

@@ -22,23 +22,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from slipstream.config import DeviceInfo, EngineArgs
+from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs
+from slipstream.lora_request import LoRARequest
 from slipstream.start_messages import Failed, Phase, Started
 from slipstream.stats import AdapterStats, ExpertTokens
-from slipstream.types import (
-    BlockCopy,
-    Extra,
-    LoRARequest,
-    PooledVector,
-    PromptLogprobs,
-    RequestFailure,
-    SampledLogprobs,
-    SamplerState,
-    StepPlan,
-    StepResult,
-    StepTime,
-    TextsPlan,
-    TextVectors,
-)
+from slipstream.text_messages import PooledVector, TextsPlan, TextVectors
+from slipstream.tier_messages import BlockCopy
+from slipstream.types import Extra, RequestFailure, SamplerState, StepPlan, StepResult, StepTime
 
 
 class BeginRank(msgspec.Struct, tag=True):

@@ -32,7 +32,8 @@ from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
 from slipstream.platform.collectives import Rendezvous
 from slipstream.start_messages import Failed, Phase, Started
-from slipstream.types import StepPlan, TextsPlan, TokenMask
+from slipstream.text_messages import TextsPlan
+from slipstream.types import StepPlan, TokenMask
 from slipstream.worker.device import detect
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor

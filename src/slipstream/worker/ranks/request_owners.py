@@ -15,14 +15,8 @@ from itertools import chain
 
 import numpy as np
 
-from slipstream.types import (
-    Extra,
-    SampledLogprobs,
-    ScheduledRequest,
-    StepPlan,
-    StepResult,
-    TokenMask,
-)
+from slipstream.logprob_messages import SampledLogprobs
+from slipstream.types import Extra, ScheduledRequest, StepPlan, StepResult, TokenMask
 from slipstream.worker.step_shape import largest_shape, shape_of
 
 

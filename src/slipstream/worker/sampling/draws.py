@@ -11,14 +11,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from slipstream.kernels.cpu.sampling import Floats
+from slipstream.kernels.cpu.row_draw import Floats
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask, as_logprobs
+from slipstream.types import Extra, TokenMask
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import RowTable
+from slipstream.worker.sampling.asked import wanted_logprobs
 from slipstream.worker.sampling.sampler import (
-    PROMPT_LOGPROB_ROWS,
-    prompt_positions,
     sampling_tensors,
 )
 from slipstream.worker.sampling.sampler_chain import draw_chained, places
@@ -67,7 +66,7 @@ def draw(
     `params` are the `sampling_tensors`, if already computed.
     """
     params = params or sampling_tensors(rows, sampled)
-    which, counts = wanted_logprobs(rows, sampled)
+    which, counts = wanted_logprobs(rows, sampled) if rows.wanting["logprobs"] else ([], [])
     kept: Any = None
     index: Any = slice(None)
     if which:
@@ -77,7 +76,7 @@ def draw(
         kept = logits[index]  # a copy, unless all rows are wanted and stay unchanged
     if mask is not None and mask.positions:
         by.mask(logits, mask)
-    chained = places(rows, sampled)
+    chained = places(rows, sampled) if rows.wanting["chain"] else []
     at = rows.upload(np.array(chained, np.int64)) if chained else None
     own = None if at is None else logits[at]  # a copy
     drawn = DrawnTokens(by.sample(logits, params))
@@ -88,56 +87,3 @@ def draw(
         best = by.packed_logprobs(kept, drawn.tokens[index], max(counts))
         drawn.logprobs = which, by.to_host(best), counts
     return drawn
-
-
-def wanted_logprobs(rows: RowTable, sampled: SampledRows) -> tuple[list[int], list[int]]:
-    """Indices of tokens with log-probabilities, and the number of alternatives that each wants."""
-    if not rows.wanted("logprobs", sampled.names):
-        return [], []
-    wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
-    which = [i for i, k in enumerate(wanted) if k is not None]
-    return which, [wanted[i] or 0 for i in which]
-
-
-def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], list[int]]:
-    """Pooled requests whose last prompt token is in the step.
-
-    Returns (request ids, index of that token among the step's tokens).
-    """
-    wanted, end = rows.wanting["vector"], 0
-    found: dict[str, int] = {}
-    for s in plan.scheduled if wanted else ():
-        end += s.num_tokens
-        if (
-            s.request_id in wanted
-            and s.num_computed_tokens + s.num_tokens == rows.rows[s.request_id].num_prompt_tokens
-        ):
-            found[s.request_id] = end - 1
-    return tuple(found), list(found.values())
-
-
-def prompt_logprobs(
-    by: Sampler, rows: RowTable, plan: StepPlan, logits_of: Callable[[int, int, int], Any]
-) -> list[PromptLogprobs]:
-    """Log-probabilities of prompt tokens after this step's positions, for requests that ask.
-
-    `logits_of(start, i, n)` returns the logits of n positions, from the i-th on, of the sequence
-    whose tokens begin at `start` in the step.
-    """
-    found: list[PromptLogprobs] = []
-    start = 0
-    for s in plan.scheduled:
-        row = rows.rows[s.request_id]
-        count = row.sampling.prompt_logprobs
-        if count is not None and (num := prompt_positions(row, s)):
-            entries: list[TokenLogprobs] = []
-            first = s.num_computed_tokens + 1
-            for i in range(0, num, PROMPT_LOGPROB_ROWS):
-                n = min(PROMPT_LOGPROB_ROWS, num - i)
-                tokens = rows.tokens[row.index, first + i : first + i + n]
-                found_best = by.best_logprobs(logits_of(start, i, n), tokens, count)
-                best: Any = tuple(by.on_host(x) for x in found_best)
-                entries += as_logprobs(by.on_host(tokens).tolist(), best, [count] * n)
-            found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
-        start += s.num_tokens
-    return found

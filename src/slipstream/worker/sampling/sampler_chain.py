@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slipstream.kernels.cpu import samplers
-from slipstream.kernels.cpu.sampling import Floats, Longs, apply_bias, array, draw, uniform
+from slipstream.kernels.cpu.row_draw import Floats, Longs, draw
+from slipstream.kernels.cpu.sampling import apply_bias, array, uniform
 from slipstream.sampling_params import SAMPLERS
 from slipstream.types import Extra, RequestFailure, SamplerState, SamplingParams
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import Row, RowTable
-from slipstream.worker.sampling.sampler import biases_of, limits_of, positions_of
+from slipstream.worker.sampling.biases import biases_of, limits_of, positions_of
 
 _logger = logging.getLogger("slipstream.engine")
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
 from slipstream.config.sections import ModelConfig
-from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.states import state_metadata
-from slipstream.platform import Platform
+from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import FORMAT_MAX
 from slipstream.worker.device_cache import DeviceCache
-from slipstream.worker.forward.base import ForwardTable
+from slipstream.worker.forward.table import ForwardTable
 
 CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an 8-bit cache."""
@@ -41,36 +38,3 @@ def calibrated_scales(
         return platform.values.magnitudes(part).clip(min=1e-6) / top
 
     return [(scale(layer.k), scale(layer.v)) for layer in kv]
-
-
-def single_sequence(
-    start: int, num_tokens: int, *, block_size: int, platform: Platform, num_groups: int = 1
-) -> AttentionMetadata:
-    """`AttentionMetadata.single_sequence` with a platform's values."""
-    length, upload = start + num_tokens, platform.upload
-    blocks = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(num_groups)
-    blocks += np.int32(1)
-    positions = np.arange(start, length)
-    slots = blocks[0, positions // block_size].astype(np.int64) * block_size
-    slots += positions % block_size
-    first = AttentionMetadata(
-        query_start_loc=upload(np.array([0, num_tokens], np.int32)),
-        seq_lens=upload(np.array([length], np.int32)),
-        positions=upload(positions),
-        num_decodes=int(num_tokens == 1),
-        max_query_len=num_tokens,
-        max_seq_len=length,
-        block_table=upload(blocks),
-        slot_mapping=upload(slots),
-        from_start=start == 0,
-        states=state_metadata([0, num_tokens], upload, slots=[1], goes_on=start > 0),
-    )
-    others = (
-        dataclasses.replace(
-            first,
-            block_table=upload(blocks + np.int32(g)),
-            slot_mapping=upload(slots + g * block_size),
-        )
-        for g in range(1, num_groups)
-    )
-    return first.with_groups(*others)

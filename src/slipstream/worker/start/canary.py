@@ -30,11 +30,11 @@ from slipstream.config.engine_folder import is_engine_folder
 from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.files import parse_json
 from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import CanaryResult
-from slipstream.worker.forward.base import ForwardTable
-from slipstream.worker.start.cache_scales import single_sequence
+from slipstream.worker.forward.table import ForwardTable
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -96,7 +96,11 @@ def run_canary(
 
     A short context or too few blocks shorten the canary.
     """
-    room = (len(kv[0].k) - 1) // len(forwards.decoder.spec.cache_groups) * kv[0].block_size
+    spec = forwards.decoder.spec
+    num_blocks = (len(kv[0].k) - 1) // spec.block_scales[
+        spec.group_of_layer[spec.local_layers.start]
+    ]
+    room = num_blocks // len(spec.cache_groups) * kv[0].block_size
     num_tokens = min(len(canary.token_ids), context, room)
     found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
     log_p = np.array(canary.top_logprobs[:num_tokens], np.float32)
@@ -124,10 +128,10 @@ def _log_probabilities(
     """Log-probabilities [T, V] of a prefill, then of `num_decoded` single tokens."""
     first = max(1, len(token_ids) - num_decoded)
     starts = [0, *range(first, len(token_ids))]
-    size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
+    size, scales = kv[0].block_size, forwards.decoder.spec.block_scales
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
-        own = _logits(forwards, kv, token_ids[start:end], start, size, num_groups)
+        own = _logits(forwards, kv, token_ids[start:end], start, size, scales)
         own = own - own.max(axis=-1, keepdims=True)
         found.append(own - np.log(np.exp(own).sum(axis=-1, keepdims=True)))
     return np.concatenate(found)
@@ -139,12 +143,12 @@ def _logits(
     token_ids: Sequence[int],
     start: int,
     size: int,
-    num_groups: int,
+    scales: Sequence[int],
 ) -> npt.NDArray[np.float32]:
     platform, spec = platform_of(forwards.decoder.device), forwards.decoder.spec
     with platform.values.inference():
         meta = single_sequence(
-            start, len(token_ids), block_size=size, platform=platform, num_groups=num_groups
+            start, len(token_ids), block_size=size, platform=platform, scales=scales
         )
         hidden = forwards.hidden(platform.upload(np.array(token_ids, np.int32)), kv, meta)
         if not spec.has_last:  # the last stage computes them

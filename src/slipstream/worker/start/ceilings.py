@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.platform import Platform, platform_of
-from slipstream.worker.model_runner import Runner
+from slipstream.worker.runner import Runner
 from slipstream.worker.start.roofline import measure_ceilings
 
 SIDE = 8192

@@ -38,16 +38,17 @@ from slipstream.costs.hardware import available_cores, cpu_features, cpu_name
 from slipstream.files import write_whole
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.native import has_cpu_kernels, instruction_sets, library_path
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.uniform_steps import single_sequence, uniform
+from slipstream.model.compile_step import compile_step
 from slipstream.model.decoder import Decoder
-from slipstream.model.step_program import StepProgram, compile_step
+from slipstream.model.step_program import StepProgram
 from slipstream.platform import platform_of
 from slipstream.spec.families import find_family
 from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.start.cache_scales import single_sequence
 
 FORMAT = 1
 ROUNDS = 12
@@ -209,7 +210,9 @@ def _steps(
     values: Any = {name: np.full(shape, 0.01, dtype) for name, shape in parameters(_spec()).items()}
     scheme, given = SCHEMES["int8"] if weights == "int8" else None, _as_any(ops)
     program = compile_step(
-        Decoder(_spec(), values, given, max_model_len=_spec().max_position, scheme=scheme), ops.pool
+        Decoder(_spec(), values, given, max_model_len=_spec().max_position, scheme=scheme),
+        ops.pool,
+        platform_of(None),
     )
     assert isinstance(program, StepProgram)
     kv = [
@@ -220,7 +223,7 @@ def _steps(
     def step(first: int, num_tokens: int) -> Callable[[], object]:
         meta, ids = (
             single_sequence(first, num_tokens, block_size=BLOCK, platform=platform_of(None)),
-            np.zeros(num_tokens, np.int32),
+            _as_any(np.zeros(num_tokens, np.int32)),
         )
         return lambda: program.forward(ids, kv, meta)
 
@@ -246,7 +249,13 @@ def _steps_by_torch(
     ]
 
     def step(first: int, num_tokens: int) -> Callable[[], object]:
-        meta = AttentionMetadata.uniform(1, num_tokens, first + num_tokens, block_size=BLOCK)
+        meta = uniform(
+            1,
+            num_tokens,
+            first + num_tokens,
+            block_size=BLOCK,
+            platform=platform_of(torch.device("cpu")),
+        )
         ids = torch.zeros(num_tokens, dtype=torch.int32)
 
         def run() -> object:

@@ -11,12 +11,13 @@ from slipstream.config.sections import ModelConfig
 from slipstream.kernels.int4_cache import fold_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet, QKVLayout
+from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.worker.device_cache import DeviceCache
 from slipstream.worker.forward.forwards import Forwards
-from slipstream.worker.start.cache_scales import CALIBRATION_TOKENS, single_sequence
+from slipstream.worker.start.cache_scales import CALIBRATION_TOKENS
 
 
-class KeyWatcher:
+class QueryWatchingOps:
     """The op set `ops`, which keeps the mean squares of the queries of each cache, float32 [K, D]."""
 
     def __init__(self, ops: OpSet) -> None:
@@ -44,7 +45,7 @@ def calibrated_folds(
     text = np.random.default_rng(0).integers(0, spec.vocab_size, num_tokens, dtype=np.int32)
     kv = cache.of_each_layer(-(-num_tokens // block_size) + 1, model.dtype)
     meta = single_sequence(0, num_tokens, block_size=block_size, platform=platform)
-    ops = KeyWatcher(forwards.decoder.ops)
+    ops = QueryWatchingOps(forwards.decoder.ops)
     decoder = forwards.decoder.with_ops(cast("OpSet", ops))
     forwards.hidden(platform.upload(text), kv, meta, decoder)
 

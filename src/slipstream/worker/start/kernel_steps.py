@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.kernels.thresholds import sizes_around
+from slipstream.lora_request import LoRARequest
 from slipstream.types import (
     FROM_MODEL,
-    LoRARequest,
     NewRequest,
     SamplingParams,
     ScheduledRequest,

@@ -13,7 +13,7 @@ from slipstream.worker.start.dummy_steps import dummy_prefill, dummy_sampling
 if TYPE_CHECKING:
     from slipstream.spec.model import AudioSpec
     from slipstream.worker.loaded_runner import LoadedRunner
-    from slipstream.worker.model_runner import Runner
+    from slipstream.worker.runner import Runner
     from slipstream.worker.torch_loading import TorchLoaded
 
 PROBE_TOKENS = 64

@@ -22,15 +22,19 @@ from slipstream.costs.hardware import host_memory
 from slipstream.costs.operators import attention_bytes, attention_operations
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.native import Arena, StepInputs, ThreadPool
+from slipstream.kernels.cpu.native import Arena, StepInputs
 from slipstream.kernels.cpu.native_program import Operator, Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import Packed, PackedExperts
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.model.program import CpuProgram, compile_program
+from slipstream.kernels.cpu.thread_pool import ThreadPool
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.uniform_steps import uniform
+from slipstream.model.compile_step import compile_program
+from slipstream.model.step_program import StepProgram
+from slipstream.platform import platform_of
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 from slipstream.spec.reason import Reason
-from slipstream.worker.model_runner import Runner
+from slipstream.worker.runner import Runner
 
 READ_BYTES = 2 * 2**30
 """Bytes read to measure the read rate, at most a quarter of free memory.
@@ -189,7 +193,7 @@ def measure_ceilings(pool: ThreadPool) -> Ceilings:
 
 
 def _shares(
-    step: CpuProgram,
+    step: StepProgram,
     kv: list[LayerKV],
     num_seqs: int,
     num_new: int,
@@ -197,9 +201,13 @@ def _shares(
     block_size: int,
     ceilings: Ceilings,
 ) -> tuple[OperatorShare, ...]:
-    num_groups = len(step.spec.cache_groups)
-    meta = AttentionMetadata.uniform(
-        num_seqs, num_new, length, block_size=block_size, num_groups=num_groups
+    meta = uniform(
+        num_seqs,
+        num_new,
+        length,
+        block_size=block_size,
+        scales=step.decoder.spec.block_scales,
+        platform=platform_of(torch.device("cpu")),
     )
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
     programs = step.programs
@@ -210,7 +218,7 @@ def _shares(
         step.logits(step.forward(tokens, kv, meta)[num_new - 1 :: num_new])
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-    attention = step.spec.attentions
+    attention = step.decoder.spec.attentions
     # sparse weights of one shape differ in bytes
     found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}
     at = 0

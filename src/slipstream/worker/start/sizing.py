@@ -13,8 +13,8 @@ from slipstream.costs.memory import (
     staged_blocks,
 )
 from slipstream.worker.loaded_runner import LoadedRunner
-from slipstream.worker.model_runner import Runner
 from slipstream.worker.rows import rows_bytes
+from slipstream.worker.runner import Runner
 
 
 def fit_cache(
@@ -25,7 +25,7 @@ def fit_cache(
     one_block = block_bytes(spec, config.cache.block_size, KV_BYTES[config.cache.dtype])
     weights, rows = loaded.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
     if loaded.draft is not None:
-        one_block += loaded.draft.block_bytes
+        one_block += loaded.draft.block_bytes * loaded.model.spec.block_scales[0]
         weights += loaded.draft.weights_bytes
     slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
     rows += sum(staged_blocks(config, size) * size for size in (one_block, slot))

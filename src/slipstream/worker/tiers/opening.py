@@ -25,7 +25,7 @@ from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier
 
 if TYPE_CHECKING:
-    from slipstream.worker.model_runner import Runner
+    from slipstream.worker.runner import Runner
 
 
 def open_tiers(

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
+from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.triton.attention.paged import LOG2E, _online_softmax, _scores
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import rope_and_cache

@@ -238,7 +238,7 @@ def route(
     """(weights float32, experts int32), [T, k] each. With `spec.held`, held experts are counted
     from the first one; others are the number after the last one, with weight 0."""
     num_tokens, top_k = router_logits.shape[0], spec.num_experts_per_token
-    if spec.nearness or spec.scores == "sqrt_softplus":
+    if spec.nearness or not spec.has_usual_choice:
         weights, chosen = reference.route(router_logits, spec, correction, scales)
         reference.count_experts(chosen, load)
         if spec.held is not None:

@@ -511,7 +511,7 @@ class OneTokenStep:
             "FS": shared,
             "DENSE": dense > 0,
             "SIGMOID": m is not None and m.scores == "sigmoid",
-            "CORRECTED": m is not None and m.correction,
+            "CORRECTED": m is not None and bool(m.correction),
             "NORMALIZE": m is not None and m.normalize,
             "WEIGHT_SCALE": 1.0 if m is None else float(m.weight_scale),
             "ROUTER_BIAS": m is not None and m.router_bias,

@@ -110,10 +110,10 @@ def linear(
         return gemm(q, w, tile=tiles.find("gemm", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
     if isinstance(w, Float4Linear):
-        if x.shape[0] <= float4.MAX_TOKENS:
+        if x.shape[0] <= (float4.MAX_TOKENS if w.dense is None else float4.DENSE_TOKENS):
             assert scratch is not None
             return float4.float4_linear(x, w, scratch)
-        return F.linear(x, float4.expanded(w, x.dtype), w.bias)
+        return F.linear(x, float4.expanded(w, x.dtype) if w.dense is None else w.dense, w.bias)
     if isinstance(w, GroupedLinear):
         if x.shape[0] == 1 and (block_w := gemv_block(w)):
             return int4_gemv(x, w, block_w)

@@ -1,0 +1,70 @@
+"""Cores that are built, that sleep, and that wake up."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from slipstream.config import EngineArgs
+from slipstream.engine.decoder_core import DecoderCore
+from slipstream.engine.engine_core import EngineCore
+from slipstream.engine.model_files import load_tokenizer
+from slipstream.engine.text_core import TextCore
+from slipstream.errors import RequestError
+from slipstream.worker.executor import Executor, build_executor
+
+
+def build_core(
+    args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+) -> EngineCore:
+    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
+    return core_of(build_executor(args, progress=progress), args)
+
+
+def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
+    """The core of an executor that was made by `args`."""
+    description = (
+        executor.description
+    )  # a compilation that is stuck holds what loads the tokenizer, and no weights
+    if description.spec.is_encoder:
+        return TextCore(executor)
+    return DecoderCore(executor, lambda: load_tokenizer(args, description))
+
+
+class Asleep:
+    """A core that sleeps. At level 1 it keeps the weights, at level 2 nothing. The core's owner makes this, drops its
+    reference to the core, and calls `free`. `wake` makes a new core. RequestError if the level is not supported."""
+
+    def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
+        self.check(core, level)
+        core.flush()
+        self._args, self.level, self._release = args, level, core.executor.release_unused
+        self._known = core.executor.description
+        self._executor = core.executor.sleep(level)
+
+    @staticmethod
+    def check(core: EngineCore, level: int) -> None:
+        """Raise RequestError if the core can't sleep at this level."""
+        if level not in (1, 2):
+            raise RequestError(
+                f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}",
+                field="level",
+            )
+        if level == 1 and (reason := core.executor.keeps_no_weights) is not None:
+            raise RequestError(f"{reason}; level=2 reads them again", field="level")
+
+    def free(self) -> None:
+        collect_and_release(self._release)
+
+    def wake(self) -> EngineCore:
+        """The core as it was, without requests and cached prefixes."""
+        if self._executor is None:
+            return core_of(build_executor(self._args, known=self._known), self._args)
+        return core_of(self._executor(), self._args)
+
+
+def collect_and_release(release: Callable[[], None] | None) -> None:
+    """Free the memory of an engine without references. Its parts refer to each other, so a garbage collection is needed."""
+    gc.collect()
+    if release is not None:
+        release()

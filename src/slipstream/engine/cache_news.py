@@ -1,0 +1,62 @@
+"""News of the prefix cache, for who routes requests by what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from slipstream.core.prefix_cache import KEY_BYTES, announced_state
+
+if TYPE_CHECKING:
+    from slipstream.core.scheduler import Scheduler
+
+
+class CacheNews:
+    """Content of a scheduler's prefix cache, by keys. `adapters` are the keys that prefixes begin with,
+    by the adapter's name. Without a scheduler the cache stays empty."""
+
+    def __init__(
+        self, block_size: int, scheduler: Scheduler | None, adapters: Mapping[str, bytes]
+    ) -> None:
+        self._block_size = block_size
+        self._adapters = adapters
+        self._pools = [] if scheduler is None else scheduler.pools
+        self._state_pools = [] if scheduler is None else scheduler.state_pools
+        self._root = b"" if scheduler is None else scheduler.kv.root_key("", "")
+
+    def listen(self, *, on: bool) -> None:
+        """Begin (`on`) or stop to note changes. While that is off it costs nothing."""
+        for pool in (*self._pools, *self._state_pools):
+            if not on or pool.changes is None:
+                pool.listen(on)
+
+    def identity(self) -> tuple[int, bytes, dict[str, bytes]]:
+        """Block size, and the keys that prefixes begin with: without an adapter, and by the
+        adapter's name."""
+        return self._block_size, self._root, dict(self._adapters)
+
+    def keys(self) -> bytes:
+        """Keys of all blocks in the cache, joined. Layers after the first group are left out."""
+        # several ranks may have one
+        keys = dict.fromkeys(key for pool in self._pools for key in pool.cached_keys())
+        states = (pool.cached_keys() for pool in self._state_pools)
+        of_states = {announced_state(key): None for keys in states for key in keys}
+        return b"".join([key for key in (*keys, *of_states) if len(key) == KEY_BYTES])
+
+    def changes(self) -> tuple[bytes, bytes] | None:
+        """Keys added and keys removed since the last call; None if nothing changed."""
+        changes: dict[bytes, bool] = {}
+        for pools, named in ((self._pools, bytes), (self._state_pools, announced_state)):
+            changes |= {
+                named(key): any(pool.lookup(key) is not None for pool in pools)
+                for pool in pools
+                for key in pool.changes or ()
+            }
+            for pool in pools:
+                if pool.changes:
+                    pool.changes.clear()
+        if not changes:
+            return None
+        came = [key for key, held in changes.items() if held and len(key) == KEY_BYTES]
+        went = [key for key, held in changes.items() if not held and len(key) == KEY_BYTES]
+        return b"".join(came), b"".join(went)

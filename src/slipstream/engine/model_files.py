@@ -1,0 +1,63 @@
+"""Parts of a model's files that requests use: the tokenizer, end tokens, default parameters."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from slipstream.config import EngineArgs
+from slipstream.engine.text.chat_template import read_template
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.errors import (
+    RequestError,
+    UnsupportedModelError,
+)
+from slipstream.hub import resolve_model
+from slipstream.spec.description import ModelDescription
+from slipstream.stats import CanaryResult
+from slipstream.types import (
+    SamplingParams,
+)
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
+    """The tokenizer that `args` asks for: the model's own, another one, or none. With a `chat_template` it has that one.
+    ConfigError if the file is none."""
+    if args.skip_tokenizer_init:
+        return None
+    path = None
+    if args.tokenizer is not None:
+        path = Path(args.tokenizer).expanduser()
+        if not (path / "tokenizer.json").is_file():  # else it needs no model beside it
+            path = resolve_model(args.tokenizer, download_dir=args.download_dir)
+    tokenizer = Tokenizer.for_model(model, path)
+    if args.chat_template is not None:
+        tokenizer.set_chat_template(read_template(args.chat_template))
+    return tokenizer
+
+
+def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every token that ends an answer: those that the model's files name, and the tokenizer's."""
+    of_tokenizer = [
+        i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < model.spec.vocab_size
+    ]
+    return tuple(dict.fromkeys((*model.eos_token_ids, *of_tokenizer)))
+
+
+def default_sampling(model: ModelDescription) -> SamplingParams:
+    """Default sampling parameters from the model's generation config. UnsupportedModelError if they
+    are not valid."""
+    try:
+        return SamplingParams(**dict(model.sampling))  # type: ignore[arg-type]
+    except RequestError as error:
+        raise UnsupportedModelError(
+            f"generation_config.json: {error}", field=error.field
+        ) from error
+
+
+def log_canary(result: CanaryResult | None) -> None:
+    """Say what the checkpoint's canary found, a warning if it is not well."""
+    if result is not None:
+        _logger.log(logging.INFO if result.ok else logging.WARNING, "%s", result.describe())

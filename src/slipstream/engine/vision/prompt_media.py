@@ -1,0 +1,115 @@
+"""Pictures and audio of prompts. A RequestError says what this model can't take. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from slipstream.engine.audio.sound import as_samples
+from slipstream.engine.audio.spectrogram import log_mel
+from slipstream.engine.vision.pictures import (
+    PictureProcessor,
+    PreparedPicture,
+)
+from slipstream.errors import RequestError
+from slipstream.media import AudioWindow
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.media.vision import VisionSpec
+from slipstream.types import Prompt
+
+
+class MediaReader:
+    """`pictures`: of a model that takes some."""
+
+    def __init__(
+        self, description: ModelDescription | None, pictures: PictureProcessor | None
+    ) -> None:
+        self.description = description
+        self.pictures = pictures
+
+    @property
+    def vision(self) -> VisionSpec:
+        """RequestError if the model takes no pictures."""
+        if self.pictures is None:
+            has = self.description is not None and self.description.family.vision is not None
+            why = "pictures are off (max_images=0)" if has else "this model takes no pictures"
+            raise RequestError(f"{why}; leave them out", field="image")
+        return self.pictures.vision
+
+    def parted(self, prompt: Prompt) -> tuple[Prompt, Sequence[PreparedPicture]]:
+        """A prompt without its pictures, and these. They are prepared here, if they are not yet."""
+        given: Any = prompt
+        if not isinstance(given, dict) or "multi_modal_data" not in given:
+            return prompt, ()
+        data = given["multi_modal_data"]
+        if isinstance(data, dict) and set(data) == {"audio"}:
+            return {key: value for key, value in given.items() if key != "multi_modal_data"}, ()  # type: ignore[return-value]
+        if not isinstance(data, dict) or set(data) != {"image"}:
+            raise RequestError(
+                'multi_modal_data must be {"image": a picture, or a list of them} or {"audio": a sound}',
+                field="multi_modal_data",
+            )
+        found = data["image"]
+        sources = list(found) if isinstance(found, (list, tuple)) else [found]
+        self.check_pictures(len(sources))
+        assert self.pictures is not None
+        rest: Any = {key: value for key, value in given.items() if key != "multi_modal_data"}
+        return rest, self.pictures.prepare_all(sources)
+
+    def audio_of(self, prompt: Prompt) -> AudioWindow | None:
+        """The window of audio of a prompt, if the model reads audio. RequestError if only one of both is there."""
+        encoder = None if self.description is None else self.description.spec.encoder
+        audio = None if encoder is None else encoder.audio
+        data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        given = data.get("audio") if isinstance(data, dict) else None
+        if audio is None:
+            if given is not None:
+                raise RequestError("this model takes no audio; leave it out", field="audio")
+            return None
+        if given is None:
+            raise RequestError(
+                "this model reads audio: send it to /v1/audio/transcriptions, LLM.transcribe or as "
+                'multi_modal_data={"audio": samples}',
+                field="prompt",
+            )
+        if isinstance(given, AudioWindow):
+            return given
+        samples = as_samples(given, max_s=audio.window_s)
+        whole = np.pad(samples, (0, audio.num_samples - len(samples)))
+        made = log_mel(whole, audio.num_mel_bins)
+        return AudioWindow(num_mel_bins=audio.num_mel_bins, data=made.tobytes())
+
+    def with_prepared(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts; pictures of all of them are prepared side by side."""
+        found: list[Any] = list(prompts)
+        begun: dict[int, list[Any]] = {}
+        for i, prompt in enumerate(found):
+            data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+            if self.pictures is not None and isinstance(data, dict) and set(data) == {"image"}:
+                given = data["image"]
+                sources = list(given) if isinstance(given, (list, tuple)) else [given]
+                self.check_pictures(len(sources))
+                begun[i] = [
+                    x if isinstance(x, PreparedPicture) else self.pictures.submit(x)
+                    for x in sources
+                ]
+        try:
+            for i, waiting in begun.items():
+                ready = [x if isinstance(x, PreparedPicture) else x.result() for x in waiting]
+                found[i] = {**found[i], "multi_modal_data": {"image": ready}}
+        finally:
+            for x in chain.from_iterable(begun.values()):
+                if not isinstance(x, PreparedPicture):
+                    x.cancel()
+        return found
+
+    def check_pictures(self, count: int) -> None:
+        """RequestError if a prompt can't have so many."""
+        if count and self.vision and self.pictures is not None and count > self.pictures.most:
+            raise RequestError(
+                f"{count} pictures, and a prompt may have {self.pictures.most} (max_images)",
+                field="image",
+            )

@@ -1,0 +1,27 @@
+"""Values that both requests and their answers' messages have. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """The reason why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # cancelled by the caller
+    DEADLINE = "deadline"  # its deadline passed before it was done
+    ERROR = "error"  # the engine failed
+    INVALID = "invalid"  # its request turned out to be impossible
+    OVERLOADED = "overloaded"  # other requests were served first; it may be sent again
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An owner and its weight: requests of one priority get served tokens in proportion to their
+    owners' weights."""
+
+    owner: str
+    weight: float = 1.0

@@ -1,0 +1,22 @@
+"""Inputs of a draft head, gathered from the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.input_batch import GatheredInputs, gather
+from slipstream.worker.rows import RowTable
+
+
+def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
+    """Inputs of a draft head for `shares` of requests (`worker/draft/head_drafter.py`).
+
+    Each token is at the position before its own, because the state that it is paired with is there.
+    The sampled token follows the token, as always.
+    """
+    before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
+    given = gather(table, StepPlan(0, before), ahead=1)
+    requests = tuple([s for s in shares if s.num_sampled])
+    return dataclasses.replace(given, sampled=dataclasses.replace(given.sampled, requests=requests))
