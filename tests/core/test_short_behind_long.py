@@ -75,3 +75,32 @@ def test_prompts_that_are_all_long_are_computed_in_order():
     order = [s.request_id for plan in e.plans for s in plan.scheduled]
     assert "".join(dict.fromkeys(order)) == "ab"
     assert order == sorted(order)
+
+
+def test_requests_that_can_not_join_are_not_looked_up():
+    """A look-up costs what the prompt has of cached blocks, in each step of the long prompt."""
+    e = engine(max_num_seqs=2)
+    e.scheduler.add(request("long", range(LONG), 1))
+    e.step()
+    for i in range(8):
+        e.scheduler.add(request(f"short{i}", range(100 * i, 100 * i + SHORT), 300))
+    e.step()
+    assert e.scheduler.num_running == 2
+    looked, look = [], e.scheduler.kv.cached_prefix
+    e.scheduler.kv.cached_prefix = lambda found: looked.append(found) or look(found)
+    e.step()
+    assert looked == []
+
+
+def test_ended_requests_do_not_hide_those_that_wait_behind_a_long_one():
+    e = engine()
+    e.scheduler.add(request("long", range(LONG), 1))
+    e.step()
+    e.scheduler.add(request("first", range(7000, 7000 + LONG), 1))
+    gone = [f"gone{i}" for i in range(40)]
+    for name in gone:
+        e.scheduler.add(request(name, range(9000, 9000 + LONG), 1))
+    e.scheduler.abort(gone)
+    e.scheduler.add(request("short", range(5000, 5000 + SHORT), 1))
+    assert [r.request_id for r in e.scheduler.requests.waiting] == ["first", "short"]
+    assert steps_until(e, "short") <= 2

@@ -129,7 +129,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         for account in self._asking:
-            yield from (request for _, request in account.waiting)
+            yield from (one for _, one in account.waiting if one.status is Status.WAITING)
 
     def _forget_idle(self, new: Account) -> None:
         here = [account.served for account in self._accounts.values() if account.num_requests]

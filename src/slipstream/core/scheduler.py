@@ -408,7 +408,8 @@ class Scheduler:
             return 0
         found = [r.num_tokens - r.num_computed_tokens for r in unfinished[1:]]
         free = kv.pool.num_free - self.watermark - kv.blocks_needed(rest)
-        for request in islice(self.requests.waiting, MAX_BEHIND):
+        rows = self.scheduling.max_num_seqs - len(self.requests.running)
+        for request in islice(self.requests.waiting, min(MAX_BEHIND, rows)):
             free -= kv.blocks_needed(request.num_tokens)
             if free < 0:
                 break
