@@ -69,7 +69,8 @@ class Slot:
     """`users`: requests that run, or that were given the model and are about to."""
 
     def __init__(self, model: ServedModel) -> None:
-        self.model, self.state = model, "unloaded"
+        self.model = model
+        self.state: State = "unloaded"
         self.engine: AsyncLLM | None = None  # made by the first load
         self.server_state: ServerState | None = None
         self.routes: Sequence[Route] = ()
@@ -88,8 +89,6 @@ class Slot:
         self.num_loads = self.num_unloads = self.num_failures = 0
         self.load_s = 0.0  # of all loads together
         self.last_load_s = 0.0
-
-    state: State
 
     @property
     def name(self) -> str:
