@@ -38,8 +38,6 @@ WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
 """Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
 
-FIRST_HAZARDS = (FIRST_HAZARD,) * NUM_BUCKETS
-
 RATES_AGE = 64
 """Number of buckets that pauses of a kind reach until its rates are computed again."""
 

@@ -103,13 +103,6 @@ class ReasoningCounter:
         budget = self.budget
         return budget is None or spot.phase == DONE or spot.num_tokens + num_tokens < budget
 
-    def num_in(self, tokens: Iterable[int]) -> int:
-        """Tokens of reasoning in an answer."""
-        spot = self.start
-        for token in tokens:
-            spot = self.after(spot, token)
-        return spot.num_tokens
-
     def _reasoning(self, num_tokens: int, pieces: tuple[bytes, ...]) -> Spot:
         found, rest, num_marker = self.ends.find(pieces)
         if not found:
