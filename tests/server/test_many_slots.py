@@ -165,6 +165,30 @@ def test_a_model_that_is_larger_than_estimated_sends_others_away_or_is_refused()
     run(main())
 
 
+def test_a_busy_model_goes_when_it_is_idle_if_another_turned_out_larger():
+    async def main():
+        slots = slots_of("a", "b", memory=210)
+        await slots.acquire(slots["a"])
+        load = slots["b"].load
+
+        async def larger():
+            await load()
+            slots["b"].need_bytes = 150
+
+        slots["b"].load = larger
+        await slots.acquire(slots["b"])
+        assert await slots.acquire(slots["a"]) is None, "it still takes requests"
+        for _ in range(2):
+            slots.release(slots["a"])
+        await settle(slots)
+        assert states(slots) == {"a": "asleep", "b": "loaded"}
+        slots.release(slots["b"])
+        await settle(slots)
+        assert states(slots)["b"] == "loaded", "there is room for it now"
+
+    run(main())
+
+
 def test_keep_alive_counts_from_the_last_request():
     async def main():
         slots = slots_of(model("a", keep_alive_s=0.02), model("b", keep_alive_s=math.inf))

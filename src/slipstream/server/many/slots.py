@@ -80,6 +80,11 @@ class ModelSlots:
     def held_bytes(self) -> int:
         return sum(slot.held_bytes for slot in (*self.slots.values(), *self._leaving))
 
+    def _num_over(self) -> int:
+        """Bytes that models hold beyond the bound, without those that are being freed. A model may be larger than estimated."""
+        leaving = sum(s.held_bytes for s in self.slots.values() if s.state == "unloading")
+        return self.held_bytes - leaving - self.memory_bytes
+
     # --- Requests ---------------------------------------------------------------------
 
     async def acquire(self, slot: Slot) -> float | None:
@@ -134,7 +139,7 @@ class ModelSlots:
         if self._queue:
             self._serve_queue()
         if slot.state == "loaded" and not slot.users:
-            self._expire_after(slot, slot.keep_alive_s)
+            self._expire_after(slot, 0.0 if self._num_over() > 0 else slot.keep_alive_s)
 
     def _expire_after(self, slot: Slot, seconds: float) -> None:
         if seconds <= 0:
@@ -205,9 +210,9 @@ class ModelSlots:
         for other in others:
             if missing <= 0:
                 return
-            if other.state == "asleep" or (other.state == "loaded" and not other.users):
-                missing -= other.held_bytes
-                self._begin_unload(other)
+            held = other.held_bytes
+            if self._unload_idle(other):
+                missing -= held
         left = slot.waits_since + PATIENCE_S - time.monotonic()
         if missing > 0 and left > 0:
             if self._patience is None:
@@ -283,8 +288,10 @@ class ModelSlots:
             slot.num_loads += 1
             _logger.info("the model %s was loaded in %.2f s", slot.name, slot.last_load_s)
             self._grant(slot)
-            if (over := self.held_bytes - self.memory_bytes) > 0:  # it is larger than estimated
-                self._make_room(slot, over)
+            others = (other for other in self.slots.values() if other is not slot)
+            for other in sorted(others, key=lambda one: one.last_used):
+                if self._num_over() > 0:  # busy ones go when they are idle
+                    self._unload_idle(other)
         self._serve_queue()
         self.changed()
 
@@ -294,6 +301,13 @@ class ModelSlots:
         slot.keep(None)
         slot.is_closing = slot.goes_when_idle = False
         return self._begin(self._unload(slot, was_loaded))
+
+    def _unload_idle(self, slot: Slot) -> bool:
+        """`_begin_unload` of a model without requests that holds memory. False for another one."""
+        idle = slot.state == "asleep" or (slot.state == "loaded" and not slot.users)
+        if idle:
+            self._begin_unload(slot)
+        return idle
 
     async def _unload(self, slot: Slot, was_loaded: bool) -> None:
         try:
