@@ -88,7 +88,8 @@ class Conversation {
     for (const message of Object.values(given.messages)) {
       const known = isObject(message) && ["user", "assistant", "tool"].includes(message.role) && typeof message.text === "string";
       if (!known) throw new Error("a message has no text, or a role that is not user, assistant or tool");
-      children.set(message.parent, [...children.get(message.parent) || [], message]);
+      if (!children.has(message.parent)) children.set(message.parent, []);
+      children.get(message.parent).push(message);
     }
     // From the first ones down, so that nothing follows itself. Ids are new: a file's may be names that objects have anyway.
     const levels = [{old: "", id: ""}];
