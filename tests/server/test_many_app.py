@@ -301,6 +301,15 @@ def test_a_key_loads_only_its_models_and_its_wait_ends_with_the_client_and_the_s
             assert [answer.status_code for answer in found] == [503]
 
 
+def test_a_load_is_a_request_of_its_key(tmp_path, capsys):
+    file = str(tmp_path / "keys.json")
+    assert main(["keys", "add", file, "--requests-per-minute=1", "--json"]) == 0
+    own = {"authorization": f"Bearer {json.loads(capsys.readouterr().out)['key']}"}
+    with serving(keys_file=file) as server, server.http(headers=own) as http:
+        found = [http.post("/models/load", json={"model": name}).status_code for name in "ab"]
+        assert (found, server.slots["b"].state) == ([200, 429], "unloaded")
+
+
 def test_a_path_is_not_pulled(http, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for name in (str(tmp_path), f"{tmp_path}/../{tmp_path.name}"):

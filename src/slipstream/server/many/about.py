@@ -23,7 +23,7 @@ from slipstream.hub.listing import CachedModel, find_models, remove_model
 from slipstream.server.answers.generation import encode
 from slipstream.server.http.auth import check_model
 from slipstream.server.http.errors import ApiError, bad_request, shutting_down
-from slipstream.server.http.limits import in_flight, read_as
+from slipstream.server.http.limits import counted, in_flight, read_as
 from slipstream.server.http.replies import json_response, utc_time
 from slipstream.server.many.slot import Slot
 from slipstream.server.many.slots import ModelSlots
@@ -78,7 +78,7 @@ class About:
         return [
             Route("/v1/models", self.list),
             Route("/models", self.list),
-            Route("/models/load", self.load, methods=["POST"]),
+            Route("/models/load", counted(self.state, self.load), methods=["POST"]),
             Route("/models/unload", self.unload, methods=["POST"]),
             Route("/v1/models/{id:path}", self.get),
             Route("/api/tags", self.tags),

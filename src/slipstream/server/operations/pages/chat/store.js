@@ -33,16 +33,6 @@ class Conversation {
 
   siblings(message) { return Object.values(this.messages).filter(other => other.parent === message.parent); }
 
-  remove(message) {
-    for (const child of Object.values(this.messages).filter(other => other.parent === message.id)) this.remove(child);
-    delete this.messages[message.id];
-    delete this.chosen[message.id];
-    if (this.chosen[message.parent] === message.id) {
-      const left = this.siblings(message).at(-1);
-      if (left) this.chosen[message.parent] = left.id; else delete this.chosen[message.parent];
-    }
-  }
-
   name() {
     const first = Object.values(this.messages).find(message => message.role === "user");
     return this.title || (first && first.text.trim().split("\n")[0].slice(0, 60)) || "New chat";
