@@ -501,9 +501,9 @@ class RecordingOps:
         rows = params.base.shape[:1]
         return self.record("stream_coefficients", (h,), tuple(rows), params=params)
 
-    def collapsed_streams(self, h: Value, factors: Value, count: int) -> Value:
+    def collapsed_streams(self, h: Value, coefficients: Value, *, count: int) -> Value:
         width = h.shape[0] // count
-        return self.record("collapsed_streams", (h, factors), (width,), count=count)
+        return self.record("collapsed_streams", (h, coefficients), (width,), count=count)
 
     def choose_keys(
         self,
