@@ -491,7 +491,7 @@ class RecordingOps:
         inputs = [x for x in (q, key, rows, *(index or ())) if x is not None]
         return self.record("compressed_attention", tuple(inputs), q.shape, kv=kv, params=params)
 
-    def grouped_linear(self, x: Value, weight: NamedWeight) -> Value:
+    def grouped_linear(self, x: Value, *, weight: NamedWeight) -> Value:
         return self.record("grouped_linear", (x,), weight.shape[:1], weight=weight)
 
     def hashed_logits(self, logits: Value, meta: TracedMeta, table: NamedWeight) -> Value:
