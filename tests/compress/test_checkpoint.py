@@ -151,8 +151,8 @@ def test_transposed_and_stacked_weights_have_no_format(tmp_path):
             if at.copies is not None or type(at.transform).__name__ == "Transpose"
         )
         with pytest.raises(UnsupportedModelError, match="not the"):
-            names.check([wanted])
-        names.check([])
+            names.check({wanted: INT8})
+        names.check({})
 
 
 # --- The folder ---------------------------------------------------------------------------------------

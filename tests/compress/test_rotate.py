@@ -90,20 +90,25 @@ def test_layers_and_ends_compute_the_same(tmp_path, family, tied):
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_the_model_is_nearly_the_same(tmp_path, family, tied):
-    """With 8 bits by groups of 32: the rest of the difference is rounding's."""
+    """With 8 bits by groups of 32: the rest of the difference is rounding's.
+
+    Hybrids have products of 48 inputs, which no group divides, and are rounded by rows. Without
+    the rotation nemotron_h's then differ by 0.039.
+    """
     tiny_models.write(tmp_path / "model", family, tie_word_embeddings=tied)
-    steps = ["rotate", {"quantize": {"bits": 8, "group_size": 32, "rounding": "gptq"}}]
+    size = "auto" if family in tiny_models.RECURRENT else 32
+    steps = ["rotate", {"quantize": {"bits": 8, "group_size": size, "rounding": "gptq"}}]
     source = read_spec(tmp_path / "model")
     done = compress(
         source, parse(steps), tmp_path / "out", windows=WINDOWS[:2], device=CPU, dtype=torch.float32
     )
     exact, found = (run(load(tmp_path / name), WINDOWS[3]) for name in ("model", "out"))
     kl = (exact.softmax(-1) * (exact.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean()
-    assert kl < 0.01
+    assert kl < (0.05 if family in tiny_models.RECURRENT else 0.01)
     before, after = (load(tmp_path / name).decoder for name in ("model", "out"))
-    assert (
-        before.layers[0].attention.qkv.weight - after.layers[0].attention.qkv.weight
-    ).abs().max() > 0.1
+    i = next(i for i, layer in enumerate(before.layers) if layer.attention is not None)
+    ours, theirs = (model.layers[i].attention.qkv.weight for model in (before, after))
+    assert (ours - theirs).abs().max() > 0.1
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     )

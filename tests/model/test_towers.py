@@ -98,9 +98,9 @@ CASES = {
 }
 
 
-def build(path, case):
+def build(path, case, **changed):
     name, text, more = CASES[case]
-    config = getattr(transformers, f"{name}Config")(text_config=text, **more)
+    config = getattr(transformers, f"{name}Config")(text_config={**text, **changed}, **more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_gates_of_heads_are_divided_over_ranks(tmp_path, size):
 
 
 def test_gates_of_heads_are_rounded_with_queries(tmp_path):
-    build(tmp_path, "step3p7")
+    build(tmp_path, "step3p7", num_attention_heads=16, num_sliding_attention_heads=32)
     dense, rounded = (
         run(
             load_model(tmp_path, ops=ReferenceOps(), device=CPU, dtype=torch.float32, scheme=of),

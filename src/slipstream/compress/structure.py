@@ -392,6 +392,8 @@ def cut_config(
         found["no_rope_layers"] = [
             int(b is not None and b.position is not None) for b in attentions
         ]
+    if "num_attention_heads_per_layer" in reader.taken:
+        found["num_attention_heads_per_layer"] = [b.num_heads for b in attentions if b is not None]
     if config.get("mlp_layer_types"):
         found["mlp_layer_types"] = [
             "dense" if isinstance(layer.feed_forward, DenseSpec) else "sparse"

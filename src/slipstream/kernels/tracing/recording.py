@@ -491,7 +491,7 @@ class RecordingOps:
         inputs = [x for x in (q, key, rows, *(index or ())) if x is not None]
         return self.record("compressed_attention", tuple(inputs), q.shape, kv=kv, params=params)
 
-    def grouped_linear(self, x: Value, weight: NamedWeight) -> Value:
+    def grouped_linear(self, x: Value, *, weight: NamedWeight) -> Value:
         return self.record("grouped_linear", (x,), weight.shape[:1], weight=weight)
 
     def hashed_logits(self, logits: Value, meta: TracedMeta, table: NamedWeight) -> Value:
@@ -501,9 +501,9 @@ class RecordingOps:
         rows = params.base.shape[:1]
         return self.record("stream_coefficients", (h,), tuple(rows), params=params)
 
-    def collapsed_streams(self, h: Value, factors: Value, count: int) -> Value:
+    def collapsed_streams(self, h: Value, coefficients: Value, *, count: int) -> Value:
         width = h.shape[0] // count
-        return self.record("collapsed_streams", (h, factors), (width,), count=count)
+        return self.record("collapsed_streams", (h, coefficients), (width,), count=count)
 
     def choose_keys(
         self,
