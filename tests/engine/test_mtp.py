@@ -26,7 +26,7 @@ from tests.engine.test_draft_heads import proposals
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.engine.test_vision import engine, prompt_of
 from tests.model import test_block_scales, test_gguf_models
-from tests.model.test_compressed import compress, compress_gptq
+from tests.model.test_compressed import PRODUCTS, compress, compress_gptq
 from tests.vision_models import build_vision, picture
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -77,7 +77,7 @@ def rounded(path: Path, kind: str, family: str = "qwen3_5_text", *, drafting: bo
     dense = dict(stored)
     (path / "dense").mkdir()
     (path / "dense" / "config.json").write_text(json.dumps(config))
-    products = [n for n in stored if n.endswith("_proj.weight") and n not in kept]
+    products = [n for n in stored if n.endswith(PRODUCTS) and n not in kept]
     if kind == "fp8-block":
         held = dict(stored)
         for name in products:

@@ -55,10 +55,13 @@ def pack32(codes):
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
+PRODUCTS = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
+
+
 def compress(folder, kind, **config):
     """Rewrite a tiny checkpoint as compressed-tensors would."""
     scheme, tensors = SCHEMES[kind], load_file(folder / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+    for name in [n for n in tensors if n.endswith(PRODUCTS)]:
         weight, stem = tensors.pop(name), name.removesuffix(".weight")
         w = round_linear(weight, None, scheme)
         if scheme.inputs is None:

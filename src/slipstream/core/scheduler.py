@@ -336,6 +336,15 @@ class Scheduler:
                 step.budget.bound(fits)
         else:
             step.budget.widen()
+        self._place_prompts(step, unfinished, now)
+        if not (step.scheduled or self.in_flight.by_id) and any(
+            part.make_way() for part in self.participants
+        ):
+            self._admit(step, now)
+        return self._plan(step, now) if step.scheduled else None
+
+    def _place_prompts(self, step: StepBuilder, unfinished: list[Request], now: float) -> None:
+        """Schedule prompts, those that are `unfinished` first, and admit requests."""
         if unfinished and (behind := self._tokens_behind(step, unfinished)):
             kept = step.budget.left - behind
             step.budget.take_others(kept)
@@ -346,11 +355,6 @@ class Scheduler:
             unfinished = [*compress(unfinished, is_long)]
         self._schedule_prompts(step, unfinished)
         self._admit(step, now)
-        if not (step.scheduled or self.in_flight.by_id) and any(
-            part.make_way() for part in self.participants
-        ):
-            self._admit(step, now)
-        return self._plan(step, now) if step.scheduled else None
 
     def _bound_prompts(
         self, step: StepBuilder, num_decodes: int, unfinished: list[Request]

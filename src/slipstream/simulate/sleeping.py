@@ -148,10 +148,7 @@ class SleepingScheduler(Scheduler):
             self._bound_prompts(step, num_decodes, unfinished)
         else:
             step.budget.widen()
-        for request in unfinished:
-            if request.status is Status.RUNNING:
-                self._schedule_prompt(step, request)
-        self._admit(step, now)
+        self._place_prompts(step, unfinished, now)
         if not step.scheduled:
             self._awake = awake
             return None

@@ -71,6 +71,7 @@ class About:
     def __init__(self, state: ServerState, slots: ModelSlots) -> None:
         self.state, self.slots = state, slots
         self._fetching = FairThreads("fetching", 2, per_client=1)
+        self._removing = FairThreads("removing", 1, per_client=1)
         self._memory = StatusMemory(self.status)
         state.background.append(self._memory.run)
 
@@ -246,7 +247,7 @@ class About:
                     remove_model(found, folder)
 
         try:
-            await asyncio.to_thread(remove)
+            await self._removing.run(remove)
         except DownloadError as error:  # it is being fetched, or may not be removed
             raise ApiError(409, error.message, param="model", code="model_in_use") from None
         return Response()
