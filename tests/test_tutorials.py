@@ -86,9 +86,12 @@ def test_a_tutorial_works_from_top_to_bottom(page, reader, tiny_model):
             )
             assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
             said += done.stdout
+            if "fleet down" in code:
+                servers[-1].wait(PATIENCE_S)
     finally:
         for server in servers:
-            server.send_signal(signal.SIGTERM)
+            if server.poll() is None:
+                server.send_signal(signal.SIGTERM)
         assert [server.wait(PATIENCE_S) for server in servers] == [0] * len(servers)
     if "Name the capital of France" in page.read_text("utf-8"):
         assert "Paris" in said
