@@ -1,6 +1,6 @@
 """The tutorials from top to bottom, as a reader follows them, with the packaged SmolLM2.
 
-The one that compresses takes a tiny model, since compressing SmolLM2 takes minutes.
+The one that compresses takes a tiny model, since compressing SmolLM2 takes minutes. `-m "slow or not slow"` runs all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import pytest
 
 from tests.waiting import PATIENCE_S, wait_for
 
-TUTORIALS = sorted((Path(__file__).parents[1] / "docs" / "tutorials").glob("*.md"))
+FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
+SLOW = ("a-fleet", "replace-vllm")  # half a minute each
+TUTORIALS = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW))
+    for page in sorted(FOLDER.glob("*.md"))
+]
 SERVES = ("slipstream serve ", "slipstream fleet up ")  # such a block goes on until the page's end
 
 
@@ -53,7 +58,7 @@ def answers(port):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_works_from_top_to_bottom(page, reader, tiny_model):
     folder, environment = reader
     port, said, servers = free_port(), "", []

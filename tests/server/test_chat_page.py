@@ -16,7 +16,6 @@ from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
 
 CODE = 'Here:\n\n```python\nprint("<b>hi</b>")\n```\n\n| a | b |\n| - | - |\n| 1 | **2** |\n'
-SIZES = [(1280, 900), (390, 844)]
 
 
 class SayingEngine(FakeEngine):
@@ -255,8 +254,7 @@ def test_a_wrong_setting_and_a_refused_picture_are_said_and_nothing_is_lost(driv
         assert ["400" in entry["message"] for entry in driver.errors()] == [True]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height", "scheme"), [(1280, 900, "light"), (390, 844, "dark")])
 def test_the_pages_are_accessible(driver, width, height, scheme):
     """By axe-core's rules."""
     found = importlib.util.find_spec("axe_core_python")
