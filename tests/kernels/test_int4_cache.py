@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels import int4_cache
-from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.cache_tensors import cache_tensors
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
@@ -163,7 +164,6 @@ COMPILED = """
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.triton.attention import int4
-from slipstream.kernels import metadata
 from tests.kernels import cases
 
 names = ["_write_kernel", "_rotate_kernel", "_decode_kernel", "_prefill_kernel"]

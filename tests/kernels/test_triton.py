@@ -524,7 +524,8 @@ def test_rope_and_cache(data):
 
 
 ROPE_PROGRAM = """
-from slipstream.kernels.metadata import LayerKV, by_dim
+from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import QKVLayout
 from slipstream.kernels.triton import pointwise
 
