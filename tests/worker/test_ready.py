@@ -17,7 +17,14 @@ from tests import ready_load, tiny_models
 LIMITS = {"max_num_seqs": 80, "max_num_batched_tokens": 512}
 
 
-@pytest.mark.parametrize("case", ready_load.CASES, ids=ready_load.name_of)
+QUICK = (0, 1, 5, 8, 9)  # of the cases; each takes 20 s of a core, and tests/gpu has them all
+CASES = [
+    pytest.param(case, id=ready_load.name_of(case), marks=[pytest.mark.slow] * (i not in QUICK))
+    for i, case in enumerate(ready_load.CASES)
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_load_launches_no_kernel_that_was_not_found_before(case, tmp_path):
     family, settings = case
     tiny_models.write(tmp_path / "model", family, **ready_load.shape_of(family))
@@ -26,7 +33,7 @@ def test_a_load_launches_no_kernel_that_was_not_found_before(case, tmp_path):
     assert said["late"] == []
 
 
-@pytest.mark.parametrize("device", ["meta:80", "meta:100"])
+@pytest.mark.parametrize("device", [pytest.param("meta:80", marks=pytest.mark.slow), "meta:100"])
 def test_gpus_of_other_generations_have_their_kernels_found_as_well(device, tmp_path):
     tiny_models.write(tmp_path / "model", "llama", **ready_load.shape_of("llama"))
     assert run(tmp_path / "model", LIMITS, device)["late"] == []
