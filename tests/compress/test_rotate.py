@@ -90,7 +90,7 @@ def test_layers_and_ends_compute_the_same(tmp_path, family, tied):
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_the_model_is_nearly_the_same(tmp_path, family, tied):
-    """With 8 bits by groups of 32: the rest of the difference is rounding's.
+    """Round to 8 bits by groups of 32: the rest of the difference is rounding's.
 
     Hybrids have products of 48 inputs, which no group divides, and are rounded by rows. Without
     the rotation nemotron_h's then differ by 0.039.

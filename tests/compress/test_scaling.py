@@ -83,7 +83,7 @@ def test_norms_are_rounded_to_what_is_written(tmp_path):
     ("scaling", "inputs", "bits"), [("awq", None, 3), ("smoothquant", "int8", 8)]
 )
 def test_uneven_inputs_are_found(tmp_path, scaling, inputs, bits):
-    """With a few inputs that are thirty times the others, the searched scale lowers the error of the product's output."""
+    """The searched scale lowers the error of a product's output if a few inputs are thirty times the others."""
     tiny_models.write(tmp_path, "llama", hidden_size=64, head_dim=16)
     source = read_spec(tmp_path)
     values = load_layer(source, 0, CPU)

@@ -338,7 +338,7 @@ def test_a_result_is_in_the_plan_s_order():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_rank_has_no_share(num_ranks):
-    """With one rank a plan names none."""
+    """A plan names no rank if there is one."""
     engine = Engine(config(num_ranks=num_ranks, num_blocks=40))
     engine.scheduler.add(request("a", range(BLOCK), 2))
     plan = engine.scheduler.schedule()

@@ -65,7 +65,7 @@ def run(
     st.dictionaries(st.integers(0, 30), st.integers(0, 7), max_size=2),
 )
 def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, abort_at):
-    """Also when blocks run out, prompts come in chunks, and requests are cancelled while steps of theirs are in flight."""
+    """Steps differ also when blocks run out, prompts come in chunks, and requests in flight are cancelled."""
     scheduler = make_scheduler(**config(num_blocks=num_blocks, pipeline_steps=num_stages))
     scheduler.join(ForcedTokens(lambda request_id, num_pending: ()))
     for i, (length, answer) in enumerate(sizes):
@@ -92,7 +92,7 @@ def test_no_stage_is_idle_while_there_are_requests_enough():
 
 @given(st.integers(2, 5), st.integers(1, 6))
 def test_requests_take_turns(num_stages, num_requests):
-    """Also when they are fewer than the stages: none is a token more than another ahead."""
+    """No request is more than a token ahead of another, also when they are fewer than the stages."""
     scheduler = make_scheduler(
         **config(
             pipeline_steps=num_stages, num_blocks=120, max_num_batched_tokens=64, max_num_seqs=8

@@ -28,7 +28,7 @@ def longest_suffix(own, tokens, most, *, same):
 @settings(max_examples=120)
 @given(tokens=TOKENS, cuts=st.lists(st.integers(1, 9), max_size=4), most=st.integers(1, 12))
 def test_the_longest_run_of_its_own_text_goes_on(tokens, cuts, most):
-    """Also as the text grows between proposals."""
+    """The text may grow between proposals."""
     look_up = LookUp()
     grown = []
     for count in [*cuts, len(tokens)]:

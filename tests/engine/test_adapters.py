@@ -291,7 +291,7 @@ def test_off(made):
 
 
 def test_requests_wait_for_a_place_on_the_host(made, tmp_path):
-    """In one call there are more adapters than places; each is answered as alone. What is wrong with one is its
+    """One call has more adapters than places; each is answered as alone. What is wrong with one is its
     request's error, a cancelled one is gone, and those without adapters pass."""
     llm = make(made, max_loras=1, max_cpu_loras=1)
     check(llm, made, [(1, 0), (2, 1), (0, 2), (3, 0), (1, 1), (2, 0)])

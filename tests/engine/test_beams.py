@@ -216,7 +216,7 @@ def in_python(params, ends, tables):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_searches_that_are_chosen_for_together(seed):
-    """Of several kinds, begun in different steps, with many equal log-probabilities: each as if it were alone."""
+    """Searches of several kinds, begun in different steps, with many equal log-probabilities: each as if it were alone."""
     chance, searches, running, answers = random.Random(seed), BeamSearches(), {}, {}
     kinds = [(chance.randint(1, 5), tuple(range(chance.randint(0, 3)))) for _ in range(3)]
     histories, expected = {}, {}

@@ -106,13 +106,13 @@ def setup(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=HEADS)
 def any_setup(request, tmp_path_factory):
-    """With the other ways of writing a head down."""
+    """A head of each kind, also in the other ways of writing one down."""
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def plain_answers():
-    """Of each family, whose model is the same with every head."""
+    """Answers by family, whose model is the same with every head."""
     return {}
 
 
@@ -174,7 +174,7 @@ def test_drafts_go_on_from_blocks_of_a_disk(setup, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
-    """Behind prompts in chunks, after rejections, and for several requests at once."""
+    """Drafts are compared after prompts in chunks, after rejections, and of several requests at once."""
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with any_setup.llm(kernels=kernels, max_num_batched_tokens=24) as llm:
         found = proposals(llm, sampling, PROMPTS[:3])
@@ -282,8 +282,8 @@ def test_drafts_are_drawn_from_the_models_logits(tmp_path, kind, family, more, k
 
 
 def test_chains_of_several_lengths_are_those_op_by_op(any_setup):
-    """On a CPU greedy chains are programs (`worker.host_chain`). Here requests want different numbers of drafts, and a prompt's
-    pairs come in the same step as a few of another's."""
+    """Greedy chains are programs on a CPU (`worker.draft.host_chain`). Here requests want different numbers of drafts, and
+    a prompt's pairs come in the same step as a few of another's."""
     if any_setup.config["method"] in ("peagle", "dflash", "medusa"):
         pytest.skip("all places in one pass")
     found = []
