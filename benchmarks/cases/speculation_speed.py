@@ -44,7 +44,7 @@ import common
 
 from slipstream import LLM, SamplingParams
 from slipstream.compress.training.teacher import read_questions
-from slipstream.types import ScheduledRequest
+from slipstream.messages.steps import ScheduledRequest
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
 
 CODE = """def read_{0}(path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.config.forms import NO_DRAFTS
 from slipstream.costs.graph_sizes import MIXED_TOKENS
-from slipstream.types import StepShape
+from slipstream.messages.steps import StepShape
 from slipstream.worker.graphs import ladder as module
 from slipstream.worker.graphs.ladder import LARGER, LONGER, PATIENCE, GraphLadder
 

@@ -19,9 +19,9 @@ from slipstream.costs.graph_sizes import (
     mixed_prompts,
     mixed_sequences,
 )
+from slipstream.messages.steps import StepShape
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason
-from slipstream.types import StepShape
 
 if TYPE_CHECKING:
     from slipstream.worker.graphs.mixed_inputs import Size
