@@ -1,4 +1,4 @@
-"""Why a sequence ended. No torch."""
+"""Reason why a sequence ended. No torch."""
 
 from __future__ import annotations
 

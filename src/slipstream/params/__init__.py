@@ -1,1 +1,1 @@
-"""What a user gives with a request: its prompt, the parameters of its answer, options of serving it."""
+"""Parameters from users: prompts, how answers are drawn, options of serving a request. No torch."""
