@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.cpu.logprobs import unpacked_logprobs
+from slipstream.kernels.cpu.sampling.logprobs import unpacked_logprobs
 from slipstream.messages.logprobs import SampledLogprobs
 from slipstream.messages.steps import Extra, Plan, StepResult
 from slipstream.messages.texts import PooledVector, TextVectors

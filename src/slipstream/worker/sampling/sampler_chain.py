@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.kernels.cpu import samplers
-from slipstream.kernels.cpu.row_draw import Floats, Longs, draw
-from slipstream.kernels.cpu.sampling import apply_bias, array, uniform
+from slipstream.kernels.cpu.sampling import samplers
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, draw
+from slipstream.kernels.cpu.sampling.sampling import apply_bias, array, uniform
 from slipstream.messages.steps import Extra, RequestFailure, SamplerState
 from slipstream.params.checks import SAMPLERS
 from slipstream.params.sampling import SamplingParams
