@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import bidirectional
 from slipstream.kernels.triton.attention.bidirectional import text_ends

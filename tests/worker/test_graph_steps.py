@@ -20,7 +20,7 @@ from slipstream.config.forms import DealtRequests, OneDevice, Pipeline
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.packed import PackedExperts
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.platform.cuda import CudaGraphs

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.logprob_messages import SampledLogprobs
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.draft.verification import verified

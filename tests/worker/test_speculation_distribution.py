@@ -21,7 +21,7 @@ import torch
 from slipstream import SamplingParams
 from slipstream.core.drafts.proposer import LookUp, RecentAnswers
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.reference import (
+from slipstream.kernels.plain.reference import (
     ReferenceOps,
     apply_bias_and_penalties,
     filter_probs,

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram
+from slipstream.kernels.cpu.program.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.tracing.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.compile_step import compiled
 from slipstream.model.decoder import Decoder

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import LoRASettings
-from slipstream.kernels.adapters import LoRAWeights
+from slipstream.kernels.weights.adapters import LoRAWeights
 from slipstream.lora_request import LoRARequest
 from slipstream.model.adapters import AdapterLayout, HostAdapter
 from slipstream.model.decoder import Decoder

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.cpu.logprobs import unpacked_logprobs
+from slipstream.kernels.cpu.sampling.logprobs import unpacked_logprobs
 from slipstream.logprob_messages import SampledLogprobs
 from slipstream.text_messages import PooledVector, TextVectors
 from slipstream.types import (

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.cache_tensors import cache_parts
+from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.spec.model import LayerSpec
 from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan

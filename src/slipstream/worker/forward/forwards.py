@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.weights.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads, normalized, pool

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.kernels.weights.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
 from slipstream.spec.reason import Reason

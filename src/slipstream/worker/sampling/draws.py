@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from slipstream.kernels.cpu.row_draw import Floats
+from slipstream.kernels.cpu.sampling.row_draw import Floats
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.types import Extra, TokenMask
 from slipstream.worker.input_batch import SampledRows

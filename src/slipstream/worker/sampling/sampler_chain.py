@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.kernels.cpu import samplers
-from slipstream.kernels.cpu.row_draw import Floats, Longs, draw
-from slipstream.kernels.cpu.sampling import apply_bias, array, uniform
+from slipstream.kernels.cpu.sampling import samplers
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, draw
+from slipstream.kernels.cpu.sampling.sampling import apply_bias, array, uniform
 from slipstream.sampling_params import SAMPLERS
 from slipstream.types import Extra, RequestFailure, SamplerState, SamplingParams
 from slipstream.worker.input_batch import SampledRows

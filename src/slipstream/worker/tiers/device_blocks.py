@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import Event, Platform
 from slipstream.tier_messages import BlockCopy

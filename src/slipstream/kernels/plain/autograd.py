@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import autograd_recurrent
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams, NormParams
-from slipstream.kernels.reference import ReferenceOps, attend
+from slipstream.kernels.plain import autograd_recurrent
+from slipstream.kernels.plain.reference import ReferenceOps, attend
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -29,7 +29,7 @@ from slipstream.kernels.states import (
     Mamba2Params,
     MambaParams,
 )
-from slipstream.kernels.weights import Activations, Linear
+from slipstream.kernels.weights.forms import Activations, Linear
 from slipstream.spec.scheme import Scheme
 
 

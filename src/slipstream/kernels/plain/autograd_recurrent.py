@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.recurrent import L2_EPS
+from slipstream.kernels.plain.recurrent import L2_EPS
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 CHUNK, CHANNELS_CHUNK = 64, 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.kernels.cpu import logprobs, sampling, token_masks
-from slipstream.kernels.cpu.programs import Argmax, RowDraws
-from slipstream.kernels.cpu.row_draw import Floats, Longs
+from slipstream.kernels.cpu.program.programs import Argmax, RowDraws
+from slipstream.kernels.cpu.sampling import logprobs, sampling, token_masks
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import SamplingTensors
 

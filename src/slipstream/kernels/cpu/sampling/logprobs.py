@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu.row_draw import Floats, Longs
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs
 
 STRETCH = 64
 """Tokens of a stretch in `_bound_of_top`."""

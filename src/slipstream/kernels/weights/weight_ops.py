@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import Scheme
 

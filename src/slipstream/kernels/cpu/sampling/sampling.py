@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu.row_draw import Floats, Longs, draw
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, draw
 from slipstream.kernels.metadata import SamplingTensors
 
 

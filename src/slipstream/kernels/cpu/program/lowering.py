@@ -29,7 +29,7 @@ from slipstream.spec.model import Activation, ClampedSilu, DenseSpec, OwnActivat
 from slipstream.spec.reason import Reason
 
 if TYPE_CHECKING:
-    from slipstream.kernels.cpu.program_emitter import ProgramEmitter
+    from slipstream.kernels.cpu.program.emitter import ProgramEmitter
 
 F32 = 0
 """Copy of `native.FORM_F32`."""

@@ -23,9 +23,15 @@ import numpy.typing as npt
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import arrays, native
 from slipstream.kernels.cpu.native import Arena
-from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import Packed, PackedExperts, form_of, is_rounded, stand_in
-from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear, chunk_of
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.weights.forms import (
+    BlockLinear,
+    GroupedLinear,
+    Linear,
+    ScaledLinear,
+    chunk_of,
+)
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import E2M1, Scheme
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.cpu.arrays import float32
-from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.program.native_program import Program
 from slipstream.kernels.layouts import AttentionParams, NormParams, QKVLayout
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import int4_cache
-from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cache import int4 as int4_cache
+from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     Activations,
     GroupedLinear,
     Linear,
@@ -28,6 +27,7 @@ from slipstream.kernels.weights import (
     SplitLinear,
     TileScaledLinear,
 )
+from slipstream.kernels.weights.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.spec.model import (
     Activation,
     ClampedSilu,

@@ -9,20 +9,24 @@ import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 
 from slipstream.kernels.cpu import arrays, native
-from slipstream.kernels.cpu.layer_operators import (
+from slipstream.kernels.cpu.native import FORM_F32, activation_of
+from slipstream.kernels.cpu.packed import NativeLinear
+from slipstream.kernels.cpu.program.lowering import ScratchBuffers
+from slipstream.kernels.cpu.program.mla import (
+    add_choose_keys,
+    add_latent_attention,
+    add_latent_queries,
+)
+from slipstream.kernels.cpu.program.moe import NativeExperts, add_choice, add_experts
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.cpu.program.operators import (
     add_attention,
     add_norm,
     add_norm_parts,
     add_rope_and_cache,
 )
-from slipstream.kernels.cpu.lowering import ScratchBuffers
-from slipstream.kernels.cpu.mla import add_choose_keys, add_latent_attention, add_latent_queries
-from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
-from slipstream.kernels.cpu.native import FORM_F32, activation_of
-from slipstream.kernels.cpu.native_program import Program
-from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import add_linear
-from slipstream.kernels.cpu.recurrent import (
+from slipstream.kernels.cpu.program.programs import add_linear
+from slipstream.kernels.cpu.program.recurrent import (
     add_causal_conv,
     add_gate,
     add_gated_delta,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.arrays import float32
 from slipstream.kernels.cpu.native import FORM_F32
-from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.program.native_program import Program
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 if TYPE_CHECKING:

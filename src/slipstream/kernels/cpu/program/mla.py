@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import arrays, native
-from slipstream.kernels.cpu.layer_operators import add_rope_and_cache
-from slipstream.kernels.cpu.moe import NativeExperts, pack_expert_weight
 from slipstream.kernels.cpu.native import Arena
-from slipstream.kernels.cpu.native_program import Program
+from slipstream.kernels.cpu.program.moe import NativeExperts, pack_expert_weight
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.cpu.program.operators import add_rope_and_cache
 from slipstream.kernels.layouts import IndexParams, MLAParams
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 
 NewBuffer = Callable[[str, int, int], int]
 """(name, form, size) → a buffer of the program."""

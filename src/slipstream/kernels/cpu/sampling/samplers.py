@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu.row_draw import Floats, Longs, least_of_top_p
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, least_of_top_p
 from slipstream.spec.media.speech_rules import SpeechRules
 
 MIN_LOGIT = np.float32(-1e29)

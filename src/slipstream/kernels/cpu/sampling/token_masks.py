@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu.row_draw import Floats, Longs
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs
 
 
 def mask_logits(

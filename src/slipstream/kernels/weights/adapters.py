@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights import Activations, Linear
+from slipstream.kernels.weights.forms import Activations, Linear
 from slipstream.platform import platform_of
 
 if TYPE_CHECKING:

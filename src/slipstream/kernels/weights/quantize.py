@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     GroupedLinear,
     Linear,
     Quantized,
