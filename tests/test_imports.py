@@ -30,7 +30,7 @@ ORDER = (
     *("errors", "base", "spec", "params", "outputs", "config", "hub", "costs", "messages"),
     *("platform", "kernels", "model", "core", "worker", "engine", "server", "frontend"),
     *("conformance", "bench", "simulate"),
-    *("fleet", "evals", "compress", "optimize", "cli", "__main__"),
+    *("fleet", "evals", "verify", "compress", "optimize", "cli", "__main__"),
 )
 """The parts of the package, from the ground up: each imports only parts before it."""
 
@@ -52,7 +52,7 @@ NARROW = {  # part: what it may import of the parts before it, where that is not
 }
 HEAVY = {  # third-party package: the parts that may import it
     "torch": (
-        *("platform", "kernels", "model", "worker", "evals", "compress"),
+        *("platform", "kernels", "model", "worker", "evals", "verify", "compress"),
         "bench.adapters.transformers",
     ),
     "triton": ("platform", "kernels.triton"),

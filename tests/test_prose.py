@@ -19,7 +19,7 @@ BARE = re.compile(
 )
 """Prepositions, pronouns and conjunctions: a docstring that begins with one has no subject."""
 
-ABOVE = ("conformance", "simulate", "bench", "evals", "compress", "optimize", "cli")
+ABOVE = ("conformance", "simulate", "bench", "evals", "verify", "compress", "optimize", "cli")
 """Packages that a reader of the server need not know: a class there may have the name of one below."""
 
 

@@ -53,6 +53,7 @@ VERBS = {  # verb → (its file, its line of the help)
         "serving.conformance",
         "check whether a server keeps to OpenAI's, Anthropic's and Ollama's protocols",
     ),
+    "verify": ("serving.verify", "check whether a server answers as the model itself would"),
     "bench": ("bench", "measure latency, throughput, a server"),
     "plan": ("plan", "what a model needs and carries, before buying or starting"),
     "sweep": ("bench.sweep", "measure engines, models and loads from one file, with a page"),

@@ -1,0 +1,92 @@
+"""`slipstream verify URL --against MODEL`: checks whether a server answers as the model itself would.
+
+    slipstream verify http://127.0.0.1:8000 --against smollm2
+    slipstream verify https://api.example.com --api-key KEY --model NAME --against ./checkpoint --page verify.html
+
+Any server that speaks OpenAI's chat API. The model is loaded here, and says how likely each token
+of the server's answers was. The exit code is 1 if a fault is found. docs/verify.md has the checks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from slipstream.base.files import writing
+from slipstream.cli.console import phases, print_json
+from slipstream.cli.evaluate import OPTIONS
+from slipstream.cli.options import (
+    MODEL_HELP,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+)
+from slipstream.config import EngineArgs
+
+CONTEXT = 64
+"""Tokens of context for a long conversation's frame, its question and its answer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", help="the server, with or without /v1")
+    parser.add_argument("--against", required=True, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--model", dest="served", help="a model that it serves (default: the first it lists)"
+    )
+    parser.add_argument("--api-key", help="the server's key")
+    parser.add_argument(
+        "--max-kl",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="largest mean KL of its distribution from the model's, in nats (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=4,
+        metavar="N",
+        help="rounds of questions at most; it ends as soon as all is decided (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--long",
+        type=int,
+        default=40,
+        metavar="LINES",
+        help="lines of some 20 tokens in a long conversation; 0 asks none (default: %(default)s)",
+    )
+    parser.add_argument("--page", metavar="FILE", help="leave the findings there as a page")
+    add_output_options(parser)
+    engine = parser.add_argument_group("the model here (as in LLM(...))")
+    add_engine_options(
+        engine,
+        without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS),
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.verify.checks import Plan, Verification
+    from slipstream.verify.reference import Reference
+    from slipstream.verify.report import document, page
+    from slipstream.verify.served import Served
+
+    plan = Plan(rounds=args.rounds, long_lines=args.long, max_kl=args.max_kl)
+    served = Served.connect(args.url, model=args.served, api_key=args.api_key)
+    with phases("verifying") as phase:
+        phase(f"loading {args.against}")
+        context = max(512, 32 * plan.long_lines + CONTEXT + plan.max_tokens)
+        reference = Reference.load(engine_args(args, model=args.against), context=context)
+        verification = Verification(served, reference, plan, phase)
+        findings = verification.run()
+    about = {"url": served.url, "model": served.model, "against": args.against}
+    found = document({**about, "num_tokens": verification.num_tokens}, findings)
+    if args.page is not None:
+        with writing(args.page, "page"):
+            Path(args.page).expanduser().write_text(page(found), "utf-8")
+    if args.json:
+        print_json(found)
+    else:
+        for f in findings:
+            print(f"{f.outcome:<13}{f.check:<18}{f.why}".rstrip())
+        print(f"{served.model} is {found['verdict']}, by {verification.num_tokens:,} tokens")
+    return 1 if found["causes"] else 0

@@ -1,0 +1,1 @@
+"""Checks that a served model answers as the model itself would."""

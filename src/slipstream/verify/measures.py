@@ -1,0 +1,128 @@
+"""What answers say about the distribution that they were drawn from.
+
+p is the model's distribution at a position of an answer, q the server's. Log-probabilities are natural.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.verify.served import ServedToken
+
+MARGIN = 0.5
+"""Nats by which a token must be less likely than the last that a cut keeps, to be outside of it.
+Rounding reorders neighbours."""
+
+EXTREME = (0.05, 50.0)
+"""Smallest and largest 1 / temperature that is looked for. Greedy answers have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """An answer with the model's log-probabilities [n, V] in the places of its first n tokens."""
+
+    token_ids: Sequence[int]
+    tokens: Sequence[ServedToken]
+    logprobs: Tensor
+    num_prompt_tokens: int
+
+    @property
+    def chosen(self) -> Tensor:
+        """Log-probabilities [n] of the answer's tokens."""
+        return self.logprobs[torch.arange(len(self.token_ids)), torch.tensor(self.token_ids)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean or a fit, its standard error, and of how many values it is."""
+
+    value: float
+    stderr: float
+    count: int
+
+    def exceeds(self, limit: float, errors: float) -> bool:
+        return self.value - errors * self.stderr > limit
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Returns the mean, with an infinite error of fewer than two values."""
+    n = len(values)
+    if not n:
+        return Estimate(value=math.nan, stderr=math.inf, count=0)
+    middle = sum(values) / n
+    spread = sum((v - middle) ** 2 for v in values)
+    error = math.sqrt(spread / (n * (n - 1))) if n > 1 else math.inf
+    return Estimate(value=middle, stderr=error, count=n)
+
+
+def divergences(
+    sample: Sample, token_id: Callable[[bytes], int | None], temperature: float = 1.0
+) -> list[float]:
+    """KL(q‖p) at each position: exact for the likeliest tokens that the server names, and the least
+    that it can be for all others together (log-sum inequality). With a temperature p is the
+    model's at that temperature. Positions without log-probabilities are left out."""
+    p = (sample.logprobs / temperature).log_softmax(-1)
+    found = []
+    for row, token in zip(p, sample.tokens, strict=True):
+        pairs = {token_id(data): logprob for data, logprob in token.likeliest}
+        known = {k: v for k, v in pairs.items() if k is not None}
+        if not known:
+            continue
+        ids, q = torch.tensor(list(known)), torch.tensor(list(known.values()))
+        kl = float((q.exp() * (q - row[ids])).sum())
+        rest_q, rest_p = 1 - float(q.exp().sum()), 1 - float(row[ids].exp().sum())
+        if rest_q > 1e-6:
+            kl += rest_q * math.log(rest_q / max(rest_p, 1e-9))
+        found.append(max(0.0, kl))
+    return found
+
+
+def temperature(samples: Iterable[Sample], start: float) -> Estimate:
+    """The temperature at which the model likeliest drew the answers (maximum likelihood).
+
+    With b = 1 / T the log-likelihood Σ (b l_token − ln Σ exp(b l)) is concave. Its second derivative,
+    the variance of l, gives the error.
+    """
+    drawn = [s for s in samples if len(s.token_ids)]
+    count = sum(len(s.token_ids) for s in drawn)
+    if not count:
+        return Estimate(value=math.nan, stderr=math.inf, count=0)
+    b, variance = 1 / start, 0.0
+    for _ in range(50):
+        slope = variance = 0.0
+        for s in drawn:
+            p = (b * s.logprobs).softmax(-1)
+            l = s.logprobs.clamp(min=-1e4)  # a probability of 0 times −∞
+            middle = (p * l).sum(-1)
+            slope += float((s.chosen - middle).sum())
+            variance += float((p * (l - middle[:, None]) ** 2).sum())
+        step = slope / max(variance, 1e-9)
+        step = max(-b / 2, min(b, step))
+        b = min(max(b + step, EXTREME[0]), EXTREME[1])
+        if abs(step) < 1e-4 * b or b in EXTREME:
+            break
+    error = 1 / math.sqrt(max(variance, 1e-9))
+    return Estimate(value=1 / b, stderr=error / b**2, count=count)
+
+
+def outside_top_k(sample: Sample, k: int) -> list[float]:
+    """1 for each token that is not among the model's k likeliest, else 0."""
+    last = sample.logprobs.topk(k, -1).values[:, -1]
+    return [float(x) for x in sample.chosen < last - MARGIN]
+
+
+def outside_top_p(sample: Sample, top_p: float) -> list[float]:
+    """1 for each token that begins beyond the smallest set with the probability `top_p`, else 0."""
+    likelier = sample.logprobs > sample.chosen[:, None] + MARGIN
+    before = (sample.logprobs.exp() * likelier).sum(-1)
+    return [float(x) for x in before > top_p]
+
+
+def regrets(sample: Sample) -> list[float]:
+    """How much likelier the likeliest token is than the chosen one, in nats."""
+    return (sample.logprobs.max(-1).values - sample.chosen).tolist()

@@ -1,0 +1,86 @@
+"""The questions that a verification asks. All are made here, so that a run needs no data."""
+
+from __future__ import annotations
+
+import random
+
+from slipstream.verify.served import Message
+
+THINGS = (
+    "a lighthouse",
+    "two clocks",
+    "the sea in winter",
+    "a letter without an address",
+    "bread",
+    "a bridge over a small river",
+    "an old violin",
+    "the first snow",
+    "a map of an island",
+    "a train at night",
+    "a garden behind a wall",
+    "a glass of water",
+    "a stolen bicycle",
+    "the moon",
+    "three brothers",
+    "a market",
+)
+KINDS = (
+    "Write a short story about {}.",
+    "Explain to a child what one can learn from {}.",
+    "Give five facts about {}, as a list.",
+    "Write a poem of eight lines about {}.",
+    "Describe {} as a scientist would, in one paragraph.",
+    "Write a dialogue of two people who argue about {}.",
+)
+SYSTEMS = (None, "You are a careful assistant.", "Answer in plain words.", None)
+FILLER = "The records of the {} year say that the harvest of {} was counted twice and found right. "
+
+
+def short(number: int) -> list[Message]:
+    """The conversation of a number: one turn, or three, with a system message or without."""
+    question = KINDS[number % len(KINDS)].format(THINGS[number * 7 % len(THINGS)])
+    system = SYSTEMS[number % len(SYSTEMS)]
+    found: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    if number % 3 == 2:
+        found += [
+            {"role": "user", "content": f"Let us talk about {THINGS[number % len(THINGS)]}."},
+            {"role": "assistant", "content": "Gladly. What would you like to know?"},
+        ]
+    return [*found, {"role": "user", "content": question}]
+
+
+def long(number: int, num_lines: int) -> list[Message]:
+    """A conversation whose first line has a code word that its last line asks for. A line has some
+    20 tokens."""
+    rng = random.Random(number)
+    word = "".join(rng.choices("BCDFGHJKLMNPQRSTVWXZ", k=6))
+    lines = [
+        FILLER.format(1500 + i * 7 % 400, rng.choice(("wheat", "rye", "flax", "hops")))
+        for i in range(num_lines)
+    ]
+    text = f"The code word is {word}. {''.join(lines)}What is the code word?"
+    return [{"role": "user", "content": text}]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "year": {"type": "integer"},
+        "kind": {"enum": ["song", "book", "film"]},
+    },
+    "required": ["name", "year", "kind"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+        },
+    },
+}
