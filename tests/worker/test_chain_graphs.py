@@ -201,11 +201,9 @@ def proposals(
             for s in plan.scheduled:
                 if own := [next(drafts) for _ in s.drafts]:
                     found[s.request_id, s.num_computed_tokens] = own
-            if drafted and draft.has_kept_drafts(drafted, rows):
+            if drafted and (of_kept := draft.kept_drafts(drafted, rows)) is not None:
                 kept.append(len(drafted))
-                assert (
-                    draft.kept_drafts(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
-                )
+                assert of_kept().tolist() == draft.tokens_of(drafted, rows).tolist()
             return drafted
 
         draft.write_drafts = noted

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from slipstream.base.deaths import describe_exit
+from slipstream.base.deaths import describe_exit, stdin_of
 from slipstream.config import EngineArgs
 from slipstream.engine.process.core_messages import Ready, Start, Stop, ToChild, ToParent
 from slipstream.engine.process.core_start import CoreSource, socket_folder, wait_or_kill
@@ -173,7 +173,6 @@ class ChildLink(CoreLink):
     async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
         or with `at_once`, the process is killed at once: one that starts reads no messages, and has nothing to finish."""
-        assert self.process.stdin is not None
         try:
             if at_once:
                 self.process.kill()
@@ -182,7 +181,7 @@ class ChildLink(CoreLink):
             await asyncio.to_thread(wait_or_kill, self.process, 5.0)
         finally:
             self.process.kill()  # nothing, if it has ended
-            self.process.stdin.close()
+            stdin_of(self.process).close()
             await super().end(at_once=at_once)
             self._folder.remove()
 

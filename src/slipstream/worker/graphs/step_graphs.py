@@ -83,7 +83,8 @@ class StagePipe(Pipe):
         self._incoming = incoming
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert self._incoming is not None
+        if self._incoming is None:
+            raise ValueError("the first stage receives nothing")
         return self._incoming[: shape[0]].clone()  # layers add to it in place
 
     def send(self, x: Tensor) -> Tensor:
@@ -104,8 +105,7 @@ class StepGraphs(GraphStore, Forward):
     ) -> None:
         """`given`: what the steps read in addition to rows and tokens. The graphs `beside` share
         their memory with these, since one replays at a time."""
-        assert rows.device is not None
-        super().__init__(rows.device)
+        super().__init__(rows.platform)
         self.given = given or GraphInput()
         self.name = self.given.name
         self.forwards = forwards
@@ -294,8 +294,7 @@ class StepGraphs(GraphStore, Forward):
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph of `num_decodes` tokens, and `num_behind` more from row `first` on."""
         rows = ((0, num_decodes), (first, num_behind))
-        if self._incoming is not None:
-            assert self._pipe is not None
+        if self._incoming is not None and self._pipe is not None:
             x = self._pipe.receive(
                 (num_decodes + num_behind, self._incoming.shape[1]), self._incoming.dtype
             )
@@ -316,8 +315,7 @@ class StepGraphs(GraphStore, Forward):
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
     def _run_decodes(self, batch: InputBatch, size: Size) -> Output:
-        plan, num_tokens = batch.plan, batch.num_tokens
-        assert plan is not None
+        (plan, _), num_tokens = batch.step, batch.num_tokens
         scheduled = plan.scheduled
         self.ladder.note_wanted((self.ladder.decode_size(batch.shape.num_tokens), 0))
         table = self.rows.rows
@@ -408,8 +406,7 @@ class StepGraphs(GraphStore, Forward):
     # --- Mixed steps --------------------------------------------------------------------------------------------------
 
     def _run_mixed(self, batch: InputBatch, size: Size) -> Output:
-        plan = batch.plan
-        assert plan is not None
+        plan, _ = batch.step
         num_decodes = num_leading_decodes(plan.scheduled)
         num_behind = batch.num_tokens - num_decodes
         self.ladder.note_wanted(

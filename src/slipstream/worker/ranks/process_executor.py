@@ -29,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
+from slipstream.base.deaths import stdin_of
 from slipstream.config import (
     DeviceInfo,
     EngineArgs,
@@ -153,9 +154,7 @@ class ProcessExecutor(Executor):
         )
         for number in range(own):
             self._ranks.append(spawn(number))
-            process = self._ranks[-1].process
-            assert process is not None
-            self._group.all.append(process)
+            self._group.add(self._ranks[-1])
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = (
             "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
@@ -359,8 +358,7 @@ class ProcessExecutor(Executor):
         sending.join()
         for rank in self._ranks:
             if rank.process is not None:
-                assert rank.process.stdin is not None
-                rank.process.stdin.close()
+                stdin_of(rank.process).close()
             rank.link.close()
 
     def result_of(self, step: RemoteStep) -> StepResult:
