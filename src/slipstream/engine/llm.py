@@ -239,11 +239,10 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("give either prompts or prompt_token_ids", field="prompts")
-        if prompt_token_ids is not None:
-            lists: list[Any] = list(prompt_token_ids)
+        if prompts is None:
+            lists: list[Any] = list(prompt_token_ids or ())
             lists = [lists] if lists and isinstance(lists[0], int) else lists
             prompts = [{"prompt_token_ids": ids} for ids in lists]
-        assert prompts is not None
         prompts = _listed(prompts)
         shown = progress if use_tqdm is None else use_tqdm
         options = [

@@ -212,8 +212,8 @@ class CoreClient:
 
     async def adopt(
         self, link: CoreLink, progress: Callable[[str], None] = lambda phase: None
-    ) -> None:
-        """Wait until the core is ready. Its errors are raised here as they are, and the link is ended."""
+    ) -> CoreLink:
+        """Wait until the core is ready, and return its link. Its errors are raised here as they are, and the link is ended."""
         try:
             while not isinstance(message := await link.receive(), Ready):
                 if isinstance(message, Phase):
@@ -222,6 +222,7 @@ class CoreClient:
                     raise message.as_error
             self.link, self.down_reason = link, ""
             self._owner.core_ready(message)
+            return link
         except BaseException as error:
             self.link = None
             await link.end(
@@ -291,7 +292,6 @@ class CoreClient:
 
     async def _restart(self) -> CoreLink:
         self.num_restarts += 1
-        await self.adopt(await self._source.connect())
-        assert self.link is not None
+        link = await self.adopt(await self._source.connect())
         _logger.info("the engine is up again (start %d)", self.num_restarts)
-        return self.link
+        return link

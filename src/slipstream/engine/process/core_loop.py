@@ -46,7 +46,7 @@ from slipstream.engine.process.operation_messages import (
 )
 from slipstream.engine.process.served_adapters import ServedAdapters
 from slipstream.engine.process.sleeping import Sleeper
-from slipstream.errors import EngineAsleepError, SlipstreamError
+from slipstream.errors import EngineAsleepError, EngineError, SlipstreamError
 from slipstream.messages.outputs import EngineOutput
 from slipstream.messages.start import Failed, Phase
 from slipstream.messages.stats import EngineStats
@@ -139,11 +139,17 @@ class CoreProcess:
                 self._core.shutdown()
             self._context.destroy()
 
+    @property
+    def _running(self) -> EngineCore:
+        """The core, which does not sleep now."""
+        if self._core is None:
+            raise EngineError("the engine core sleeps")
+        return self._core
+
     def _prepare(self, *, soon: bool = False) -> None:
         """Prepare a new core for requests, then tell all clients that they may send some. `soon`: see `WakeUp`; this
         process has compiled what the core needs."""
-        core = self._core
-        assert core is not None
+        core = self._running
         if not soon:
             core.warm(WARM_S)
         executor = core.executor
@@ -157,8 +163,7 @@ class CoreProcess:
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
-        core = self._core
-        assert core is not None
+        core = self._running
         # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
         gc.freeze()
         gc.disable()
@@ -182,13 +187,11 @@ class CoreProcess:
 
     def _sleep(self, args: EngineArgs) -> bool:
         """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
-        sleeper, core = self._sleeper, self._core
-        assert core is not None
+        sleeper, core = self._sleeper, self._running
         self._core = None
-        asked = sleeper.fall_asleep(core, args)
+        asleep, asked = sleeper.fall_asleep(core, args)
         del core  # only now can its memory be found unused
-        assert sleeper.asleep is not None
-        sleeper.asleep.free()
+        asleep.free()
         self._send_all(self._stats())
         for number, message in asked:
             self._send(Answered(message.ticket), number)
@@ -196,7 +199,7 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        self._core = sleeper.wake()
+        self._core = sleeper.wake(asleep)
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
         sleeper.answer_woken()
         return True

@@ -11,6 +11,7 @@ An answer that must look like something (`response_format`) may have reasoning b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,7 +28,6 @@ from slipstream.engine.text.tool_formats.base import (
     Event,
     Parser,
     Reasoning,
-    Script,
     Tool,
     ToolFormat,
     Writer,
@@ -141,17 +141,14 @@ class Reading:
 
     def parser(self) -> Parser:
         form, tools = self.form, self.offered
-
-        def script(parser: Parser) -> Script:
-            assert form is not None
-            return form.script(parser, tools)
-
+        if form is None:
+            return Parser(None, self.think, thinking=self.opened)
         return Parser(
-            script if form is not None and (tools or form.reasons) else None,
+            functools.partial(form.script, tools=tools) if tools or form.reasons else None,
             self.think,
             thinking=self.opened,
-            interrupts=form.interrupts(tools) if form is not None and tools else (),
-            wraps=() if form is None else form.wraps,
+            interrupts=form.interrupts(tools) if tools else (),
+            wraps=form.wraps,
         )
 
     def message(self, text: str, reason: str | None = None) -> ChatMessage:
@@ -237,8 +234,7 @@ class Reading:
         if not self.enforced and (asked is None or not (before or self.offered)):
             return asked
         form, trigger, calls = self.form, "", ""
-        if self.offered:
-            assert form is not None
+        if self.offered and form is not None:
             calls = form.calls(self.offered, writer, parallel=self.parallel)
             trigger = writer.text(form.trigger) if form.trigger else ""
         if self.must_call:
