@@ -793,9 +793,9 @@ class Grammars:
         """Find the masks that positions share with others: those of an expression's states, and those inside strings."""
         rows: dict[RegexStates | SchemaStates, list[GrammarState]] = {}
         for state in states:
-            if state.known is None and (spot := state.spot) is not None and not spot.is_known:
-                assert state.regex is not None
-                rows.setdefault(state.regex, []).append(state)
+            spot, of = state.spot, state.regex
+            if state.known is None and spot is not None and of is not None and not spot.is_known:
+                rows.setdefault(of, []).append(state)
         for new in rows.values():
             find_masks(new, self._compute)
         if any(isinstance(found, SchemaStates) for found in rows):
@@ -831,8 +831,7 @@ class Grammars:
         lengths = number = None
         if lanes is not None:
             number, (matcher, by_length) = lanes.take(self._num_threads)
-        if by_length is not None:
-            assert self._lengths is not None
+        if by_length is not None and self._lengths is not None:
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
         if (shared := self._shared.get((ends, self._ends))) is None:
@@ -862,11 +861,17 @@ class Grammars:
             found = self._counters[markers, budget] = counter(markers, self._tokenizer, budget)
         return found
 
+    @property
+    def _texts_read(self) -> tuple[list[bytes], Sequence[int]]:
+        """Texts of the vocabulary's tokens, and which of them are special."""
+        if self._read is None:
+            raise GrammarError("the vocabulary is not read yet")
+        return self._read.tokens, self._read.special_token_ids
+
     def _texts_of(self, counts: ReasoningCounter) -> ReasoningVocabulary:
         key = counts.marker, counts.ends.texts
         if (found := self._reasoning.get(key)) is None:
-            assert self._read is not None
-            found = ReasoningVocabulary(counts, self._read.tokens, self._read.special_token_ids)
+            found = ReasoningVocabulary(counts, *self._texts_read)
             self._reasoning[key] = found
         return found
 
@@ -889,10 +894,7 @@ class Grammars:
             counts = None if isinstance(states, SchemaStates) else _counts(params)
             with self._lock:
                 if counts is not None and self._lengths is None:
-                    assert self._read is not None
-                    self._lengths = LengthVocabulary(
-                        self._read.tokens, self._read.special_token_ids, self.num_rows
-                    )
+                    self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
@@ -937,10 +939,7 @@ class Grammars:
         key = frozenset(automaton.sets)
         with self._lock:
             if (classes := self._classes.get(key)) is None:
-                assert self._read is not None
-                vocabulary = ClassVocabulary(
-                    self._read.tokens, self._read.special_token_ids, self.num_rows, key
-                )
+                vocabulary = ClassVocabulary(*self._texts_read, self.num_rows, key)
                 library = _llguidance()
                 tokenizer = library.LLTokenizer(
                     library.TokenizerWrapper(OwnTokens(vocabulary.bytes)),
@@ -960,8 +959,7 @@ class Grammars:
     def _states_of_schema(self, grammar: str) -> SchemaStates | None:
         with self._lock:
             if self._texts is None:
-                assert self._read is not None
-                self._texts = TokenTexts(self._read.tokens, self._read.special_token_ids)
+                self._texts = TokenTexts(*self._texts_read)
         language = language_of(grammar, self._texts.longest)
         if language is None:
             return None

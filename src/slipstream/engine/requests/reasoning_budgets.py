@@ -40,7 +40,8 @@ def with_reasoning(
             reasoning=markers,
             structured_outputs=asked if around else made.structured_outputs,
         )
-    assert markers is not None
+        if markers is None:
+            raise no_reasoning()
     forced = counter(markers, tokenizer, sampling.thinking_token_budget).forced
     allowed = sampling.allowed_token_ids
     if allowed is not None and (lacking := forced - set(allowed)):
