@@ -58,18 +58,15 @@ class EngineCore:
     ) -> None:
         self.executor, self.scheduler, self._all_listeners = executor, scheduler, listeners
         self._listeners: tuple[Listener, ...] = ()  # those that joined, in the order of all
-        self.description, self.config, self.ledger = (
-            executor.description,
-            executor.config,
-            executor.ledger,
-        )
+        self.description = executor.description
+        self.config = executor.config
+        self.ledger = executor.ledger
         self._has_stages = executor.config.parallel.num_stages > 1
         self._in_flight: deque[Launched] = deque()
         self._launched_at: deque[float] = deque()  # of those in flight
         self._planned: Plan | None = None  # and not launched yet
-        self._stalled = (
-            False  # the last look found nothing to compute; only news or time will change that
-        )
+        # the last look found nothing to compute; only news or time will change that
+        self._stalled = False
         self._started = self._last_step = time.monotonic()
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0

@@ -79,12 +79,10 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
-        self._plain: dict[
-            str, tuple[_State, IncrementalDetokenizer, OnToken]
-        ] = {}  # by engine request id
-        self._may_wait: dict[
-            str, _Choice
-        ] = {}  # those whose tokens may wait for the last: the first is there
+        # by engine request id
+        self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}
+        # those whose tokens may wait for the last: the first is there
+        self._may_wait: dict[str, _Choice] = {}
 
     def __len__(self) -> int:
         return len(self._states)

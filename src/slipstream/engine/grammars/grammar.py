@@ -518,16 +518,14 @@ class Grammars:
         self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
             OrderedDict()
         )
-        self._shared: dict[
-            tuple[tuple[int, ...], ...], SharedMasks
-        ] = {}  # by the ends of answers and of the model
+        # by the ends of answers and of the model
+        self._shared: dict[tuple[tuple[int, ...], ...], SharedMasks] = {}
         self._lock = threading.Lock()
         self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._num_threads = min(MAX_MASK_THREADS, max(1, available_cores() - 1))
-        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
-            OrderedDict()
-        )  # by the request's salt, too, as in `check`
+        # by the request's salt, too, as in `check`
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
         self._reasoning: dict[object, ReasoningVocabulary] = {}

@@ -411,9 +411,8 @@ class GrammarState:
         written already. Rows after a wrong guess stay as they are: nothing that is drawn there
         counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
-        ahead = (
-            self.copy(borrow=True) if drafts else self
-        )  # a guess may be wrong, and a matcher in error stays so
+        # a guess may be wrong, and a matcher in error stays so
+        ahead = self.copy(borrow=True) if drafts else self
         for i, token in enumerate(drafts):
             if (
                 ahead.is_finished

@@ -91,9 +91,8 @@ class CoreProcess:
         self._sleeper = Sleeper(self._send)
         self._adapters = ServedAdapters(self._send)
         self._cache_watchers = CacheWatchers(self._send)
-        self._tending = (
-            False  # blocks go on to the tiers below the device's cache while there are no requests
-        )
+        # blocks go on to the tiers below the device's cache while there are no requests
+        self._tending = False
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 

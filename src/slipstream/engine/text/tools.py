@@ -294,10 +294,8 @@ class Formats:
     def of(self, template: str | None) -> tuple[ToolFormat | None, tuple[str, str] | None]:
         """Formats for a chat template: that of calls, and the markers of reasoning unless they are
         part of the former."""
-        form, think = (
-            tool_format(self.tool_calls, template),
-            reasoning_markers(self.reasoning, template),
-        )
+        form = tool_format(self.tool_calls, template)
+        think = reasoning_markers(self.reasoning, template)
         return form, None if form is not None and form.reasons else think
 
 

@@ -219,10 +219,8 @@ class Chain(Drafter):
             self.run_passes(left, rows)
         for s in drafted:
             row = rows.rows[s.request_id]
-            row.num_drafted, row.ahead = (
-                s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1),
-                range(0),
-            )
+            row.num_drafted = s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1)
+            row.ahead = range(0)
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
         if self.graphs is None:

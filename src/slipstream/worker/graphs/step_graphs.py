@@ -197,10 +197,8 @@ class StepGraphs(GraphStore, Forward):
             if self.forwards.decoder.partition is not None:
                 raise
             self.ladder.stop()
-            count, remedy = (
-                len(self._captured),
-                "lower gpu_memory_utilization, or max_num_batched_tokens",
-            )
+            count = len(self._captured)
+            remedy = "lower gpu_memory_utilization, or max_num_batched_tokens"
             _logger.warning(
                 "no memory is left for more %s than the %d captured; for all of them %s",
                 self.name,
@@ -321,10 +319,8 @@ class StepGraphs(GraphStore, Forward):
         table = self.rows.rows
         host = self._idle_decodes(size[0])
         index, sample_rows, sample_positions, of_tokens, at, lens = host
-        rows, positions = (
-            [table[s.request_id].index for s in scheduled],
-            [s.num_computed_tokens for s in scheduled],
-        )
+        rows = [table[s.request_id].index for s in scheduled]
+        positions = [s.num_computed_tokens for s in scheduled]
         if num_tokens > len(scheduled):
             lengths = np.array([s.num_tokens for s in scheduled], np.int64)
             of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(
@@ -418,10 +414,8 @@ class StepGraphs(GraphStore, Forward):
         self.given.fill(size, plan)
         self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
         index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
-        sampled, padding = (
-            SampledRows(requests=sequences, rows=rows, positions=positions),
-            size[0] - num_decodes,
-        )
+        sampled = SampledRows(requests=sequences, rows=rows, positions=positions)
+        padding = size[0] - num_decodes
         output = Output(
             self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding
         )

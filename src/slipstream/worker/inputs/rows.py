@@ -90,9 +90,8 @@ class Row:
     adapter: int = NO_ADAPTER  # slot of its adapter
     mirostat_mu: float = 0.0
     num_drafted: int = 0  # tokens that the drafter has computed, without wrong drafts
-    num_kept: int = (
-        0  # drafts of the last chain that a graph has run (`worker/graphs/chain_graphs.py`)
-    )
+    # drafts of the last chain that a graph has run (`worker/graphs/chain_graphs.py`)
+    num_kept: int = 0
     ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
     num_blocks: int = 0  # blocks in its first group
     images: tuple[ImageSpan, ...] = ()
@@ -184,10 +183,8 @@ class RowTable:
         self.host_states = np.zeros((capacity + 1, state_columns), np.int32)
         # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
         # tokens, seed.
-        self.sampling_floats, self.sampling_ints = (
-            self._tables["sampling_floats"],
-            self._tables["sampling_ints"],
-        )
+        self.sampling_floats = self._tables["sampling_floats"]
+        self.sampling_ints = self._tables["sampling_ints"]
         self.rows: dict[str, Row] = {}
         self.num_dropped = 0  # rows since the start
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}

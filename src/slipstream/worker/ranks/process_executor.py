@@ -136,10 +136,8 @@ class ProcessExecutor(Executor):
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
         # all ranks must get all messages in one order
-        self._sending, self._asking = (
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()
         self._grammars: set[str] = set()  # requests that sample with a grammar
         # adapters that every rank has in its host memory
         self._adapters: AdapterPlaces | None = None
@@ -203,12 +201,10 @@ class ProcessExecutor(Executor):
         largest = (
             last.ledger if mixed else max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
         )
-        self.ledger, self.phases, self.tiles, self.canary = (
-            largest,
-            first.phases,
-            first.tiles,
-            last.canary,
-        )
+        self.ledger = largest
+        self.phases = first.phases
+        self.tiles = first.tiles
+        self.canary = last.canary
         config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(
             self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_states

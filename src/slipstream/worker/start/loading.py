@@ -208,10 +208,8 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
         if tokens := peer_copy_tokens(config, spec):
-            dtype, is_mixture = (
-                getattr(torch, config.model.dtype),
-                any(isinstance(x.mlp, MoESpec) for x in spec.layers),
-            )
+            dtype = getattr(torch, config.model.dtype)
+            is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)
             try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
     return Partition(
         config.parallel.shard(ranks.rank),
