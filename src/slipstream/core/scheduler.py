@@ -86,10 +86,8 @@ COPYING_S = 0.001
 WATERMARK = 0.01
 """Share of blocks kept free when a request joins others, so that it is not preempted at once."""
 
-
 MAX_PASSED_BY = 128
 """Maximum number of such requests that are passed by in one step."""
-
 
 MAX_ADOPTED, ENOUGH_TOKENS = 8192, 512
 """Cached blocks that one step's new requests take over, and prompt tokens after which the rest wait for the next step.
@@ -97,7 +95,6 @@ MAX_ADOPTED, ENOUGH_TOKENS = 8192, 512
 The host takes 0.4 ms for 1,000 of these blocks. So a device computes the first requests' tokens while the host plans the
 others. Fewer tokens than these would not keep it busy.
 """
-
 
 P = TypeVar("P", bound=Participant)
 
@@ -141,11 +138,8 @@ class Scheduler:
         self.kv = self.kvs[0]
         self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling, self.kvs)
-        self._pace = (
-            None
-            if scheduling.target_itl_ms is None
-            else Pace(scheduling.target_itl_ms / 1e3, padded)
-        )
+        objective = scheduling.target_itl_ms
+        self._pace = None if objective is None else Pace(objective / 1e3, padded)
         self._guesses_ahead = guesses_ahead
         self.pipeline_steps = scheduling.pipeline_steps
         self._clock = clock

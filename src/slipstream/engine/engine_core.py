@@ -40,7 +40,6 @@ from slipstream.worker.executor import Executor, Launched
 COMPILING_S = 0.001
 """Seconds between two looks whether a grammar is compiled, while there is nothing else to do."""
 
-
 LAST_BLOCKS = 128
 """Blocks that may be stored before the last answer is returned. The rest are stored after it, so
 that the answer does not wait for them. A prompt of 32,000 tokens leaves a thousand blocks, which

@@ -106,11 +106,9 @@ class OutputProcessor:
     def unfinished(self, request_id: str) -> list[str]:
         """A request's engine requests that still run; none if it is unknown."""
         state = self._states.get(request_id)
-        return (
-            []
-            if state is None
-            else [key for key, choice in state.choices.items() if not choice.done]
-        )
+        if state is None:
+            return []
+        return [key for key, choice in state.choices.items() if not choice.done]
 
     def discard(self, request_id: str) -> list[str]:
         """Forget a request; the engine requests that must be aborted."""
@@ -323,12 +321,8 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
     """
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
-            error = str(choice.stop_reason)
-            field = (
-                "logits_processors"
-                if error.startswith("logits_processors: ")
-                else "structured_outputs"
-            )
+            error, functions = str(choice.stop_reason), "logits_processors"
+            field = functions if error.startswith(f"{functions}: ") else "structured_outputs"
             raise RequestError(error, field=field)
         if choice.finish_reason == FinishReason.OVERLOADED:
             raise EngineOverloadedError(str(choice.stop_reason))

@@ -44,11 +44,7 @@ from slipstream.engine.grammars.reasoning import (
     ReasoningVocabulary,
     counter,
 )
-from slipstream.engine.grammars.regex_states import (
-    ClassVocabulary,
-    RegexStates,
-    automaton_of,
-)
+from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
 from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
@@ -121,7 +117,6 @@ MAX_MASK_THREADS = 32
 
 MAX_MASK_BYTES = 64 << 20
 """Bytes of the masks that are kept for schemas."""
-
 
 T = TypeVar("T")
 
@@ -373,11 +368,9 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
         message = _invalid(_compose(params))
         if message is None:
             message = None if params.around is None else _invalid(compose(params))
-            return (
-                None
-                if message is None
-                else (f"around can't be enforced: {message}", "structured_outputs.around")
-            )
+            if message is None:
+                return None
+            return (f"around can't be enforced: {message}", "structured_outputs.around")
         if name == "json":
             schema = json.loads(given)
             options = promise(schema)

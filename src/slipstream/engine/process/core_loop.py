@@ -61,14 +61,11 @@ WARM_S = 12.0
 """Seconds of a start that are spent on preparing sizes of steps at most. They suffice for some 200
 sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
-
 HEARTBEAT_S = 1.0
 """Seconds between two reports of the child, with and without work. A child that is silent hangs."""
 
-
 TEND_MS = 2
 """Milliseconds between two looks at what has been stored, while there are no requests."""
-
 
 PARENT = 0
 """Number of the process that started the child, as a client."""
@@ -102,9 +99,8 @@ class CoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
         if number != PARENT:
-            socket.setsockopt(
-                zmq.RECONNECT_IVL, -1
-            )  # it listens already; if it has died meanwhile, no process will
+            # it listens already; if it has died meanwhile, no process will
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(address)
         self._sockets[number] = socket
         self._poller.register(socket, zmq.POLLIN)
@@ -253,11 +249,9 @@ class CoreProcess:
         if core.can_step:
             return 0
         wakeup = core.next_wakeup()
-        return (
-            100
-            if wakeup is None
-            else max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
-        )
+        if wakeup is None:
+            return 100
+        return max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
 
     def _handle(self, message: ToChild, number: int) -> None:
         core = self._core
@@ -317,9 +311,7 @@ class CoreProcess:
             self._adapters.forget(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
-            ids = [
-                request_id for request_id, owner in self._owners.items() if owner == message.number
-            ]
+            ids = [name for name, owner in self._owners.items() if owner == message.number]
             if core is not None:
                 core.abort(ids)
             self._forget(ids)

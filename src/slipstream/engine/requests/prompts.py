@@ -68,11 +68,9 @@ class PromptReader:
         if limit is None:
             return tokens
         before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
-        return (
-            tokens
-            if len(tokens) <= limit
-            else [*before, *tokens[len(tokens) - limit + len(before) :]]
-        )
+        if len(tokens) <= limit:
+            return tokens
+        return [*before, *tokens[len(tokens) - limit + len(before) :]]
 
     def borders(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Positions where the last two messages of a conversation begin, for models with recurrent states.

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from slipstream.engine.grammars.reasoning import counter
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats, OfferedTools, no_reasoning, reading
-from slipstream.errors import (
-    RequestError,
-)
+from slipstream.errors import RequestError
 from slipstream.params.sampling import SamplingParams
 
 

@@ -359,11 +359,9 @@ def _environment() -> Any:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def _template_data(node: nodes.Node) -> Iterable[nodes.TemplateData]:
-        return (
-            node.find_all(nodes.TemplateData)
-            if not isinstance(node, nodes.TemplateData)
-            else [node]
-        )
+        if not isinstance(node, nodes.TemplateData):
+            return node.find_all(nodes.TemplateData)
+        return [node]
 
     class Environment(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%"))

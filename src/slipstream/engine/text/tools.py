@@ -318,11 +318,9 @@ def reading(
         opened = True
     if not offered.is_made:
         form = form if form is not None and (form.reasons or form.wraps) else None
-        return (
-            None
-            if think is None and form is None
-            else Reading(form=form, think=think, opened=opened, closed=closed)
-        )
+        if think is None and form is None:
+            return None
+        return Reading(form=form, think=think, opened=opened, closed=closed)
     if "tools" not in (template or ""):
         message = "this model's chat template knows no tools; leave them out, or take another model"
         raise RequestError(message, field="tools")

@@ -10,10 +10,7 @@ import numpy as np
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.vision.pictures import (
-    PictureProcessor,
-    PreparedPicture,
-)
+from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.params.prompts import Prompt

@@ -89,11 +89,9 @@ class OneToken(Eager):
         self.kernel = kernel
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        return (
-            super().covers(batch)
-            if batch.num_tokens == 1
-            else Reason("the step has more than one token")
-        )
+        if batch.num_tokens == 1:
+            return super().covers(batch)
+        return Reason("the step has more than one token")
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         hidden = self.kernel.forward(token_ids, kv, meta)

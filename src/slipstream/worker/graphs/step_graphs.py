@@ -42,13 +42,7 @@ from slipstream.messages.steps import StepPlan
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
-from slipstream.worker.forward.forwards import (
-    NO_PLAN,
-    Forward,
-    Forwards,
-    InputBatch,
-    Output,
-)
+from slipstream.worker.forward.forwards import NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.graphs.graph_inputs import GraphInput
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder

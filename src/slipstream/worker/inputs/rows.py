@@ -25,13 +25,13 @@ import numpy.typing as npt
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
-from slipstream.kernels.positions import sectioned_positions
 from slipstream.messages.media import ImageSpan
 from slipstream.messages.requests import count_ids, pack_ids
 from slipstream.messages.steps import FROM_MODEL, STATES, NewRequest, ScheduledRequest, StepPlan
 from slipstream.params.sampling import SamplingParams
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
+from slipstream.worker.inputs.image_rows import turned_positions
 from slipstream.worker.inputs.packed_tables import PackedTables
 
 if TYPE_CHECKING:
@@ -337,11 +337,7 @@ class RowTable:
         shifts = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows):
             if row.images:
-                end = row.images[-1].end
-                row.places = sectioned_positions(
-                    end, [(x.offset, x.rows, x.columns) for x in row.images]
-                )
-                shifts[i] = row.places.max() + 1 - end
+                row.places, shifts[i] = turned_positions(row.images)
         self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
 
     def is_greedy(self, request_ids: Sequence[str]) -> bool:

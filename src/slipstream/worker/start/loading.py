@@ -25,12 +25,7 @@ from slipstream.config.engine_folder import packed_folder
 from slipstream.config.forms import LearnedDrafts, ModelDrafts, MTPDrafts, TensorParallel
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import peer_copy_tokens
-from slipstream.errors import (
-    CheckpointError,
-    ConfigError,
-    UnsupportedModelError,
-    install_command,
-)
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError, install_command
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
 from slipstream.spec.description import ModelDescription, read_spec
