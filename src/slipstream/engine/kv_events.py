@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from slipstream.config.sections import CacheEventSettings
 from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.core.request import Request
@@ -29,6 +27,7 @@ class PublishingCacheEvents(Listener):
     """Publishes what the device's cache stores and forgets, after each step."""
 
     def __init__(self, settings: CacheEventSettings, scheduler: Scheduler) -> None:
+        import msgspec  # here, since most engines publish nothing
         import zmq
 
         self._topic, self._block_size = settings.topic.encode(), scheduler.kv.block_size
