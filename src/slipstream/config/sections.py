@@ -66,7 +66,7 @@ STATES_TO_FIT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEventSettings:
-    """Where news of the prefix cache is published (`engine/kv_events.py`)."""
+    """Address and topic of published news of the prefix cache (`engine/kv_events.py`)."""
 
     endpoint: str = "tcp://*:5557"
     topic: str = ""

@@ -104,7 +104,7 @@ def _runs(numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _extra(request: Request, block: int, size: int) -> list[str] | None:
-    """What a block's content depends on next to its tokens: the salt (in the first), and pictures."""
+    """Keys that a block's content depends on next to its tokens: the salt (in the first), and pictures."""
     begin = block * size
     found = [i.key.hex() for i in request.spec.images if i.offset < begin + size and begin < i.end]
     if not block and request.spec.cache_salt:
