@@ -22,12 +22,12 @@ import yaml
 from slipstream.cli.main import ArgumentParser
 from slipstream.cli.serving.serve import server_settings
 from slipstream.config.resolver import _cache_events
+from slipstream.messages.stats import AdapterStats, EngineStats
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.web_guard import WebGuard
 from slipstream.server.operations import manifests
 from slipstream.server.operations.manifests import Deployment, dockerfile, kubernetes
 from slipstream.server.operations.metrics import Metrics
-from slipstream.stats import AdapterStats, EngineStats
 from tests.helm import found as found_helm
 
 ROOT = Path(__file__).parents[1]

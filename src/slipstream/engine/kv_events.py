@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slipstream.config.sections import CacheEventSettings
-from slipstream.core.prefix_cache import KEY_BYTES
+from slipstream.core.cache.prefix_cache import KEY_BYTES
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.engine.listeners import Listener
 from slipstream.errors import ConfigError
-from slipstream.types import EngineOutput, StepOutput
+from slipstream.messages.outputs import EngineOutput, StepOutput
 
 MEDIUM = "GPU"
 """vLLM's word for the cache that steps read, on a CPU, too."""
