@@ -206,6 +206,9 @@ class EngineCore:
         if wakeup is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
+    def _waiting_adapters(self) -> tuple[str, ...]:
+        return ()
+
     @cached_property
     def cache_news(self) -> CacheNews:
         """The prefix cache for who routes requests by what it holds. It stays empty here."""
@@ -260,5 +263,7 @@ class EngineCore:
             uptime_s=now - self._started,
             expert_load=self.executor.expert_load() if experts else (),
             adapters=self.executor.adapter_stats(),
+            waiting_adapters=self._waiting_adapters(),
+            block_size=self.config.cache.block_size,
             expert_balance=self.executor.expert_balance(),
         )

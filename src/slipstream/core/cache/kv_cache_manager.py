@@ -101,6 +101,8 @@ class KVCacheManager:
             )
             if sessions is not None and self.states is None:  # states are in no tier
                 sessions.keeps_keys = True
+        self.stored: Callable[[Request, Sequence[int]], None] | None = None
+        """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
         self._last_step = 0
         self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
@@ -384,15 +386,20 @@ class KVCacheManager:
             request.block_keys, request.root_key, request.token_ids, self.block_size, full, images
         )
         for g in self.own:
+            took = list[int]()
             for i in range(max(request.num_registered, request.num_passed[g]), full):
                 block, key = request.blocks[g][i], group_key(request.block_keys[i], g)
                 is_new = self.pool.register(block, key)
+                if is_new:
+                    took.append(i)
                 if is_new and g == self.full and session is not None and self.order is not None:
                     request.run = self.order.extend(
                         request.run, session, request.request_id, block, i
                     )
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
+            if self.stored is not None and took and not g:  # the keys of other groups are not told
+                self.stored(request, took)
         request.num_registered = full
 
     def planned(self, step_id: int) -> tuple[StateMark, ...]:
