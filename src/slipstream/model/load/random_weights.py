@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from slipstream.kernels.weights import gguf_codes
 from slipstream.kernels.weights.forms import (
     BlockLinear,
     BlockRows,
@@ -28,11 +29,10 @@ from slipstream.kernels.weights.forms import (
     TileScaledLinear,
     chunk_of,
 )
-from slipstream.kernels.weights.gguf_codes import FORMS, split
 from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.spec.parameters import Shape, keeps_float32
 from slipstream.spec.scheme import FP8_TILE, Scheme
-from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.native_formats import rounds
 
 if TYPE_CHECKING:
@@ -151,14 +151,6 @@ def random_weights(
     return Weights(Pulled(dense), Pulled(products))
 
 
-_D_AT: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
-}  # fmt: skip
-"""Bytes of a GGUF block at which its float16 scale is, and that of its minima. Otherwise it begins
-with its scale."""
-
-
 def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
     """Returns a weight with random blocks in the place of a GGUF file's, of a std near 0.02.
 
@@ -177,8 +169,10 @@ def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
 
 
 def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Generator) -> Any:
-    size = next(quant.block_bytes for quant in TYPES.values() if quant.name == kind)
-    raw = generator.integers(0, 256, (rows * row_bytes // size, size), dtype=np.uint8)
+    quant = BY_NAME[kind]
+    raw = generator.integers(
+        0, 256, (rows * row_bytes // quant.block_bytes, quant.block_bytes), dtype=np.uint8
+    )
 
     def values(*scales: float) -> Any:
         """The blocks' values with these scales."""
@@ -191,12 +185,12 @@ def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Gene
             for i, at in enumerate((49, 51, 53, 55)):
                 raw[:, at] = raw[:, at] & 15 | (bits >> 4 * i & 15) << 4
         else:
-            for at, scale in zip(_D_AT.get(kind, (0,)), scales, strict=False):
+            for at, scale in zip(quant.halves, scales, strict=False):
                 raw[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
-        return split(raw.astype(np.int32), kind).values(FORMS[kind])
+        return gguf_codes.values(raw, kind)
 
     alone, minima = values(1, 0), values(0, 1)
-    share = -alone.mean() / minima.mean() if len(_D_AT.get(kind, ())) == 2 else 0.0
+    share = -alone.mean() / minima.mean() if len(quant.halves) == 2 else 0.0
     scale = STD / (alone + share * minima).std()
     values(scale, share * scale)
     return raw.reshape(rows, row_bytes)
