@@ -20,18 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from slipstream.kernels.weights import gguf_codes
-from slipstream.kernels.weights.forms import (
-    BlockLinear,
-    BlockRows,
-    GroupedLinear,
-    Linear,
-    ScaledLinear,
-    TileScaledLinear,
-    chunk_of,
-)
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows, Linear, new_linear
 from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.spec.parameters import Shape, keeps_float32
-from slipstream.spec.scheme import FP8_TILE, Scheme
+from slipstream.spec.scheme import Scheme
 from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.native_formats import rounds
 
@@ -39,16 +31,14 @@ if TYPE_CHECKING:
     import torch
 
 STD = 0.02
-E4M3_STD = 0.6
-"""Root mean square of e4m3 codes whose exponent's high bit is 0."""
-INT8_STD = 73.9
-"""Root mean square of the odd numbers from −127 to 127."""
-INT4_STD = 4.64
-"""Root mean square of −8 … 7."""
-E2M1_SCALE = 2.0**-7
-"""Scale of mxfp4, a power of two."""
-E2M1_STD = 2.9
-"""Root mean square of all e2m1 codes."""
+SCALES = {
+    **dict.fromkeys(("fp8", "fp8-block"), STD / 0.6),  # codes whose exponent's high bit is 0
+    "int8": STD / 73.9,  # the odd numbers from −127 to 127
+    "int4": STD / 4.64,  # −8 … 7
+    "nvfp4": STD / 2.9,  # all e2m1 codes
+    "mxfp4": 2.0**-7,  # a power of two
+}
+"""Scales by which random codes have about this std: over the root mean square of the codes."""
 
 ROWS_AT_ONCE = 1024
 """Rows of an array that are drawn at once. NumPy draws float32."""
@@ -212,30 +202,13 @@ def _dense(name: str, shape: Shape, draws: Callable[[str], Draws]) -> Any:
 
 
 def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Scheme) -> Linear:
-    made, (rows, inner) = draws(name), shape
-    if scheme.inputs is None:
-        size = scheme.group_size
-        assert size is not None
-        floats, by_rows = scheme.name in ("mxfp4", "nvfp4"), scheme.name == "nvfp4"
-        scale = 1.0 if by_rows else E2M1_SCALE if floats else STD / INT4_STD
-        return GroupedLinear(
-            weight=made.codes((rows, inner // 4), "int16"),
-            scales=made.full((inner // size, rows), scale),
-            group_size=size,
-            chunk=chunk_of(inner, size),
-            codes="e2m1" if floats else "int4",
-            row_scales=made.full((rows,), STD / E2M1_STD, "float32") if by_rows else None,
-        )
-    if scheme.inputs == "fp8-block":
-        tiles = -(-rows // FP8_TILE), inner // FP8_TILE
-        return TileScaledLinear(
-            weight=made.codes(shape, "float8_e4m3fn"),
-            scales=made.full(tiles, STD / E4M3_STD, "float32"),
-            out_dtype=made.dtype,
-        )
-    is_int = scheme.inputs == "int8"
-    return ScaledLinear(
-        weight=made.codes(shape, "int8" if is_int else "float8_e4m3fn"),
-        scales=made.full((rows,), STD / (INT8_STD if is_int else E4M3_STD), "float32"),
-        out_dtype=made.dtype,
-    )
+    made = draws(name)
+
+    def make(part: str, shape: Shape, kind: str | None) -> Any:
+        if part == "weight":
+            assert kind is not None
+            return made.codes(shape, kind)
+        by_rows = part == "scales" and scheme.name == "nvfp4"  # their `row_scales` have the value
+        return made.full(shape, 1.0 if by_rows else SCALES[scheme.name], kind)
+
+    return new_linear(scheme.name, shape, made.dtype, make, size=scheme.group_size)
