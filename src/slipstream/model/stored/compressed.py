@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels.arrays import to_array, to_tensor
 from slipstream.kernels.weights.forms import Linear, ScaledLinear, SplitLinear
 from slipstream.kernels.weights.quantize import pack4
-from slipstream.model.stored.packing import code_pairs, group_scales, unpack_words
+from slipstream.model.stored.packing import code_pairs, group_scales
+from slipstream.model.stored.parts import unpack_words
 from slipstream.model.stored.rounded import RoundedTensors
 from slipstream.spec.parameters import Shape
 from slipstream.spec.scheme import WeightFormat
@@ -67,7 +69,7 @@ class RoundedWeights(RoundedTensors):
         return pack4(codes.contiguous(), chunk)
 
     def unpack(self, words: Tensor, bits: int, count: int) -> Tensor:
-        return unpack_words(words.contiguous(), bits, count).int() + 8
+        return to_tensor(unpack_words(to_array(words), bits, count)).int() + 8
 
     def code_pairs(self, octets: Tensor) -> Tensor:
         return code_pairs(octets)

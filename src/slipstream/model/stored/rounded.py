@@ -111,7 +111,7 @@ class RoundedTensors:
         raise NotImplementedError
 
     def unpack(self, words: Array, bits: int, count: int) -> Array:
-        """int32 [rows, words] → [rows, count], codes whose zero is 8."""
+        """int32 [rows, words] in host memory → [rows, count], codes whose zero is 8."""
         raise NotImplementedError
 
     def code_pairs(self, octets: Array) -> Array:
@@ -235,8 +235,11 @@ class RoundedTensors:
                 codes = _checked(name, read(), (rows, inner), into.weight.dtype)
                 self.put_eight_bits(into.weight[at], codes)
             case "weight_packed":
-                own = self.on_device(words(stored_shape(fmt, part, rows, inner)), place.target)
-                put4(self.unpack(own, fmt.bits, inner))
+                own = words(stored_shape(fmt, part, rows, inner))
+                if fmt.bits == 4:  # on the device, where it is quick
+                    put4(self.nibbles(self.on_device(own, place.target))[:, :inner])
+                else:
+                    put4(self.on_device(self.unpack(own, fmt.bits, inner), place.target))
             case "qweight" if awq:
                 own = self.on_device(words((inner, rows // 8)), place.target)
                 put4(self.nibbles(own, AWQ_COLUMNS).T)
