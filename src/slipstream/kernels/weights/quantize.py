@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,13 +65,13 @@ def round_linear(
     parts = [
         _rounded(rows, scheme, scales_dtype or weight.dtype) for rows in weight.split(ROWS_AT_ONCE)
     ]
-    found: dict[str, Tensor] = {}
+    found = dict[str, Any](bias=bias)
     for name, (dim, _) in parts[0].ROWS.items():
         if isinstance(first := getattr(parts[0], name), Tensor):
             kind = torch.uint8 if first.dtype.itemsize == 1 else first.dtype  # float8 has no `cat`
             own = [getattr(part, name).view(kind) for part in parts]
             found[name] = torch.cat(own, dim=dim).view(first.dtype)
-    return replace(parts[0], **found, bias=bias)
+    return replace(parts[0], **found)
 
 
 def _rounded(weight: Tensor, scheme: Scheme, kind: torch.dtype) -> Linear:
