@@ -35,7 +35,7 @@ from slipstream.spec.model import (
     ShortConvSpec,
 )
 from slipstream.spec.parallel import uneven_parts
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
+from slipstream.spec.stored.gguf_types import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
