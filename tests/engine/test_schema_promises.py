@@ -167,10 +167,13 @@ def test_no_invalid_instance_of_the_suite_is_accepted_in_any_spelling(draft, lea
             not name.startswith(draft) or name == "draft7/optional/content"
         ):  # annotations, says jsonschema
             continue
-        for description, given, tests in groups:
+        for group in groups:
+            if len(group) == 2:  # a group of draft 7 that is one of 2020-12, too
+                group = SUITE[group[0]][group[1]]
+            description, given, tests = group
             schema = {} if given is True else given
             if draft == "draft7" and isinstance(schema, dict):
-                schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+                schema = {**schema, "$schema": "http://json-schema.org/draft-07/schema#"}
             try:
                 made = of_schema(schema)
             except (RequestError, AssertionError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -19,13 +17,11 @@ from slipstream.logprob_messages import PromptLogprobs, TokenLogprobs
 from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats
 from slipstream.types import FinishReason, TokenOutput
-from tests.data.make_tokens import write_gguf
+from tests.data.make_tokens import golden_tokens, write_gguf
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
-GOLDEN = json.loads(
-    (Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8")
-)
+GOLDEN = golden_tokens()
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEMPLATED = "user:hello\nassistant:"
 
