@@ -38,22 +38,26 @@ from slipstream.kernels.triton.attention.split_keys import (
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.platform import platform_of
 
+
 def _key_instructions(dim: int) -> tuple[str, str]:
     """PTX of `_halves_of_keys`, four bytes at a time, and its registers."""
     chunk = max(16, dim // 8)
     chunks, each = dim // 2 // chunk, chunk * 8 // dim
-    fifth, lines = f"${5 * chunks}", []
+    fifth = f"${5 * chunks}"
+    lines = [f"mov.b32 b, {fifth};"]
+    if each > 1:  # four bytes have one shift
+        lines = [f"and.b32 c, ${5 * chunks + 1}, 3; shr.b32 b, {fifth}, c;"]
     for i in range(chunks):
         bit, codes = i * each, f"${4 * chunks + i}"
         for half in range(2):
             to = half * 2 * chunks + 2 * i
-            shift = f"shr.b32 f, {fifth}, {bit};" if half else f"shl.b32 f, {fifth}, {4 - bit};"
+            shift = f"shr.b32 f, b, {bit};" if half else f"shl.b32 f, b, {4 - bit};"
             lines.append(
                 f"{f'shr.b32 c, {codes}, 4;' if half else f'mov.b32 c, {codes};'} and.b32 c, c, 0x0F0F0F0F; {shift} "
                 f"lop3.b32 c, f, 0x10101010, c, 0xEA; prmt.b32 ${to}, c, 0x54, 0x4140; prmt.b32 ${to + 1}, c, 0x54, 0x4342;"
             )
-    text = "{ .reg .b32 c, f; " + " ".join(lines) + " }"
-    return text, ",".join(["=r"] * (4 * chunks) + ["r"] * (chunks + 1))
+    text = "{ .reg .b32 b, c, f; " + " ".join(lines) + " }"
+    return text, ",".join(["=&r"] * (4 * chunks) + ["r"] * (chunks + 1 + (each > 1)))
 
 
 VALUE_INSTRUCTIONS = (
@@ -213,16 +217,20 @@ def _halves_of_keys(
     ds = tl.arange(0, CHUNK)
     bits = k_ptr + (base + BLOCK_SIZE * HALF + slot * FIFTH)[:, None] + (ds % FIFTH)[None, :]
     fifth = tl.load(bits)
+    inputs = (fifth,)
     if EACH > 1:
-        fifth >>= (ds // FIFTH).to(tl.uint8)[None, :]
+        shifts = (ds // FIFTH).to(tl.uint8)[None, :]
+        inputs += (tl.broadcast_to(shifts, fifth.shape),)
     at = k_ptr + (base + slot * HALF)[:, None] + ds[None, :]
     codes = ()
     for i in tl.static_range(CHUNKS):
         codes += (tl.load(at + i * CHUNK),)
     if ASM != "":
         kinds: tl.constexpr = (tl.float16,) * (2 * CHUNKS)
-        made = tl.inline_asm_elementwise(ASM, REGISTERS, codes + (fifth,), kinds, True, 4)
+        made = tl.inline_asm_elementwise(ASM, REGISTERS, codes + inputs, kinds, True, 4)
     else:
+        if EACH > 1:
+            fifth >>= shifts
         made = ()
         for i in tl.static_range(CHUNKS):
             more = fifth >> (i * EACH)
@@ -248,13 +256,15 @@ def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def _halves_of_values(v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr):
+def _halves_of_values(
+    v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr
+):
     """Values' numbers without their scales, float16 [HALF, N] twice."""
     base *= BLOCK_SIZE * (HALF + 1)
     codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None])
     if ASM != "":
         low, high = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r", [codes], (tl.float16, tl.float16), True, 4
+            ASM, "=&r,=&r,=&r,=&r,r", [codes], (tl.float16, tl.float16), True, 4
         )
     else:
         low, high = _sixteenths(codes << 4) - 71.5, _sixteenths(codes & 0xF0) - 71.5
@@ -344,18 +354,29 @@ def _decode_kernel(
         block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = block * K + head
         # Loads are not masked: all bytes of the cache stand for finite numbers.
-        keys = _halves_of_keys(
-            k_ptr, base, at_slot, HALF, BLOCK_SIZE, CHUNK, KEY_ASM, REGISTERS
-        )
+        keys = _halves_of_keys(k_ptr, base, at_slot, HALF, BLOCK_SIZE, CHUNK, KEY_ASM, REGISTERS)
         v_low, v_high = _halves_of_values(v_ptr, base, at_slot, ds, HALF, BLOCK_SIZE, VALUE_ASM)
-        s, more = tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[0], tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[1]
+        s, more = (
+            tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[0],
+            tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[1],
+        )
         for i in tl.static_range(CHUNKS):
             s = tl.dot(keys[i], queries[i], s, input_precision="ieee")
             more = tl.dot(keys[CHUNKS + i], queries[CHUNKS + i], more, input_precision="ieee")
         s = s * _scale(key_steps & 0xFF)[:, None] + more * _scale(key_steps >> 8)[:, None]
         away = (length - 1 - at)[:, None]
         s, to_log2 = _scores(
-            s, scale * 16.0, softcap, slope, bias, reach, away, live, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+            s,
+            scale * 16.0,
+            softcap,
+            slope,
+            bias,
+            reach,
+            away,
+            live,
+            HAS_SOFTCAP,
+            HAS_ALIBI,
+            HAS_BIAS,
         )
         seen = at < end
         if HAS_WINDOW:
@@ -545,8 +566,8 @@ def attention(
         block_m = 32 if num_rows <= 32 and not deterministic else 64 if dim > 128 else 128
         _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, triton.cdiv(num_rows, block_m))](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *tensors, *scalars, num_decodes,
-            VALUE_ASM="" if knobs.runtime.interpret else VALUE_INSTRUCTIONS, BLOCK_M=block_m, BLOCK_N=32 if dim > 128 else 64, num_warps=4 if block_m == 32 else 8, num_stages=2, **shape,
-            **flags,
+            VALUE_ASM="" if knobs.runtime.interpret else VALUE_INSTRUCTIONS, BLOCK_M=block_m,
+            BLOCK_N=32 if dim > 128 else 64, num_warps=4 if block_m == 32 else 8, num_stages=2, **shape, **flags,
         )  # fmt: skip
     rows, per_program = out.shape[0] * num_heads, 16 if out.shape[0] <= 128 else 64
     if rows:
