@@ -569,6 +569,8 @@ class RecordingOps:
 
 
 def _inner(table: Any) -> int:
-    """Returns the width of a table, which is a tensor or a product's weight."""
-    shape: Sequence[int] = getattr(table, "weight", table).shape
-    return shape[1]
+    """Returns the width of a table, which is a tensor or a product's weight. A packed weight says it
+    itself, since its tensors have other shapes."""
+    table = getattr(table, "parts", (table,))[0]
+    inner: int = getattr(table, "inner", None) or getattr(table, "weight", table).shape[1]
+    return inner
