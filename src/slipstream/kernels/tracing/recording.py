@@ -571,6 +571,8 @@ class RecordingOps:
 def _inner(table: Any) -> int:
     """Returns the width of a table, which is a tensor or a product's weight. A packed weight says it
     itself, since its tensors have other shapes."""
-    table = getattr(table, "parts", (table,))[0]
-    inner: int = getattr(table, "inner", None) or getattr(table, "weight", table).shape[1]
+    if not hasattr(table, "weight"):
+        return table.shape[1]
+    first = getattr(table, "parts", (table,))[0]
+    inner: int = getattr(first, "inner", None) or first.weight.shape[1]
     return inner
