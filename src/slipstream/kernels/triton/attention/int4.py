@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from slipstream.kernels.cache import int4 as int4_cache
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.triton import pointwise
@@ -66,6 +67,9 @@ VALUE_INSTRUCTIONS = (
     "sub.f16x2 $0, $0, m; sub.f16x2 $1, $1, m; sub.f16x2 $2, $2, m; sub.f16x2 $3, $3, m; }"
 )
 """PTX of `_halves_of_values`: codes as bits of a float16 of 64, from which 71.5 is subtracted."""
+CTAS_PER_SM = 16
+"""As many thread blocks of one warp as a multiprocessor has registers for."""
+CANDIDATES = tl.constexpr(int4_cache.CANDIDATES)
 VALUE_SCALE = tl.constexpr(16.0)
 """Weights times values' scales are multiplied by it, so that float16 holds them: 16 steps are twice the largest value."""
 
@@ -87,15 +91,32 @@ def _hadamard(x, y, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _code(x, largest, MOST: tl.constexpr):
-    """Numbers x [M, N] whose largest magnitudes are [M] → codes, int32, and the scales' bytes [M]."""
+def _codes(x, y, MOST: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Numbers x, y [M, N] → their codes, int32, and the bytes of their common scales [M]: of
+    CANDIDATES scales those with the least squared error."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
     half = tl.minimum(largest * (1.0 / MOST), 60000.0).to(tl.float16)
-    byte = tl.minimum((half.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, 0xF7)
+    first = tl.minimum((half.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, 0xF7)
+    byte, least = first, tl.full(largest.shape, float("inf"), tl.float32)
+    for i in tl.static_range(CANDIDATES):
+        tried = tl.maximum(first - i, 0)
+        step = _scale(tried)
+        error = _error(x, step, MOST) + _error(y, step, MOST)
+        byte, least = tl.where(error < least, tried, byte), tl.minimum(error, least)
     step = _scale(byte)
-    inverse = 1.0 / tl.where(step > 0.0, step, 1.0)
-    code = tl.floor(x * inverse[:, None])
-    code = tl.minimum(tl.maximum(code, -1.0 * MOST), MOST - 1.0) + MOST
-    return code.to(tl.int32), byte.to(tl.uint8)
+    return _code(x, step, MOST), _code(y, step, MOST), byte.to(tl.uint8)
+
+
+@triton.jit
+def _code(x, step, MOST: tl.constexpr):
+    code = tl.floor(x * (1.0 / tl.where(step > 0.0, step, 1.0))[:, None])
+    return (tl.minimum(tl.maximum(code, -1.0 * MOST), MOST - 1.0) + MOST).to(tl.int32)
+
+
+@triton.jit
+def _error(x, step, MOST: tl.constexpr):
+    found = (_code(x, step, MOST).to(tl.float32) + (0.5 - MOST)) * step[:, None]
+    return tl.sum((found - x) * (found - x), 1)
 
 
 @triton.jit
@@ -128,8 +149,8 @@ def _write_key(
     x = (x - tl.load(fold + AWAY + ds)[None, :]) * tl.load(fold + ds)[None, :]
     y = (y - tl.load(fold + AWAY + HALF + ds)[None, :]) * tl.load(fold + HALF + ds)[None, :]
     x, y = _hadamard(x, y, HALF)
-    low, first = _code(x, tl.max(tl.abs(x), 1), 16)
-    high, second = _code(y, tl.max(tl.abs(y), 1), 16)
+    low, _, first = _codes(x, x, 16, CANDIDATES)
+    high, _, second = _codes(y, y, 16, CANDIDATES)
     base *= BLOCK_SIZE * (HALF + FIFTH + 2)
     to = keys_ptr + (base + slot * HALF)[:, None] + ds[None, :]
     tl.store(to, (low & 15 | (high & 15) << 4).to(tl.uint8), mask=mask)
@@ -147,9 +168,7 @@ def _write_value(at, values_ptr, base, slot, inside, HALF: tl.constexpr, BLOCK_S
     ds, mask = tl.arange(0, HALF), inside[:, None]
     x, y = _halves(at, mask, HALF)
     x, y = _hadamard(x, y, HALF)
-    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
-    low, step = _code(x, largest, 8)
-    high, step = _code(y, largest, 8)
+    low, high, step = _codes(x, y, 8, CANDIDATES)
     base *= BLOCK_SIZE * (HALF + 1)
     to = values_ptr + (base + slot)[:, None] + ds[None, :] * BLOCK_SIZE
     tl.store(to, (low | high << 4).to(tl.uint8), mask=mask)
@@ -548,7 +567,7 @@ def attention(
         programs_each = num_kv_heads * head_tiles
         text, registers = ("", "") if knobs.runtime.interpret else _key_instructions(dim)
         processors = platform_of(q.device).multiprocessors
-        parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
+        parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors, CTAS_PER_SM)
         partial, lse = scratch(
             num_decodes if parts.splits else len(parts.arrived), q, dim, max(1, parts.splits)
         )
