@@ -17,8 +17,8 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import bidirectional
 from slipstream.kernels.triton.attention.bidirectional import text_ends
+from slipstream.messages.texts import TextsPlan
 from slipstream.model.load.loader import load_model
-from slipstream.text_messages import TextsPlan
 from slipstream.worker.forward.texts import lay_out, text_inputs
 from tests import tiny_models
 from tests.kernels import cases

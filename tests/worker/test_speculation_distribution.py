@@ -27,11 +27,11 @@ from slipstream.kernels.plain.reference import (
     filter_probs,
     scaled_probs,
 )
+from slipstream.messages.steps import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
 from slipstream.platform import platform_of
-from slipstream.types import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
 from slipstream.worker.draft.verification import verified
-from slipstream.worker.input_batch import gather
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import gather
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.constrained import apply_mask
 from slipstream.worker.sampling.draws import Sampler, draw
 from slipstream.worker.sampling.sampler import sampling_tensors

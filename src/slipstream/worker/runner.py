@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.cache.tensors import cache_parts, state_parts
 from slipstream.kernels.metadata import LayerKV
-from slipstream.stats import ExpertTokens
+from slipstream.messages.stats import ExpertTokens
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays

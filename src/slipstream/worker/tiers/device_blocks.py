@@ -22,8 +22,8 @@ from torch import Tensor
 
 from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.ops import OpSet
+from slipstream.messages.tiers import BlockCopy
 from slipstream.platform import Event, Platform
-from slipstream.tier_messages import BlockCopy
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import DiskTier
 
