@@ -68,7 +68,7 @@ VALUE_INSTRUCTIONS = (
 )
 """PTX of `_halves_of_values`: codes as bits of a float16 of 64, from which 71.5 is subtracted."""
 CTAS_PER_SM = 16
-"""As many thread blocks of one warp as a multiprocessor has registers for."""
+"""Thread blocks of one warp that a multiprocessor has registers for."""
 CANDIDATES = tl.constexpr(int4_cache.CANDIDATES)
 VALUE_SCALE = tl.constexpr(16.0)
 """Weights times values' scales are multiplied by it, so that float16 holds them: 16 steps are twice the largest value."""
