@@ -11,7 +11,7 @@ No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from slipstream.kernels.layouts import (
 )
 from slipstream.kernels.positions import distance_buckets
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
+from slipstream.kernels.weights.forms import CodedLinear, Float4Linear
 from slipstream.spec.model import (
     Activation,
     AlibiSpec,
@@ -571,8 +572,8 @@ class RecordingOps:
 def _inner(table: Any) -> int:
     """Returns the width of a table, which is a tensor or a product's weight. A packed weight says it
     itself, since its tensors have other shapes."""
-    if not hasattr(table, "weight"):
-        return table.shape[1]
     first = getattr(table, "parts", (table,))[0]
-    inner: int = getattr(first, "inner", None) or first.weight.shape[1]
-    return inner
+    if isinstance(first, CodedLinear | Float4Linear):
+        return first.inner
+    shape: Sequence[int] = getattr(first, "weight", first).shape
+    return shape[1]

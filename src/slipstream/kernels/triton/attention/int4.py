@@ -239,11 +239,11 @@ def _halves_of_keys(
     inputs = (fifth,)
     if EACH > 1:
         shifts = (ds // FIFTH).to(tl.uint8)[None, :]
-        inputs += (tl.broadcast_to(shifts, fifth.shape),)
+        inputs += (tl.broadcast_to(shifts, fifth.shape),)  # type: ignore[assignment]
     at = k_ptr + (base + slot * HALF)[:, None] + ds[None, :]
     codes = ()
     for i in tl.static_range(CHUNKS):
-        codes += (tl.load(at + i * CHUNK),)
+        codes += (tl.load(at + i * CHUNK),)  # type: ignore[assignment]
     if ASM != "":
         kinds: tl.constexpr = (tl.float16,) * (2 * CHUNKS)
         made = tl.inline_asm_elementwise(ASM, REGISTERS, codes + inputs, kinds, True, 4)
@@ -299,7 +299,7 @@ def _queries(at, live, HALF: tl.constexpr, CHUNK: tl.constexpr):
     for i in tl.static_range(2 * HALF // CHUNK):
         ds = i * CHUNK + tl.arange(0, CHUNK)
         q = tl.load(at + ds[:, None], mask=live, other=0.0).to(tl.float16)
-        found += (q,)
+        found += (q,)  # type: ignore[assignment]
         total = tl.sum(q.to(tl.float32), 0)[None, :] * 64.96875
         if i * CHUNK < HALF:
             low += total
