@@ -3,11 +3,12 @@ vLLM answers them. llm-d's endpoint picker asks for them, to find prompts in cac
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.params.prompts import TokensPrompt
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
@@ -36,12 +37,13 @@ class Rendering:
             if isinstance(prompt, str):
                 tokens = await text_tokens(self.state, prompt)
             else:
-                tokens = list(prompt["prompt_token_ids"])
+                tokens = list(cast("TokensPrompt", prompt)["prompt_token_ids"])
             found.append({"token_ids": tokens})
         return json_response(found)
 
     def _checked(self, body: Body) -> Body:
-        require_model(self.state, body.model)
+        if body.model is not None:
+            require_model(self.state, body.model)
         if body.truncate_prompt_tokens is not None:
             raise bad_request("prompts are not cut here; leave it out", "truncate_prompt_tokens")
         return body
