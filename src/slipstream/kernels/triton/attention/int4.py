@@ -69,6 +69,7 @@ VALUE_INSTRUCTIONS = (
 """PTX of `_halves_of_values`: codes as bits of a float16 of 64, from which 71.5 is subtracted."""
 CTAS_PER_SM = 16
 """Thread blocks of one warp that a multiprocessor has registers for."""
+TWO, FOUR, EIGHT = (tl.constexpr((tl.float16,) * n) for n in (2, 4, 8))
 CANDIDATES = tl.constexpr(int4_cache.CANDIDATES)
 VALUE_SCALE = tl.constexpr(16.0)
 """Weights times values' scales are multiplied by it, so that float16 holds them: 16 steps are twice the largest value."""
@@ -245,8 +246,13 @@ def _halves_of_keys(
     for i in tl.static_range(CHUNKS):
         codes += (tl.load(at + i * CHUNK),)  # type: ignore[assignment]
     if ASM != "":
-        kinds: tl.constexpr = (tl.float16,) * (2 * CHUNKS)
-        made = tl.inline_asm_elementwise(ASM, REGISTERS, codes + inputs, kinds, True, 4)
+        given = codes + inputs
+        if CHUNKS == 4:
+            made = tl.inline_asm_elementwise(ASM, REGISTERS, given, EIGHT, True, 4)
+        elif CHUNKS == 2:
+            made = tl.inline_asm_elementwise(ASM, REGISTERS, given, FOUR, True, 4)
+        else:
+            made = tl.inline_asm_elementwise(ASM, REGISTERS, given, TWO, True, 4)
     else:
         if EACH > 1:
             fifth >>= shifts
@@ -282,9 +288,7 @@ def _halves_of_values(
     base *= BLOCK_SIZE * (HALF + 1)
     codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None])
     if ASM != "":
-        low, high = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,r", [codes], (tl.float16, tl.float16), True, 4
-        )
+        low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [codes], TWO, True, 4)
     else:
         low, high = _sixteenths(codes << 4) - 71.5, _sixteenths(codes & 0xF0) - 71.5
     return low, high
