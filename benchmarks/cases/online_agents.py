@@ -175,6 +175,9 @@ def vllm(args: argparse.Namespace, folder: Path, cache: int) -> Any:
     words += f" --kv-cache-dtype {args.kv_cache_dtype} --kv-cache-memory-bytes {cache}"
     words += f" --max-num-seqs {args.vllm_max_num_seqs} --enable-prompt-tokens-details"
     words += "" if args.quantization == "none" else f" --quantization {args.quantization}"
+    words += (
+        " --gpu-memory-utilization 0.4" if args.together else ""
+    )  # which must be free at its start
     off = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
     env = {**os.environ, "PYTHONPATH": args.vllm, "VLLM_PLUGINS": "", **dict.fromkeys(off, "1")}
     env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_HOST_IP": "127.0.0.1"}
