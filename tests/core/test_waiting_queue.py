@@ -177,6 +177,34 @@ def test_without_owners_it_is_by_arrival():
     assert order == [str(i) for i in range(10)]
 
 
+def waiting(share, order):
+    spec = EngineRequest(
+        request_id="",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(),
+        max_tokens=1,
+        arrival=0.0,
+        share=share,
+    )
+    return Request(spec, order, b"", 1)
+
+
+def test_an_owner_whose_count_began_again_is_not_kept_behind_by_what_ended():
+    queue = WaitingQueue()
+    old, other, new = (waiting(Share(o, 1.0), (0, 0.0, i)) for i, o in enumerate("aba"))
+    queue.enter(old)
+    old.account.charge(100)
+    queue.push(old)
+    queue.leave(old)
+    old.status = Status.FINISHED  # nobody is active now
+    queue.enter(other)
+    queue.enter(new)
+    other.account.charge(50)
+    queue.push(other)
+    queue.push(new)
+    assert queue.first() is new
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), num_owners=st.integers(1, 9))
 def test_first_and_heads_are_those_of_the_lowest_rank_whatever_happened(seed, num_owners):
@@ -189,11 +217,7 @@ def test_first_and_heads_are_those_of_the_lowest_rank_whatever_happened(seed, nu
         runs = [r for r in everyone if r.status is Status.RUNNING]
         if kind == "enter":
             share = Share(f"o{rng.randrange(num_owners)}", rng.choice([1.0, 3.0]))
-            spec = EngineRequest(
-                request_id="", prompt_token_ids=(1,), sampling=SamplingParams(), max_tokens=1,
-                arrival=0.0, share=share,
-            )  # fmt: skip
-            request = Request(spec, (rng.randrange(3), rng.random(), next(number)), b"", 1)
+            request = waiting(share, (rng.randrange(3), rng.random(), next(number)))
             queue.enter(request)
             queue.push(request)
             everyone.append(request)
