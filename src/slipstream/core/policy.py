@@ -36,7 +36,7 @@ RUNNING_SHARE = 1 / 3
 PATIENCE_S = 10.0
 """Seconds within which a pausing session is worth waiting for; shorter waits of requests hardly count."""
 
-MAX_TURNS = 6
+MAX_TURNS = 4
 """Turns of a session from which on it is not behind or ahead of others."""
 
 MAX_COMPARED, MAX_OWNERS = 256, 32
@@ -56,7 +56,7 @@ class AdmissionPolicy(Protocol):
         ...
 
     def is_crowded(self, waiting: WaitingQueue) -> bool:
-        """Return whether the waiting requests need more cached blocks than there are."""
+        """Return whether the waiting requests need more blocks than running ones leave."""
         ...
 
     def admitted(self, request: Request) -> None: ...
@@ -135,7 +135,7 @@ class CacheAware(InFlightPolicy):
         if self._head is not None:
             return True
         num_blocks = sum(len(r.block_keys) for r in islice(waiting, MAX_COMPARED))
-        return num_blocks > sum(kv.pool.num_usable for kv in self._kvs)
+        return num_blocks > sum(kv.pool.num_free for kv in self._kvs)
 
     def admitted(self, request: Request) -> None:
         head = self._head

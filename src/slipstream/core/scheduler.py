@@ -104,7 +104,7 @@ others. Fewer tokens than these would not keep it busy.
 
 
 CROWDED_CHUNKS = 2
-"""Chunks of prompts next to decodes while waiting requests need more than the cache holds.
+"""Chunks of prompts next to decodes while waiting requests need more of the cache than is free.
 
 Then requests join when others end, so large steps of prompts alone are followed by steps of decodes alone. It takes less
 time to compute both together."""
