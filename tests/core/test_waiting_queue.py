@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from slipstream.core.make import make_scheduler
 from slipstream.core.queue import Account, WaitingQueue
 from slipstream.core.request import Request, Status
-from slipstream.types import EngineRequest, SamplingParams, Share, StepResult
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepResult
+from slipstream.params.options import Share
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import config
 
 
