@@ -96,6 +96,14 @@ The host takes 0.4 ms for 1,000 of these blocks. So a device computes the first 
 others. Fewer tokens than these would not keep it busy.
 """
 
+
+CROWDED_CHUNKS = 2
+"""Chunks of prompts next to decodes while waiting requests need more of the cache than is free.
+
+Then requests join when others end, so large steps of prompts alone are followed by steps of decodes alone. It takes less
+time to compute both together."""
+
+
 P = TypeVar("P", bound=Participant)
 
 
@@ -346,10 +354,11 @@ class Scheduler:
         self, step: StepBuilder, num_decodes: int, unfinished: list[Request]
     ) -> None:
         """Limit the step's budget to the prompt tokens allowed alongside `num_decodes` decodes."""
-        if self.scheduling.mixed_chunk is not None:
-            most = chunk_with_decodes(
-                num_decodes, self.scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
-            )
+        if (chunk := self.scheduling.mixed_chunk) is not None:
+            backlog = chain(unfinished, self.requests.waiting)
+            most = chunk_with_decodes(num_decodes, chunk, backlog)
+            if most is None and self.policy.is_crowded(self.requests.waiting):
+                most = max(CROWDED_CHUNKS * chunk, 2 * num_decodes)
             if most is not None:
                 step.budget.bound(most)
 
