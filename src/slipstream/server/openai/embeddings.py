@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from slipstream.engine.pooled import (
@@ -100,21 +102,14 @@ async def embeddings(
     refuse_classifier(engine.description)
     check_dimensions(engine.description, body.dimensions)
     answer = await of_inputs(state, body, record)
-    tokens = record.num_prompt_tokens
     found = rows(answer, body.dimensions)
     vectors = (
         [base64.b64encode(row).decode() for row in found]
         if body.encoding_format == "base64"
         else found.tolist()
     )
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)
-        ],
-        "model": body.model,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
+    return listed("embd", body, record, data)
 
 
 async def of_inputs(
@@ -223,6 +218,17 @@ async def embed_sparse(
     ]
 
 
+def _as_cohere(kind: str, found: npt.NDArray[np.float32]) -> list[Any]:
+    """The vectors as Cohere's `embedding_types` has them. The two binary types have a bit for each
+    number, 1 if it is above 0: eight of them are a number from 0 to 255, or from -128 to 127."""
+    if kind == "base64":
+        return [base64.b64encode(row.tobytes()).decode() for row in found]
+    if kind == "float":
+        return cast("list[Any]", found.tolist())
+    bits = np.packbits(found > 0, axis=1).astype(np.int16)
+    return cast("list[Any]", (bits - 128 if kind == "binary" else bits).tolist())
+
+
 class CohereEmbedRoute(PooledRoute):
     """Cohere's /v2/embed."""
 
@@ -242,12 +248,12 @@ class CohereEmbedRoute(PooledRoute):
         )
         names, vectors = {"input": "texts", "dimensions": "output_dimension"}, dict[str, Any]()
         try:
+            refuse_classifier(state.engine.description)
+            check_dimensions(state.engine.description, own.dimensions)
+            answer = await of_inputs(state, own, record)
+            found = rows(answer, own.dimensions)
             for kind in body.embedding_types or ["float"]:
-                own.encoding_format = kind
-                if not vectors:
-                    found = await embeddings(state, own, record)
-                    rows_ = [one["embedding"] for one in found["data"]]
-                vectors[kind] = rows_
+                vectors[kind] = _as_cohere(kind, found)
         except RequestError as error:
             name, bracket, rest = (error.field or "").partition("[")
             error.field = names.get(name, name) + bracket + rest
@@ -267,6 +273,13 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     named, documents = body.given()
     if body.truncate and body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = -1
+    if (most := body.max_tokens_per_doc) and (tokenizer := engine.tokenizer) is not None:
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
+        documents = [
+            text if len(own) <= most else tokenizer.decode(own[:most])
+            for text, own in zip(documents, ids, strict=True)
+        ]
+    activate = body.use_activation and not body.raw_scores
     texts = rerank_texts(engine.description, body.query, documents)
     try:
         task = engine.description.text_task
@@ -277,14 +290,17 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
             error.field = "query" if document < 0 else f"{named}[{document}]"
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    ranked = rank(
+        engine.description, documents, answer, body.top_n, engine.tokenizer, activate=activate
+    )
     if body.texts is not None:
         return [
             {"index": one.index, "score": one.relevance_score}
             | ({"text": one.document} if body.return_text else {})
-            for one in rank(engine.description, documents, answer, body.top_n, engine.tokenizer)
+            for one in ranked
         ]
     results: list[dict[str, Any]] = []
-    for result in rank(engine.description, documents, answer, body.top_n, engine.tokenizer):
+    for result in ranked:
         one = {"index": result.index, "relevance_score": result.relevance_score}
         results.append(
             {**one, "document": {"text": result.document}} if body.return_documents else one
@@ -313,7 +329,9 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
                 )
             error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
         raise
-    found, _ = scores(model, len(first), answer, state.engine.tokenizer)
+    found, _ = scores(
+        model, len(first), answer, state.engine.tokenizer, activate=body.use_activation
+    )
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     return {
         "id": f"score-{record.id}",

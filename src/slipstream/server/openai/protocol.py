@@ -585,11 +585,13 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)] = []
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
+    max_tokens_per_doc: Int = 0  # Cohere's; what is longer is cut. 0: not cut
+    use_activation: bool = True  # vLLM's: without it scores are a classifier's logits
     texts: Texts | None = None  # TEI's, as the next four
     return_text: bool = False
     truncate: bool = False
     truncation_direction: Literal["right", "Right"] = "right"
-    raw_scores: Literal[False] = False
+    raw_scores: bool = False
 
     def given(self) -> tuple[str, list[str]]:
         """The name of the field with the documents, and their texts."""
@@ -602,7 +604,7 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
 
 class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     """POST /score and /v1/score: in vLLM's format; one `text_1` goes with all of `text_2`. Its other names for them are
-    `queries` and `documents`, and `data_1` and `data_2`"""
+    `queries` and `documents` (or `items`), and `data_1` and `data_2`"""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -610,13 +612,21 @@ class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: str | Texts | None = None
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
+    items: str | Texts | None = None
+    use_activation: bool = True
 
     def names(self) -> tuple[str, str]:
         """The names of the two fields that are given."""
-        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-        given = [name for pair in pairs for name in pair if getattr(self, name) is not None]
+        pairs = (
+            *(("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")),
+            ("queries", "items"),
+        )
+        named = dict.fromkeys(name for pair in pairs for name in pair)
+        given = [name for name in named if getattr(self, name) is not None]
         if len(given) == 1:
-            ((missing,),) = (set(pair) - set(given) for pair in pairs if given[0] in pair)
+            missing = next(
+                other for a, b in pairs for own, other in ((a, b), (b, a)) if own == given[0]
+            )
             raise bad_request(f"{missing} is missing; it goes with {given[0]}", missing)
         if tuple(given) not in pairs:
             raise bad_request("give text_1 and text_2, or queries and documents", "text_1")
@@ -632,7 +642,7 @@ class CohereEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     input_type: (
         Literal["search_document", "search_query", "classification", "clustering"] | None
     ) = None
-    embedding_types: list[Literal["float", "base64"]] | None = None
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
     output_dimension: Int | None = None
     truncate: Literal["NONE", "END"] = "END"
     priority: Int | None = None
