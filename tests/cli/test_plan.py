@@ -197,6 +197,6 @@ def test_several_models_on_a_device_and_which_fit_together(capsys):
     assert main(["plan", *words, *options, "--models-memory", memory]) == 0
     assert f"--models-memory {memory}" in capsys.readouterr().out.splitlines()[-1]
     code, found = plan(capsys, *words, *options, "--models-memory", "1GiB")
-    assert (code, "needs" in json.dumps(found)) == (1, True)
+    assert (code, "needs" in json.dumps(found)) == (2, True)
     code, found = plan(capsys, *words, *options, "--rate", "3")
-    assert (code, "plan of one model" in json.dumps(found)) == (1, True)
+    assert (code, "plan of one model" in json.dumps(found)) == (2, True)
