@@ -241,11 +241,6 @@ def test_tokenize_errors(http):
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
-        (
-            "/tokenize",
-            {"messages": CHAT["messages"], "add_special_tokens": True},
-            "add_special_tokens",
-        ),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a" * 600 * 128}, "prompt"),
         ("/detokenize", {"tokens": [256]}, "tokens"),

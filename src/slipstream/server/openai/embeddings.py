@@ -55,7 +55,7 @@ from slipstream.server.openai.protocol import (
     SparseRequest,
     decode,
 )
-from slipstream.server.openai.tokens import conversation, without_mixes
+from slipstream.server.openai.tokens import conversation, text_prompt, without_mixes
 from slipstream.server.state import ServerState
 from slipstream.text_messages import TextTask
 from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
@@ -125,7 +125,11 @@ async def of_inputs(
         prompts = [await conversation(state, body)]
     else:
         prompts = [
-            p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p)
+            await text_prompt(
+                state, p, add_special_tokens=body.add_special_tokens is not False, any_length=True
+            )
+            if isinstance(p, str)
+            else TokensPrompt(prompt_token_ids=p)
             for p in await without_mixes(state, body.prompts(), "input")
         ]
     try:
@@ -150,7 +154,7 @@ def listed(
         "created": int(time.time()),
         "model": body.model,
         "data": data,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
     }
 
 
@@ -229,6 +233,17 @@ def _as_cohere(kind: str, found: npt.NDArray[np.float32]) -> list[Any]:
     return cast("list[Any]", (bits - 128 if kind == "binary" else bits).tolist())
 
 
+def _without_start(state: ServerState, text: str) -> str | list[int]:
+    """The text; one longer than the context as its last tokens, after those that begin each text."""
+    tokenizer = state.engine.tokenizer
+    assert tokenizer is not None
+    limit, ids = state.engine.config.model.max_model_len, tokenizer.encode(text)
+    if len(ids) <= limit:
+        return text
+    begin = ids[:1] if ids[0] in tokenizer.special_ids else []
+    return [*begin, *ids[len(ids) - limit + len(begin) :]]
+
+
 class CohereEmbedRoute(PooledRoute):
     """Cohere's /v2/embed."""
 
@@ -238,9 +253,12 @@ class CohereEmbedRoute(PooledRoute):
     async def answered(
         self, state: ServerState, body: CohereEmbedRequest, record: RequestRecord
     ) -> dict[str, Any]:
+        texts: list[Any] = list(body.texts)
+        if body.truncate == "START" and state.engine.tokenizer is not None:
+            texts = [_without_start(state, text) for text in texts]
         own = EmbeddingRequest(
             model=body.model,
-            input=list(body.texts),
+            input=texts,
             dimensions=body.output_dimension,
             truncate_prompt_tokens=-1 if body.truncate == "END" else None,
             priority=body.priority,
@@ -279,7 +297,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
             text if len(own) <= most else tokenizer.decode(own[:most])
             for text, own in zip(documents, ids, strict=True)
         ]
-    activate = body.use_activation and not body.raw_scores
+    activate = body.use_activation is not False and not body.raw_scores
     texts = rerank_texts(engine.description, body.query, documents)
     try:
         task = engine.description.text_task
@@ -330,7 +348,7 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
             error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
         raise
     found, _ = scores(
-        model, len(first), answer, state.engine.tokenizer, activate=body.use_activation
+        model, len(first), answer, state.engine.tokenizer, activate=body.use_activation is not False
     )
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     return {

@@ -512,10 +512,10 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_generation_prompt: bool = False  # for messages, as the next three
+    add_generation_prompt: bool = False  # for messages, as the next two
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # default: true for texts, false for messages
 
     def prompts(self) -> list[Prompted]:
         """A list with one entry for each text of `input`."""
@@ -524,10 +524,6 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(self, name):
                 raise bad_request(f"{name} is for messages; leave it out", name)
-        if self.add_special_tokens is False:
-            raise bad_request(
-                "add_special_tokens: false is for messages; send token ids", "add_special_tokens"
-            )
         return each_prompt(self.input, "input")
 
 
@@ -585,8 +581,10 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)] = []
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
-    max_tokens_per_doc: Int = 0  # Cohere's; what is longer is cut. 0: not cut
-    use_activation: bool = True  # vLLM's: without it scores are a classifier's logits
+    max_tokens_per_doc: Annotated[int, Meta(ge=0)] = (
+        0  # Cohere's; what is longer is cut. 0: not cut
+    )
+    use_activation: bool | None = None  # vLLM's; false: scores are a classifier's logits
     texts: Texts | None = None  # TEI's, as the next four
     return_text: bool = False
     truncate: bool = False
@@ -613,7 +611,7 @@ class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
     items: str | Texts | None = None
-    use_activation: bool = True
+    use_activation: bool | None = None
 
     def names(self) -> tuple[str, str]:
         """The names of the two fields that are given."""
@@ -644,7 +642,7 @@ class CohereEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     ) = None
     embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
     output_dimension: Int | None = None
-    truncate: Literal["NONE", "END"] = "END"
+    truncate: Literal["NONE", "START", "END"] = "END"
     priority: Int | None = None
     cache_salt: Text | None = None
     user: str | None = None
