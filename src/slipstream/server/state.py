@@ -308,7 +308,8 @@ class ServerSettings:
             "allowed_hosts",
             "made of NAME without a port, *.DOMAIN or *",
         )
-        need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), localhost (any port of it), null or *"
+        need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), localhost (any port "
+        need += "of it), null or *"
         require(all(map(_is_origin, self.cors_origins)), "cors_origins", need)
         if not all(
             key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys

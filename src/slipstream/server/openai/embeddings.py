@@ -164,7 +164,7 @@ async def classify(
     model = state.engine.description
     names = label_names(model)
     found = label_probabilities(
-        model, await of_inputs(state, body, record), activate=body.use_activation
+        model, await of_inputs(state, body, record), activate=body.use_activation is not False
     )
     data = [
         {
@@ -276,7 +276,7 @@ class CohereEmbedRoute(PooledRoute):
             name, bracket, rest = (error.field or "").partition("[")
             error.field = names.get(name, name) + bracket + rest
             raise
-        units = {"input_tokens": record.num_prompt_tokens}
+        units = {"input_tokens": record.num_prompt_tokens, "image_tokens": 0}
         return {
             "id": f"embed-{record.id}",
             "response_type": "embeddings_by_type",

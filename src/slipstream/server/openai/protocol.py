@@ -535,9 +535,9 @@ class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClassifyRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
-    """POST /classify and /v1/classify: vLLM's format. Without `use_activation` scores are not probabilities"""
+    """POST /classify and /v1/classify: vLLM's format. With `use_activation` false scores are not probabilities"""
 
-    use_activation: bool = True
+    use_activation: bool | None = None
 
 
 class PoolingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
