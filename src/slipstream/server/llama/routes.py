@@ -41,6 +41,7 @@ from slipstream.server.openai.protocol import (
     EmbeddingRequest,
     Int,
     Message,
+    PromptString,
     Stop,
     Text,
     TokenId,
@@ -48,6 +49,7 @@ from slipstream.server.openai.protocol import (
     message_dict,
     refuse_unless_off,
     register,
+    without_objects,
 )
 from slipstream.server.openai.tokens import message_variables
 from slipstream.server.state import ServerState, TokenizerProtocol
@@ -55,28 +57,8 @@ from slipstream.server.state import ServerState, TokenizerProtocol
 Bias = Annotated[list[tuple[TokenId | str, float | bool]], Meta(max_length=1024)]
 
 
-class PromptString(Struct, forbid_unknown_fields=True):
-    """A text as an object, which llama.cpp's clients send with pictures."""
-
-    prompt_string: str
-    multimodal_data: list[str] = []
-
-    def text(self, name: str) -> str:
-        if self.multimodal_data:
-            message = "pictures go to /chat/completions, as image_url; leave multimodal_data out"
-            raise bad_request(message, name)
-        return self.prompt_string
-
-
 Part = str | TokenId | PromptString
 Parts = list[Part | list[Part]]
-
-
-def plain(given: Any, name: str) -> Any:
-    """The prompt or prompts, texts that are objects as texts."""
-    if isinstance(given, PromptString):
-        return given.text(name)
-    return [plain(part, name) for part in given] if isinstance(given, list) else given
 
 
 class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -268,7 +250,7 @@ BODIES: dict[str, type[Struct]] = {
     "/apply-template": ApplyTemplateRequest,
     **dict.fromkeys(COUNT_PATHS, ChatRequest),
 }
-register(*BODIES.values(), LlamaCompletion, parts=(InfillExtra, PromptString))
+register(*BODIES.values(), LlamaCompletion, parts=(InfillExtra,))
 
 _FIM = {
     "prefix": ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>", "[PREFIX]"),
@@ -482,13 +464,13 @@ class _Complete(GenerationRoute):
         if isinstance(body, InfillRequest):
             return body.translated(infill_prompt(self.state, body), tokenizer)
         assert isinstance(body, LlamaCompletionRequest)
-        return body.translated(plain(body.prompt, "prompt"), tokenizer)
+        return body.translated(without_objects(body.prompt, "prompt"), tokenizer)
 
 
 class _Embedding(PooledRoute):
     def read(self, raw: bytes) -> EmbeddingRequest:
         body = decode(LlamaEmbeddingRequest, raw)
-        return EmbeddingRequest(input=plain(body.content, "content"), model=body.model)
+        return EmbeddingRequest(input=without_objects(body.content, "content"), model=body.model)
 
 
 async def _embedding(

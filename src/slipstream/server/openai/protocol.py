@@ -276,6 +276,36 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         return each_prompt(self.prompt, "prompt")
 
 
+class TextOnly(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class PromptString(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A text as an object, as llama.cpp's clients send it where pictures could stand beside it."""
+
+    prompt_string: str | None = None
+    content: Annotated[list[TextOnly], Meta(min_length=1)] | None = None
+    multimodal_data: list[str] = []
+
+    def whole(self, name: str) -> str:
+        if self.multimodal_data:
+            message = "pictures go to /chat/completions, as image_url; leave multimodal_data out"
+            raise bad_request(message, name)
+        if (self.prompt_string is None) == (self.content is None):
+            raise bad_request("give either prompt_string or content", name)
+        if self.content is not None:
+            return "".join(part.text for part in self.content)
+        return self.prompt_string or ""
+
+
+def without_objects(given: Any, name: str) -> Any:
+    """A prompt or prompts; texts that are objects as texts."""
+    if isinstance(given, PromptString):
+        return given.whole(name)
+    return [without_objects(part, name) for part in given] if isinstance(given, list) else given
+
+
 Prompted: TypeAlias = "str | list[str | int]"
 """A prompt of a body: a text, or token ids with texts between them, as llama.cpp takes them."""
 
@@ -508,7 +538,10 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
 
     input: (
         str
-        | Annotated[list[str | TokenId | list[str | TokenId]], Meta(max_length=MAX_INPUTS)]
+        | PromptString
+        | Annotated[
+            list[str | TokenId | PromptString | list[str | TokenId]], Meta(max_length=MAX_INPUTS)
+        ]
         | None
     ) = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
@@ -524,7 +557,7 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(self, name):
                 raise bad_request(f"{name} is for messages; leave it out", name)
-        return each_prompt(self.input, "input")
+        return each_prompt(without_objects(self.input, "input"), "input")
 
 
 class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
@@ -869,6 +902,8 @@ register(
     RefusalPart,
     ImagePart,
     parts=(
+        PromptString,
+        TextOnly,
         ImageUrl,
         *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
         *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
