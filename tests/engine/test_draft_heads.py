@@ -17,6 +17,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.ops import OpSet
+from slipstream.kernels.weights.forms import Linear, ScaledLinear
 from slipstream.model.draft_heads import target_ids
 from slipstream.spec.description import read_spec
 from slipstream.spec.drafts.head_readers import read_head
@@ -171,8 +172,12 @@ def test_drafts_go_on_from_blocks_of_a_disk(setup, tmp_path):
     assert sorted(found[0]) == sorted(found[1])
 
 
+BOTH = [*((kind, "cpu") for kind in HEADS), *((kind, "torch") for kind in draft_heads.BY_KIND)]
+"""Other ways of writing a head down are other ways of reading one, and none of computing."""
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize(("any_setup", "kernels"), sorted(BOTH), indirect=["any_setup"])
 def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
     """Drafts are compared after prompts in chunks, after rejections, and of several requests at once."""
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -315,6 +320,19 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
     (rounded, num_bytes), (plain, most) = forms(quantization=None), forms(quantization="none")
     assert (rounded, plain) == ({native.I8}, {native.F32})
     assert num_bytes < 0.45 * most  # norms and the rotary table stay float32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "none"])
+def test_drafts_read_a_shared_output_head_in_the_eight_bits_of_their_layers(tmp_path, quantization):
+    setup = Setup(tmp_path, "eagle")
+    with setup.llm(
+        config={**setup.config, "quantization": quantization}, kernels="reference"
+    ) as llm:
+        runner = llm.core.executor.runner
+        models, drafts = runner.model.decoder.head, runner.draft.head.head
+    assert type(models) is Linear
+    assert (drafts is models) == (quantization == "none")
+    assert isinstance(drafts, ScaledLinear) == (quantization == "int8")
 
 
 @pytest.mark.parametrize(

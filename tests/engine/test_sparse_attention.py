@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.cache_tensors import cache_parts
+from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import IndexSpec, LatentAttentionSpec
 from tests import tiny_models
@@ -31,7 +31,7 @@ def model(request, tmp_path_factory):
     return path, [greedy(theirs, prompt, 40) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def test_answers_far_beyond_the_chosen_keys(model, kernels):
     path, expected = model
     with LLM(str(path), kernels=kernels, **SETTINGS) as llm:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.programs import RowDraws
-from slipstream.kernels.cpu.sampling import uniform
+from slipstream.kernels.cpu.program.programs import RowDraws
+from slipstream.kernels.cpu.sampling.sampling import uniform
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from tests.kernels.draws import (
     Wants,

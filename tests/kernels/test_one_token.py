@@ -12,15 +12,15 @@ import statistics
 import pytest
 import torch
 
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.one_token import kernel as one_token
 from slipstream.kernels.triton.products.float4 import pack_float4
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.forms import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.model.layers import Partition
 from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token
@@ -533,19 +533,26 @@ def eight_bits(layer, dtype, turned):
         ),
         ("gpt_oss", OSS, None, torch.int8),
         ("gpt_oss", OSS, "mxfp4", None),
-        ("llama", SMALL, "nvfp4", None),
+        pytest.param("llama", SMALL, "nvfp4", None, marks=pytest.mark.slow),
         ("llama", {**SMALL, "hidden_size": 320, "intermediate_size": 576}, "nvfp4", torch.int8),
-        ("llama", {**SMALL, "hidden_size": 320, "intermediate_size": 576}, "mxfp4-all", None),
+        pytest.param(
+            "llama",
+            {**SMALL, "hidden_size": 320, "intermediate_size": 576},
+            "mxfp4-all",
+            None,
+            marks=pytest.mark.slow,
+        ),
         ("phi", {**SMALL, "partial_rotary_factor": 0.5}, "nvfp4", None),
         ("qwen3_moe", {**SMALL, **MANY, "moe_intermediate_size": 192}, "nvfp4", None),
-        (
+        pytest.param(
             "qwen2_moe",
             {**SMALL, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320},
             "nvfp4",
             None,
+            marks=pytest.mark.slow,
         ),
         ("qwen3_5_text", HYBRID, "mxfp4-all", None),
-        ("qwen3_5_text", HYBRID, None, None),
+        pytest.param("qwen3_5_text", HYBRID, None, None, marks=pytest.mark.slow),
         ("qwen3_5_text", HYBRID, "int4", torch.int8),
         (
             "qwen3_5_moe_text",

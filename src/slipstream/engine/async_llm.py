@@ -27,8 +27,12 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine.core_client import ChildLink, CoreClient, CoreLink
-from slipstream.engine.core_messages import (
+from slipstream.engine.folder import settled
+from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.model_files import load_tokenizer, log_canary
+from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
+from slipstream.engine.process.core_client import ChildLink, CoreClient, CoreLink
+from slipstream.engine.process.core_messages import (
     Abort,
     Add,
     Outputs,
@@ -37,34 +41,27 @@ from slipstream.engine.core_messages import (
     Stats,
     ToParent,
 )
-from slipstream.engine.core_start import CoreSource, resolved_config
-from slipstream.engine.folder import settled
-from slipstream.engine.grammars.grammar import check_in_thread
-from slipstream.engine.model_files import load_tokenizer, log_canary
-from slipstream.engine.other_requests import OtherRequests
-from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
-from slipstream.engine.processor import (
+from slipstream.engine.process.core_start import CoreSource, resolved_config
+from slipstream.engine.process.other_requests import OtherRequests
+from slipstream.engine.process.streams import OutputStream
+from slipstream.engine.requests.processor import (
     INLINE_CHARS,
     InputProcessor,
     PreparedRequest,
     in_thread_if_long,
     num_characters,
 )
-from slipstream.engine.streams import OutputStream
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.errors import EngineDeadError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.outputs import RequestOutput
+from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.stats import CanaryResult, EngineStats
-from slipstream.types import (
-    DEFAULT_OPTIONS,
-    Prompt,
-    RequestOptions,
-    SamplingParams,
-    TokenOutput,
-)
 
 T = TypeVar("T")
 
@@ -173,9 +170,8 @@ class AsyncLLM(OtherRequests):
 
         if sampling.structured_outputs is not None and self.tokenizer is not None:
             await check_in_thread(sampling.structured_outputs, options.client, options.cache_salt)
-        looks_at_all = (
-            INLINE_CHARS if sampling.dry_multiplier and sampling.takes("dry") else 0
-        )  # tokens of the vocabulary, for its sequence breakers
+        # tokens of the vocabulary, for its sequence breakers
+        looks_at_all = INLINE_CHARS if sampling.dry_multiplier and sampling.takes("dry") else 0
         request = await in_thread_if_long(
             prepare,
             num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all,
@@ -250,12 +246,10 @@ class AsyncLLM(OtherRequests):
     def core_ready(self, ready: Ready) -> None:
         """Take the settings and sizes of a core that has started or woken up."""
         self.config = resolved_config(self.args, self.description, ready)
-        self.ledger, self.phases, self.tiles, self.canary = (
-            ready.ledger,
-            ready.phases,
-            ready.tiles,
-            ready.canary,
-        )
+        self.ledger = ready.ledger
+        self.phases = ready.phases
+        self.tiles = ready.tiles
+        self.canary = ready.canary
         log_canary(self.canary)
         stages = ", ".join(f"{name} {s:.2f}" for name, s in self.phases.items() if s >= 0.01)
         logging.getLogger("slipstream.engine").info("seconds of the start: %s", stages)

@@ -30,25 +30,21 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.beam_messages import (
+from slipstream.errors import RequestError
+from slipstream.messages.beams import (
     BeamAnswer,
     BeamsOutput,
     BeamsRequest,
     BeamStep,
     LikeliestTokens,
 )
-from slipstream.errors import RequestError
-from slipstream.sampling_params import MAX_LOGPROBS
-from slipstream.search_params import BeamSearchParams as BeamSearchParams
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.checks import MAX_LOGPROBS
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.search import BeamSearchParams as BeamSearchParams
 from slipstream.spec.model import ModelSpec
-from slipstream.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    SamplingParams,
-    StepOutput,
-    TokenOutput,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +304,8 @@ class BeamSearches:
     def _choose(self, searches: Sequence[PromptSearch], g: int) -> None:
         """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the token's
         log-probability, less the token's cost. Of equal sums the first stays first."""
-        groups, (width, num_groups, eos) = (
-            [search.groups[g] for search in searches],
-            searches[0].kind,
-        )
+        groups = [search.groups[g] for search in searches]
+        width, num_groups, eos = searches[0].kind
         width //= num_groups
         num_top = num_wanted(groups[0].params, len(eos))
         rows = np.array([group.rows for group in groups])  # [R, B]

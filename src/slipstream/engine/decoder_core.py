@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
-from slipstream.beam_messages import BeamsRequest
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.adapters import AdapterAdmission
 from slipstream.core.participants.speculation import Speculation
@@ -17,15 +16,15 @@ from slipstream.engine.beams import BeamSearches
 from slipstream.engine.cache_news import CacheNews
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.kv_events import PublishingCacheEvents
 from slipstream.engine.listeners import JoiningTexts, MaskingGrammars, Searching
 from slipstream.engine.model_files import end_tokens
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.lora_request import LoRARequest
-from slipstream.text_messages import TextsRequest
-from slipstream.types import (
-    EngineRequest,
-    StepTime,
-)
+from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepTime
+from slipstream.messages.texts import TextsRequest
+from slipstream.params.lora_request import LoRARequest
 from slipstream.worker.executor import Executor
 
 
@@ -64,7 +63,11 @@ class DecoderCore(EngineCore):
             Searching(self._searches, scheduler, self.add),
             JoiningTexts(self._texts),
         )
-        super().__init__(executor, scheduler, listeners)
+        events = config.cache.events
+        self._events = None if events is None else PublishingCacheEvents(events, scheduler)
+        super().__init__(executor, scheduler, (*listeners, *filter(None, (self._events,))))
+        if self._events is not None:
+            self._join(PublishingCacheEvents)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         self._stalled = False
@@ -91,6 +94,8 @@ class DecoderCore(EngineCore):
     def shutdown(self) -> None:
         super().shutdown()
         self.scheduler.close()
+        if self._events is not None:
+            self._events.close()
 
     def add_beams(self, request: BeamsRequest) -> None:
         self._join(Searching)
@@ -107,6 +112,9 @@ class DecoderCore(EngineCore):
     def unload_adapter(self, adapter_id: int) -> None:
         if self._adapters is None or adapter_id not in self._adapters.in_use():
             self.executor.unload_adapter(adapter_id)
+
+    def _waiting_adapters(self) -> tuple[str, ...]:
+        return () if self._adapters is None else self._adapters.waiting()
 
     @cached_property
     def cache_news(self) -> CacheNews:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from slipstream.beam_messages import LikeliestTokens
 from slipstream.core.participants.beams import Beams
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.pooled import TextSequences
@@ -16,16 +15,11 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.engine.beams import BeamSearches
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarError
-from slipstream.types import (
-    FROM_MODEL,
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    StepOutput,
-    StepPlan,
-    TokenOutput,
-    tokens_of,
-)
+from slipstream.messages.beams import LikeliestTokens
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput, tokens_of
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import FROM_MODEL, StepPlan
 from slipstream.worker.executor import Executor, Launched
 
 
@@ -69,9 +63,10 @@ class MaskingGrammars(Listener):
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
         self._grammars, self._scheduler, self._executor = grammars, scheduler, executor
+        self._forced = ForcedTokens(grammars.forced)
 
     def joined(self) -> None:
-        self._scheduler.join(ForcedTokens(self._grammars.forced))
+        self._scheduler.join(self._forced)
 
     @property
     def is_waiting(self) -> bool:  # type: ignore[override]
@@ -147,7 +142,7 @@ class MaskingGrammars(Listener):
                     self._end(output.request_id, None)
                 elif self._grammars.is_over(output.request_id):
                     self._grammars.forget([output.request_id])
-                    self._scheduler.requests.unmask(output.request_id)
+                    self._forced.unmask(output.request_id)
         return found
 
     def _end(

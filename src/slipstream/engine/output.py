@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from slipstream.engine.processor import PreparedRequest
+from slipstream.engine.requests.processor import PreparedRequest
 from slipstream.engine.text.detokenizer import IncrementalDetokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError
-from slipstream.logprob_messages import TokenLogprobs
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.logprobs import TokenLogprobs
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.requests import EngineRequest
 from slipstream.outputs import (
     CompletionOutput,
     Logprob,
@@ -26,7 +29,7 @@ from slipstream.outputs import (
     RequestOutput,
     RequestTimes,
 )
-from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from slipstream.params.sampling import SamplingParams
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
 """Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""
@@ -76,12 +79,10 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
-        self._plain: dict[
-            str, tuple[_State, IncrementalDetokenizer, OnToken]
-        ] = {}  # by engine request id
-        self._may_wait: dict[
-            str, _Choice
-        ] = {}  # those whose tokens may wait for the last: the first is there
+        # by engine request id
+        self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}
+        # those whose tokens may wait for the last: the first is there
+        self._may_wait: dict[str, _Choice] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -105,11 +106,9 @@ class OutputProcessor:
     def unfinished(self, request_id: str) -> list[str]:
         """A request's engine requests that still run; none if it is unknown."""
         state = self._states.get(request_id)
-        return (
-            []
-            if state is None
-            else [key for key, choice in state.choices.items() if not choice.done]
-        )
+        if state is None:
+            return []
+        return [key for key, choice in state.choices.items() if not choice.done]
 
     def discard(self, request_id: str) -> list[str]:
         """Forget a request; the engine requests that must be aborted."""
@@ -322,12 +321,8 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
     """
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
-            error = str(choice.stop_reason)
-            field = (
-                "logits_processors"
-                if error.startswith("logits_processors: ")
-                else "structured_outputs"
-            )
+            error, functions = str(choice.stop_reason), "logits_processors"
+            field = functions if error.startswith(f"{functions}: ") else "structured_outputs"
             raise RequestError(error, field=field)
         if choice.finish_reason == FinishReason.OVERLOADED:
             raise EngineOverloadedError(str(choice.stop_reason))

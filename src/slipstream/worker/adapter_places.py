@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from slipstream.errors import AdapterError, EngineOverloadedError
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora_request import LoRARequest
 
 
 class AdapterPlaces:
@@ -35,6 +35,9 @@ class AdapterPlaces:
             raise AdapterError(message, field="id")
         self._held.move_to_end(request.id)
         return version
+
+    def name(self, adapter_id: int) -> str:
+        return self._held[adapter_id][0].name
 
     def giving_way(self, keep: Callable[[], Collection[int]]) -> int | None:
         """Id of the adapter to forget before another is added; None if there is room.

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request
 from slipstream.errors import EngineOverloadedError
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora_request import LoRARequest
 
 LoadAdapter: TypeAlias = Callable[[LoRARequest, Callable[[], Collection[int]]], str]
 """Loads an adapter where those with the given ids must stay; returns the version of its files.
@@ -43,6 +43,11 @@ class AdapterAdmission(Participant):
         """Ids of the adapters of all requests."""
         found = (r.spec.lora for r in self.requests.by_id.values())
         return {lora.id for lora in found if lora is not None}
+
+    def waiting(self) -> tuple[str, ...]:
+        """Names of the adapters that only waiting requests have."""
+        found = (r.spec.lora for r in self.requests.by_id.values())
+        return tuple({o.name: None for o in found if o is not None and o.id not in self._running})
 
     def load(self, lora: LoRARequest) -> str:
         """Load the adapter without evicting one that a request has. Returns its identity."""

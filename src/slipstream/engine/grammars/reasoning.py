@@ -22,9 +22,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.answer_forms import ReasoningMarkers
 from slipstream.engine.text.tool_formats.harmony import CHANNEL, ENDS, MESSAGE, START
 from slipstream.errors import RequestError
+from slipstream.params.answer_forms import ReasoningMarkers
 
 WAITING, OPENED, REASONING, ENDING, DONE = range(5)
 """Phases: nothing but whitespace or a part of the begin marker has come; the prompt has begun the
@@ -203,9 +203,8 @@ class ReasoningBudget:
     ) -> None:
         self._counter, self._vocabulary = counter, vocabulary
         self._spots = [*spots] or [counter.start]
-        self._num_given: list[
-            int
-        ] = []  # tokens for the grammar, of each step from a spot to the next
+        # tokens for the grammar, of each step from a spot to the next
+        self._num_given: list[int] = []
 
     def copy(self) -> ReasoningBudget:
         return ReasoningBudget(self._counter, self._vocabulary, self._spots[-1:])

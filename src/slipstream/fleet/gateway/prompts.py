@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from slipstream.config import EngineArgs
-from slipstream.core.prefix_cache import extend_keys
+from slipstream.core.cache.prefix_cache import extend_keys
 from slipstream.engine.folder import settled
 from slipstream.engine.model_files import load_tokenizer
-from slipstream.engine.processor import INLINE_CHARS, InputProcessor, in_thread_if_long
+from slipstream.engine.requests.processor import INLINE_CHARS, InputProcessor, in_thread_if_long
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
@@ -24,9 +24,7 @@ from slipstream.server.answers.generation import Answer, GenerationRoute
 from slipstream.server.app import make_state, prompt_routes
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.record import RequestRecord
-from slipstream.server.openai.embeddings import (
-    PooledRoute,
-)
+from slipstream.server.openai.embeddings import PooledRoute
 from slipstream.server.state import EngineProtocol, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
 

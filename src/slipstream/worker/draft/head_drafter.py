@@ -23,17 +23,17 @@ from slipstream.config import EngineConfig
 from slipstream.config.forms import LearnedDrafts
 from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
 from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered, Reason
-from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain, Drafter
 from slipstream.worker.draft.head_inputs import gather_pairs
 from slipstream.worker.draft.host_chain import HostChain, check_num_drafts, head_scheme
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.input_batch import SampledRows, gather
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import SampledRows, gather
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 
 if TYPE_CHECKING:
@@ -51,10 +51,8 @@ class HeadDrafter(Drafter):
         if isinstance(self.head, LayeredHead):
             self.layers = self.head.spec.layers
         self.target_ids, self.weights_bytes = loaded.target_ids, loaded.weights_bytes
-        self.vocab_size, self.hidden_size = (
-            loaded.head.spec.vocab_size,
-            loaded.head.spec.hidden_size,
-        )
+        self.vocab_size = loaded.head.spec.vocab_size
+        self.hidden_size = loaded.head.spec.hidden_size
         self.states, self.sample = StateCache(memory.platform.values), memory.ops.sample
 
     @property
@@ -218,10 +216,8 @@ class HeadBlock(HeadDrafter):
             ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1)
             for s in drafted
         ]
-        given, lengths = (
-            gather(rows, StepPlan(0, tuple(shares))),
-            np.array([s.num_tokens for s in shares]),
-        )
+        given = gather(rows, StepPlan(0, tuple(shares)))
+        lengths = np.array([s.num_tokens for s in shares])
         sampled, index, meta = given.sampled, given.sample_index, given.meta
         total, ends = int(lengths.sum()), lengths.cumsum()
         token_ids = self._masked(

@@ -12,15 +12,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.steps import StepPlan, StepShape
 from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.image_rows import needs_images
-from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
-from slipstream.worker.rows import RowTable
-from slipstream.worker.step_shape import shape_of
+from slipstream.worker.inputs.image_rows import needs_images
+from slipstream.worker.inputs.input_batch import (
+    NOTHING_SAMPLED,
+    GatheredInputs,
+    SampledRows,
+    gather,
+)
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.step_shape import shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,8 +92,8 @@ class InputBatch:
     @cached_property
     def shape(self) -> StepShape:
         """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
-        assert self.plan is not None
-        return self.plan.largest or shape_of(self.plan.scheduled)
+        plan, _ = self.step
+        return plan.largest or shape_of(plan.scheduled)
 
     @cached_property
     def is_greedy(self) -> bool:

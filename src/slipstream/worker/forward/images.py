@@ -23,13 +23,13 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.media import ImageSpan
+from slipstream.messages.media import ImageSpan
+from slipstream.messages.steps import StepPlan
 from slipstream.model.vision import ImageTower
 from slipstream.spec.media.vision import GridPositionSpec, VisionSpec
-from slipstream.types import StepPlan
-from slipstream.worker.image_rows import image_parts, needs_images
-from slipstream.worker.rows import IntArray, LongArray, RowTable
-from slipstream.worker.uploads import upload
+from slipstream.worker.inputs.image_rows import image_parts, needs_images
+from slipstream.worker.inputs.rows import IntArray, LongArray, RowTable
+from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -113,11 +113,9 @@ class StepImages:
 
 
 def step_images(plan: StepPlan, table: RowTable) -> StepImages:
-    parts, sequences, places = (
-        list[tuple[ImageSpan, int, int]](),
-        list[int](),
-        list[tuple[int, LongArray]](),
-    )
+    parts = list[tuple[ImageSpan, int, int]]()
+    sequences = list[int]()
+    places = list[tuple[int, LongArray]]()
     tokens = [np.empty(0, np.int64)]
     start = 0
     for i, s in enumerate(plan.scheduled):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slipstream.kernels.cpu.native_program import RunningStep
+from slipstream.kernels.cpu.program.native_program import RunningStep
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.step_program import StepProgram

@@ -33,10 +33,10 @@ from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.kernels.chains import ChainPlaces
 from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
-from slipstream.types import ScheduledRequest
-from slipstream.worker.device_inputs import gather_inputs
+from slipstream.messages.steps import ScheduledRequest
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.device_inputs import gather_inputs
+from slipstream.worker.inputs.rows import RowTable
 
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 """Metadata fields with one entry per sequence of one token."""
@@ -76,8 +76,7 @@ class ChainGraphs(GraphStore):
         max_model_len: int,
         max_num_seqs: int,
     ) -> None:
-        assert rows.device is not None
-        super().__init__(rows.device)
+        super().__init__(rows.platform)
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
         self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
@@ -237,7 +236,6 @@ class ChainGraphs(GraphStore):
         Returns the drafts [S, K]. Device work only.
         """
         drafter, again, ops = self.drafter, self._num_again(num_drafts), self.rows.ops
-        assert ops is not None
         sizes = {"num_drafts": num_drafts, "size": size, "num_again": again, "first": drafter.first}
         places = ops.chain_places(self.rows.tokens, self._last_drafts, inputs, **sizes)
         token_ids, every = self._inputs(places)

@@ -27,8 +27,8 @@ from slipstream.costs.graph_sizes import end_sizes
 from slipstream.platform import Graph
 from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.graphs.mixed_inputs import padded_room
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.biases import Biases, biases_of
 from slipstream.worker.sampling.sampler import tensors_of_rows
 

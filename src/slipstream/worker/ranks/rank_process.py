@@ -30,10 +30,10 @@ from slipstream.config.forms import DealtRequests
 from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
+from slipstream.messages.start import Failed, Phase, Started
+from slipstream.messages.steps import StepPlan, TokenMask
+from slipstream.messages.texts import TextsPlan
 from slipstream.platform.collectives import Rendezvous
-from slipstream.start_messages import Failed, Phase, Started
-from slipstream.text_messages import TextsPlan
-from slipstream.types import StepPlan, TokenMask
 from slipstream.worker.device import detect
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
@@ -119,10 +119,8 @@ class RankProcess:
         self._answered_by_all: tuple[type, ...] = (LoadRankAdapter,)
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 logs for all
-        device, on_host = (
-            begin.device,
-            (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size),
-        )
+        device = begin.device
+        on_host = (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size)
         if self._local_rank is not None:
             on_host = self._local_rank, self._local_rank + 1
             # this is the executor's CPU; the dtype must be the same on all hosts

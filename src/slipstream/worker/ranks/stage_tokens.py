@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.platform import Platform
 from slipstream.platform.collectives import Pipe
-from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.rows import Row, RowTable
+from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
 """Maximum number of steps whose tokens may stay at the last stage.
@@ -57,10 +57,8 @@ class FirstStage:
         """Register a launched step in which these requests sample."""
         table = self._rows.rows
         rows, counts = [table[s.request_id] for s in sampled], [s.num_sampled for s in sampled]
-        indices, ends = (
-            [row.index for row in rows],
-            [s.num_computed_tokens + s.num_tokens for s in sampled],
-        )
+        indices = [row.index for row in rows]
+        ends = [s.num_computed_tokens + s.num_tokens for s in sampled]
         places, is_plain = np.array([indices, ends], np.int64), max(counts) == 1
         if not is_plain:
             starts = np.cumsum(counts) - counts

@@ -23,9 +23,9 @@ from slipstream.costs.operators import attention_bytes, attention_operations
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import Arena, StepInputs
-from slipstream.kernels.cpu.native_program import Operator, Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import Packed, PackedExperts
+from slipstream.kernels.cpu.program.native_program import Operator, Program
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.uniform_steps import uniform
@@ -277,11 +277,9 @@ def _share(
     label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings
 ) -> OperatorShare:
     """Sum up operators of one label; `each` has seconds, bytes and operations of one operator."""
-    seconds, num_bytes, operations = (
-        sum(s for s, _, _ in each),
-        sum(b for _, b, _ in each),
-        sum(o for _, _, o in each),
-    )
+    seconds = sum(s for s, _, _ in each)
+    num_bytes = sum(b for _, b, _ in each)
+    operations = sum(o for _, _, o in each)
     floor, bound = None, None
     if kind is not None:
         floors = {"read": num_bytes / ceilings.read, kind: operations / getattr(ceilings, kind)}

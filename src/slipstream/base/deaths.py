@@ -1,0 +1,54 @@
+"""Child processes: their input, how they ended, and the pause before they are started again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections import deque
+from typing import IO
+
+MAX_DEATHS, WINDOW_S = 5, 60.0
+"""Deaths within the window after which the parent gives up."""
+
+MAX_PAUSE_S = 30.0
+
+
+def stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    """The pipe to a process that was started with one. Our children end when it closes."""
+    if process.stdin is None:
+        raise ValueError("the process was started without a pipe to it")
+    return process.stdin
+
+
+def describe_exit(code: int) -> str:
+    """The end of a process in words, from its return code."""
+    if code >= 0:
+        return f"ended with code {code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"was killed by signal {-code}{names.get(-code, '')}"
+
+
+class Deaths:
+    """The recent deaths of one process. After the first it is restarted at once, then after a pause
+    that doubles."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+
+    def add(self, now: float | None = None) -> None:
+        now = time.monotonic() if now is None else now
+        self._times.append(now)
+        while self._times[0] < now - self._window_s:
+            self._times.popleft()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next start."""
+        number = len(self._times)
+        return min(2.0 ** (min(number, 10) - 3), MAX_PAUSE_S) if number > 1 else 0.0
+
+    @property
+    def too_many(self) -> bool:
+        return len(self._times) > MAX_DEATHS

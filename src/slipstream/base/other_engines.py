@@ -1,0 +1,345 @@
+"""Settings and arguments of other engines: our nearest, or why they are not needed here."""
+
+from __future__ import annotations
+
+OTHERS = {
+    "guided_decoding": "structured_outputs",
+    "penalty_alpha": "no_repeat_ngram_size or dry_multiplier (there is no contrastive search)",
+    "max_new_tokens": "max_tokens",
+    "do_sample": "temperature (0: the likeliest token)",
+    "use_beam_search": "LLM.beam_search",
+    "num_beams": "LLM.beam_search, with BeamSearchParams(beam_width=…)",
+    "output_kind": "AsyncLLM, whose answers are streamed",
+    "stop_strings": "stop",
+    "num_return_sequences": "n",
+}
+"""Arguments of vLLM and transformers, and our nearest equivalent."""
+
+
+SETTINGS = {
+    "swap_space": "kv_host_bytes",
+    "cpu_offload_gb": "weights_bytes",
+    "enable_expert_parallel": "expert_parallel_size",
+    "device_map": "device",
+    "torch_dtype": "dtype",
+    "n_ctx": "max_model_len",
+    "ctx_size": "max_model_len",
+    "context_length": "max_model_len",
+    "max_total_tokens": "max_model_len",
+    "max_seq_len": "max_model_len",
+    "n_threads": "num_threads",
+    "threads": "num_threads",
+    "parallel": "max_num_seqs",
+    "quantize": "quantization",
+    "num_shard": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "draft_model": "speculative_model",
+    "model_draft": "speculative_model",
+    "limit_mm_per_prompt": "max_images",
+    "mm_processor_cache_gb": "image_cache_bytes",
+    "pp_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "ep": "expert_parallel_size",
+    "master_addr": "rank_address",
+    "dist_init_addr": "rank_address",
+    "nnodes": "local_ranks",
+    "max_num_queued_reqs": "max_queue",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "kv_offloading_size": "kv_host_bytes",
+    "max_num_scheduled_tokens": "max_num_batched_tokens",
+    "max_num_active_seqs": "max_num_seqs",
+    "long_prefill_token_threshold": "max_num_mixed_tokens",
+    "num_gpu_blocks_override": "kv_cache_bytes",
+    "spec_model": "speculative_model",
+    "spec_tokens": "num_speculative_tokens",
+    "spec_method": "speculative_config",
+    "otlp_traces_endpoint": "otlp_endpoint",
+    "shutdown_timeout": "drain_timeout",
+    "allowed_origins": "cors_origin",
+    "allowed_media_domains": "allowed_media_hosts",
+    "master_port": "rank_address",
+    "data_parallel_address": "rank_address",
+    "model_weights": "load_format",
+    "moe_backend": "kernels",
+    "linear_backend": "kernels",
+    "attention_backend": "kernels",
+}
+"""Settings of these and of llama.cpp, SGLang and text-generation-inference, and our nearest. On the
+command line they are options."""
+
+
+VALUES = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "full": "float32",
+}
+"""Values of settings in other engines, and ours."""
+
+
+_READ = "leave it out: the model's task is read from its files, and every model gives vectors"
+
+
+_CONFIG = "leave it out: the model's config.json has it"
+
+
+_REPLICAS = "use `slipstream fleet` for several replicas (docs/fleet.md); expert_parallel_size alone distributes requests"
+
+
+_METRICS = "leave it out: /metrics is always on"
+
+
+_GENERATION = (
+    "leave it out: the model's generation_config.json has it, and a request's own fields go first"
+)
+
+
+_ALWAYS = "leave it out: it is always on"
+
+
+_LOG = "leave it out: the server's log has its own form (--log-format)"
+
+
+_BALANCED = (
+    "leave it out: experts are dealt out to ranks by expert_parallel_size (docs/parallelism.md)"
+)
+
+
+_CONTEXT = "leave it out: long prompts are split over steps by enable_chunked_prefill, on one device or on tensor_parallel_size"
+
+
+_PRECISION = "leave it out: kernels are chosen for the device and the model"
+
+
+_MAMBA = "leave it out: state_slots sizes the memory of recurrent layers (docs/recurrent.md)"
+
+
+_MODALITY = (
+    "leave it out: max_images and preprocessor_config.json decide about pictures (docs/vision.md)"
+)
+
+
+_OFFLOAD = "leave it out: cpu_layers, host_experts and weights_bytes keep weights in the host's memory (docs/offload.md)"
+
+
+_TRANSFER = "leave it out: kv_host_bytes and kv_disk_bytes keep blocks of the cache outside the device (docs/kv-tiers.md)"
+
+
+_LORA = "leave it out: an adapter's own adapter_config.json has it (docs/adapters.md)"
+
+
+_REVISION = (
+    "leave it out: give the model's folder; `slipstream pull` fetches a name's newest revision"
+)
+
+
+_PROFILE = "leave it out: `slipstream bench` measures, and /metrics and --otlp-endpoint report"
+
+
+_GRAPHS = (
+    "leave it out: CUDA graphs are captured for the steps that occur; enforce_eager turns them off"
+)
+
+
+_NOTHING = "leave it out: there is no such feature here"
+
+
+_BY_REASON: dict[str, str] = {
+    _BALANCED: """
+        enable_eplb eplb_config enable_elastic_ep expert_placement_strategy
+        all2all_backend enable_dbo enable_ep_weight_filter elastic_ep_max_dp_size
+        dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size
+    """,
+    _REPLICAS: """
+        data_parallel_size_local data_parallel_rank data_parallel_start_rank
+        data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb
+        data_parallel_multi_port_external_lb data_parallel_backend
+        data_parallel_supervisor_port dp_supervisor_probe_interval_s
+        dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
+        dp_sync_interval disable_nccl_for_dp_synchronization enable_scale_out
+        enable_fault_tolerance fault_tolerance_config watchdog_config
+    """,
+    _CONTEXT: """
+        prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
+        dcp_q_replicate enable_hc_sp dcp_kv_cache_interleave_size
+        cp_kv_cache_interleave_size long_prefill_token_threshold_adaptive
+        scheduler_reserve_full_isl prefill_schedule_interval
+    """,
+    _PRECISION: """
+        kernel_config monokernel attention_config ir_op_priority
+        sparse_indexer_topk_backend disable_cascade_attn disable_custom_all_reduce
+        use_fp64_gumbel enable_flashinfer_autotune gdn_prefill_backend
+        kda_prefill_backend kda_decode_backend optimization_level performance_mode
+        model_impl disable_sliding_window disable_hybrid_kv_cache_manager
+        kv_cache_dtype_skip_layers async_scheduling scheduler_cls worker_cls
+        worker_extension_cls numa_bind numa_bind_nodes numa_bind_cpus
+        enable_batch_sharded_sampling enable_shm_tensor_arena kv_sharing_fast_prefill
+        additional_config
+    """,
+    _MAMBA: """
+        mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode
+        enable_mamba_shared_prefix_checkpoint mamba_config mamba_backend
+        mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding
+        mamba_cache_philox_rounds replayssm_buffer_len use_replayssm swa_bounded_replay
+    """,
+    _MODALITY: """
+        enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_cache_type
+        mm_hasher_algorithm mm_encoder_only mm_shm_cache_max_object_size_mb
+        mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype
+        mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+        mm_encoder_fp8_scale_save_margin renderer_num_workers skip_mm_profiling
+        video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device
+        mm_ipc_gpu_memory_gb mm_device_do_normalize enable_mm_processor_stats
+        disable_chunked_mm_input trust_request_mm_kwargs io_processor_plugin
+    """,
+    _OFFLOAD: """
+        cpu_offload_params offload_backend offload_group_size offload_num_in_group
+        offload_prefetch_step offload_params
+    """,
+    _TRANSFER: """
+        kv_transfer_config kv_offloading_backend ec_transfer_config ec_manager_config
+        prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit
+        weight_transfer_config
+    """,
+    _LORA: """
+        lora_dtype lora_target_modules specialize_active_lora enable_moe_shared_loras
+        max_lora_cls_labels default_mm_loras fully_sharded_loras
+        enable_tower_connector_lora enable_mixed_moe_lora_format
+    """,
+    _REVISION: """
+        revision code_revision tokenizer_revision hf_token hf_config_path
+    """,
+    _CONFIG: """
+        config_format model_class_overrides convert pooler_config quantization_config
+        allow_deprecated_quantization
+    """,
+    _PROFILE: """
+        profiler_config enable_layerwise_nvtx_tracing collect_detailed_traces
+        show_hidden_metrics_for_version cudagraph_metrics enable_mfu_metrics
+        enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose
+        custom_histogram_buckets kv_cache_metrics kv_cache_metrics_sample
+        per_request_spec_decode_metrics enable_per_request_metrics
+        enable_server_load_tracking ray_workers_use_nsight enable_trace_replay
+    """,
+    _LOG: """
+        uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints
+        log_config_file logging_config log_level aggregate_engine_logging
+        enable_log_outputs enable_log_deltas max_log_len log_error_stack
+    """,
+    _GRAPHS: """
+        cudagraph_capture_sizes max_cudagraph_capture_size sleep_mode_offload_cudagraph
+    """,
+    _ALWAYS: """
+        enable_prompt_tokens_details enable_request_id_headers
+        exclude_tools_when_tool_choice_none fingerprint_mode enable_offline_docs
+        use_tqdm_on_load fingerprint_value
+    """,
+    _NOTHING: """
+        watermark watermark_config diffusion_config engram_config enable_prompt_embeds
+        enable_return_routed_experts return_sampling_mask aux_output_config tokens_only
+        middleware uds root_path tool_server cohere_format enable_cumem_allocator
+        cohere_is_reasoning_model anthropic_disabled_thinking_effort
+        enable_flash_late_interaction fail_on_environ_validation
+    """,
+    "leave it out: the role, or continue_final_message, is decided in each request's body": """
+        response_role
+    """,
+    "leave it out: chat_template_kwargs is decided in each request's body": """
+        default_chat_template_kwargs reasoning_effort_map trust_request_chat_template
+    """,
+    "leave it out: thinking_token_budget is decided in each request's body": """
+        reasoning_config
+    """,
+    "leave it out: structured_outputs is decided in each request's body": """
+        structured_outputs_config
+    """,
+    "leave it out: return_tokens_as_token_ids is decided in each request's body": """
+        return_tokens_as_token_ids
+    """,
+    "leave it out: stream_options.include_usage is decided in each request's body": """
+        enable_force_include_usage
+    """,
+    "leave it out: log-probabilities are the model's own, before temperature": """
+        logprobs_mode
+    """,
+    "leave it out: the latest tokens that wait are bounded by max_queue requests": """
+        max_num_queued_tokens
+    """,
+    "leave it out: ranks find each other by rank_address, and a rank that is lost ends the engine": """
+        distributed_timeout_seconds cpu_distributed_timeout_seconds
+        enable_nccl_comm_suspend device_ids
+    """,
+    "leave it out: TLS is --ssl-certfile and --ssl-keyfile; a proxy in front does the rest": """
+        ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh allow_credentials
+        allowed_methods allowed_headers h11_max_incomplete_event_size
+        h11_max_header_count
+    """,
+    "leave it out: formats are data in the code (docs/extending.md); --tool-call-parser and --reasoning-parser choose one": """
+        tool_parser_plugin reasoning_parser_plugin chat_template_content_format
+        tool_strict_level
+    """,
+    "leave it out: weights are read by the checkpoint's own index; load_format says how": """
+        safetensors_load_strategy safetensors_prefetch_num_threads
+        safetensors_prefetch_block_size model_loader_extra_config ignore_patterns
+        pt_load_map_location max_parallel_loading_workers
+    """,
+    "leave it out: each step's tokens are sent at once": """
+        stream_interval sse_keep_alive_interval
+    """,
+    "leave it out: --enable-sleep-mode has two levels (docs/server/operations.md)": """
+        sleep_mode_backend sleep_preserve_parameter_names
+    """,
+    "leave it out: /docs is always there": """
+        disable_fastapi_docs
+    """,
+    "leave it out: /tokenize and /props say what the tokenizer is": """
+        enable_tokenizer_info_endpoint
+    """,
+}
+"""Settings of vLLM by the reason why they are not needed here."""
+
+
+NEEDLESS = {
+    **{name: reason for reason, names in _BY_REASON.items() for name in names.split()},
+    "trust_remote_code": "leave it out: a checkpoint's own code is never run",
+    "distributed_executor_backend": "leave it out: ranks are processes (docs/parallelism.md)",
+    "disable_log_requests": "leave it out: the log has a line a request, without its texts",
+    "enable_auto_tool_choice": "leave it out: calls are read wherever the chat template knows tools",
+    "task": _READ,
+    "runner": _READ,
+    "embedding": _READ,
+    "embeddings": _READ,
+    "reranking": _READ,
+    "rope_scaling": _CONFIG,
+    "hf_overrides": _CONFIG,
+    "tokenizer_mode": "leave it out: the tokenizer is the checkpoint's",
+    "generation_config": _GENERATION,
+    "override_generation_config": _GENERATION,
+    "compilation_config": "leave it out: enforce_eager turns CUDA graphs off",
+    "guided_decoding_backend": "leave it out: grammars are llguidance's",
+    "max_logprobs": "leave it out: a request may ask for up to 20",
+    **dict.fromkeys(("data_parallel_size", "dp_size", "dp"), _REPLICAS),
+    **dict.fromkeys(("disable_log_stats", "enable_metrics", "metrics"), _METRICS),
+    "node_rank": "leave it out: ranks are numbered in the order in which they join (docs/parallelism.md)",
+    "mm_processor_kwargs": "leave it out: preprocessor_config.json has it, and a request's `detail` reads a picture smaller",
+    "language_model_only": "max_images=0 leaves the image encoder out",
+    "enable_multimodal": "leave it out: a model with an image encoder takes pictures unless max_images is 0",
+    "allowed_local_media_path": "leave it out: no files of the server are read; send pictures as data: URIs",
+    "n_gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
+    "gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
+    "flash_attn": "leave it out: attention never holds its whole matrix",
+    "mmproj": "leave it out: image encoders are read from safetensors",
+}
+"""Settings of other engines that are not needed here, with the reason."""
+
+
+OF_SERVE = (
+    *("served_model_name", "enable_sleep_mode", "logits_processors", "reasoning_parser"),
+    *("tool_call_parser", "otlp_endpoint", "drain_timeout", "cors_origin", "allowed_media_hosts"),
+)
+"""Options of `slipstream serve` that are no settings of an engine."""

@@ -1,0 +1,263 @@
+"""Pool of KV cache blocks: reference counts, the free list, and cached blocks.
+
+1. `ref_count` is the number of sequences that hold a block. Blocks with `ref_count` 0 are in the
+   free list.
+2. A free block may still be *cached*: it keeps the tokens of its key, and a sequence with the same
+   prefix takes it back.
+3. Blocks are allocated from the head of the free list. The order is: used blocks without cached
+   contents, the latest released first; blocks that were never used; cached blocks, the least
+   recently used first, or in the order of their value (`EvictionOrder`). So no prefix is lost while
+   another block is free, and memory that the operating system has not yet handed out is touched
+   last.
+4. A sequence releases its last block first, so its tail is reused before its head.
+5. Block 0 is the null block. Padding is written to it, and it replaces released blocks in block
+   tables. No sequence holds it.
+
+Every operation takes constant time per block, apart from the order's own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from slipstream.errors import ConfigError
+
+NULL_BLOCK = 0
+
+
+class EvictionOrder(Protocol):
+    """An order of the free cached blocks other than by their last use."""
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Take in cached blocks that nobody holds any more."""
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """Give out free blocks to a holder."""
+
+    def take(self, count: int) -> list[int]:
+        """Take the blocks to evict. There are as many."""
+
+    def following(self, block: int) -> Sequence[int]:
+        """Blocks of the same chain from a cached one on, as far as they are known."""
+
+    def discard(self, block: int) -> None:
+        """Forget a block that is held, or was removed."""
+
+    def forget_all(self) -> None:
+        """Let go of what is known of all blocks. The free ones stay, to be evicted."""
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ConfigError(
+                f"num_blocks={num_blocks}: the null block and at least one more are needed",
+                field="num_blocks",
+            )
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.ref_counts[NULL_BLOCK] = 1  # always
+        self.hashes: list[bytes | None] = [None] * num_blocks  # the keys of cached blocks
+        self._cached: dict[bytes, int] = {}
+        self.changes: dict[bytes, bool] | None = None
+        """Keys cached (True) or forgotten (False) since the listener last emptied it.
+
+        None without `listen`.
+        """
+        self.forgotten: list[bytes] | None = None
+        """Keys of blocks that were forgotten, in order, for a listener that empties it. None without one."""
+        # Doubly linked list of the free blocks. The extra last element is a sentinel: it precedes
+        # the head and follows the tail.
+        self._end = num_blocks
+        self._next = [*range(1, num_blocks + 1), 1]
+        self._previous = [*range(-1, num_blocks)]
+        self._previous[1] = self._end
+        self.num_free = num_blocks - 1
+        self.order: EvictionOrder | None = None
+        """Order of the free cached blocks, which are then not in the list. Set it before the first block is cached."""
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that sequences can hold: all but the null block."""
+        return self.num_blocks - 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, with one holder each.
+
+        Their cached contents are forgotten. At least `count` blocks must be free.
+        """
+        assert count <= self.num_free, "allocate() beyond num_free"
+        taken, following, end = [], self._next, self._end
+        block = following[end]
+        for _ in range(count):
+            if block == end:
+                break  # the others are in the order
+            if self.hashes[block] is not None:
+                self.forget(block)
+            self.ref_counts[block] = 1
+            taken.append(block)
+            block = following[block]
+        following[end], self._previous[block] = block, end  # they were at the head
+        self.num_free -= count
+        if self.order is not None and len(taken) < count:
+            for block in self.order.take(count - len(taken)):
+                self.forget(block)
+                self.ref_counts[block] = 1
+                taken.append(block)
+        return taken
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add one holder to each block. A free (cached) block leaves the free list."""
+        counts, free = self.ref_counts, list[int]()
+        for block in blocks:
+            if counts[block]:
+                counts[block] += 1
+            else:
+                counts[block] = 1
+                free.append(block)
+        if free:
+            self._unlink(free)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Remove one holder from each block, starting with the last block."""
+        counts, free = self.ref_counts, list[int]()
+        for block in reversed(blocks):
+            counts[block] = left = counts[block] - 1
+            if not left:
+                free.append(block)
+        if free:
+            self._link(free)
+
+    def num_blank(self, most: int) -> int:
+        """Number of free blocks outside the order, at most `most`."""
+        block, count = self._next[self._end], 0
+        while block != self._end and count < most:
+            block, count = self._next[block], count + 1
+        return count
+
+    def lookup(self, key: bytes) -> int | None:
+        return self._cached.get(key)
+
+    def chain(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the leading keys of a chain that are cached.
+
+        A key covers all tokens before it, so one comparison finds as many blocks as the order has together.
+        """
+        found: list[int] = []
+        get, hashes = self._cached.get, self.hashes
+        while (begin := len(found)) < len(keys) and (block := get(keys[begin])) is not None:
+            run = (block,) if self.order is None else self.order.following(block)
+            most = min(len(run), len(keys) - begin)
+            if hashes[run[most - 1]] != keys[begin + most - 1]:
+                same = range(1, most)
+                most = bisect_left(same, True, key=lambda n: hashes[run[n]] != keys[begin + n]) + 1
+            found += run[:most]
+        return found
+
+    def lookups(self, keys: Iterable[bytes]) -> list[int | None]:
+        return list(map(self._cached.get, keys))
+
+    def register(self, block: int, key: bytes) -> bool:
+        """Cache `block` under `key`. False if the key or the block is already cached."""
+        if key in self._cached or self.hashes[block] is not None:
+            return False
+        self._cached[key] = block
+        self.hashes[block] = key
+        if self.changes is not None:
+            self.changes[key] = True
+        return True
+
+    def forget(self, block: int) -> None:
+        """Remove the block from the cache."""
+        key = self.hashes[block]
+        if key is not None:
+            self.hashes[block] = None
+            del self._cached[key]
+            if self.changes is not None:
+                self.changes[key] = False
+            if self.forgotten is not None:
+                self.forgotten.append(key)
+
+    def drop(self, block: int) -> None:
+        """Forget a cached block, which is then among the first to be used."""
+        if self.ref_counts[block] == 0:
+            self._unlink((block,))
+        if self.order is not None:
+            self.order.discard(block)
+        self.forget(block)
+        if self.ref_counts[block] == 0:
+            self._link((block,))
+
+    def forget_all(self) -> None:
+        if self.order is not None:
+            self.order.forget_all()
+        for block in list(self._cached.values()):
+            self.drop(block)
+
+    def listen(self, on: bool) -> None:
+        """Start or stop recording changes."""
+        self.changes = {} if on else None
+
+    def cached_keys(self) -> list[bytes]:
+        """Keys of the cached blocks, the least recently registered first."""
+        return list(self._cached)
+
+    def is_writable(self, block: int, num_leaving: int = 0) -> bool:
+        """True if an uncached block has one holder, apart from `num_leaving` pending copies."""
+        return self.ref_counts[block] == 1 + num_leaving and self.hashes[block] is None
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        free, block = [], self._next[self._end]
+        while block != self._end:
+            free.append(block)
+            assert self._previous[self._next[block]] == block
+            block = self._next[block]
+        if self.order is not None:
+            self.order.check()
+            free += [
+                b for b, n in enumerate(self.ref_counts) if not n and self.hashes[b] is not None
+            ]
+        assert len(free) == len(set(free)) == self.num_free
+        assert NULL_BLOCK not in free
+        assert self.hashes[NULL_BLOCK] is None
+        assert {b for b in range(self.num_blocks) if self.ref_counts[b] == 0} == set(free)
+        assert all(count >= 0 for count in self.ref_counts)
+        assert {b: k for k, b in self._cached.items()} == {
+            b: k for b, k in enumerate(self.hashes) if k is not None
+        }
+
+    def _cached_and_others(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        hashes = self.hashes
+        if None not in map(hashes.__getitem__, blocks):
+            return blocks, ()  # mostly
+        others = [b for b in blocks if hashes[b] is None]
+        return [b for b in blocks if hashes[b] is not None], others
+
+    def _link(self, blocks: Sequence[int]) -> None:
+        """Take free blocks in: cached ones at the list's tail, or into the order; others at the head."""
+        self.num_free += len(blocks)
+        following, previous, hashes = self._next, self._previous, self.hashes
+        if self.order is not None:
+            cached, blocks = self._cached_and_others(blocks)
+            self.order.add(cached)
+        for block in blocks:
+            before = self._end if hashes[block] is None else previous[self._end]
+            after = following[before]
+            following[before], previous[block] = block, before
+            following[block], previous[after] = after, block
+
+    def _unlink(self, blocks: Sequence[int]) -> None:
+        self.num_free -= len(blocks)
+        following, previous = self._next, self._previous
+        if self.order is not None:
+            cached, blocks = self._cached_and_others(blocks)
+            self.order.remove(cached)
+        for block in blocks:
+            before, after = previous[block], following[block]
+            following[before], previous[after] = after, before
