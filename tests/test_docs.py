@@ -27,7 +27,9 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SERVED = {ROOT / "docs" / "server.md", *(ROOT / "docs" / "server").glob("*.md")}
-TUTORIALS = set((ROOT / "docs" / "tutorials").glob("*.md"))  # tests/test_tutorials.py
+TUTORIALS = {  # tests/test_tutorials.py and test_howtos.py
+    page for folder in ("tutorials", "howto") for page in (ROOT / "docs" / folder).glob("*.md")
+}
 DOCS = [path for path in PAGES if path not in SERVED | TUTORIALS and path.name != "CONTRIBUTING.md"]
 NOT_RUN = ("./quickstart",)  # .ci/run does, from a fresh clone
 EXAMPLES = [

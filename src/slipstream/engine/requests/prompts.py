@@ -187,9 +187,10 @@ class PromptReader:
 
     def too_long(self, num_tokens: int) -> ContextLengthError:
         return ContextLengthError(
-            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}; shorten it"
+            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}. Please reduce"
+            " the length of the input prompt"
             + (
-                " or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
+                ", or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
                 if self.description and self.description.spec.is_encoder
                 else ""
             ),

@@ -62,7 +62,8 @@ class TextsProcessor:
             truncate_to == 0 or truncate_to < -1 or truncate_to > limit
         ):
             raise RequestError(
-                f"it must be −1 or from 1 to {limit}, got {truncate_to}",
+                f"truncate_prompt_tokens must be −1 or from 1 to {limit}, got {truncate_to}. Please "
+                "request a smaller truncation size",
                 field="truncate_prompt_tokens",
             )
         room = limit if truncate_to == -1 else truncate_to

@@ -118,10 +118,11 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def read_template(name: str) -> str:
-    """A chat template from a file. ConfigError (field "chat_template") if it is none: no text, no Jinja, or it does not show
-    what a user says."""
+    """A chat template from a file, or `name` itself if it is Jinja. ConfigError (field "chat_template") if it is none: no
+    text, no Jinja, or it does not show what a user says."""
+    is_text = "{{" in name or "{%" in name  # as vLLM takes it
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        text = name if is_text else Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(
