@@ -12,7 +12,6 @@ from torch import Tensor
 from slipstream.kernels.arrays import to_array, to_tensor
 from slipstream.kernels.weights.forms import Linear, ScaledLinear, SplitLinear
 from slipstream.kernels.weights.quantize import pack4
-from slipstream.model.stored.packing import code_pairs, group_scales
 from slipstream.model.stored.parts import unpack_words
 from slipstream.model.stored.rounded import RoundedTensors
 from slipstream.spec.parameters import Shape
@@ -72,10 +71,11 @@ class RoundedWeights(RoundedTensors):
         return to_tensor(unpack_words(to_array(words), bits, count)).int() + 8
 
     def code_pairs(self, octets: Tensor) -> Tensor:
-        return code_pairs(octets)
+        return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1).int()
 
     def group_scales(self, value: Tensor, fmt: WeightFormat) -> Tensor:
-        return group_scales(fmt, value)
+        value = value.float()
+        return torch.exp2(value - 127) if fmt.scale_type == "e8m0" else value
 
     def nibbles(self, words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
         return torch.stack([words >> 4 * i & 15 for i in order], dim=-1).flatten(1)

@@ -50,18 +50,6 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     return products.flatten(1)
 
 
-def group_scales(fmt: WeightFormat, value: Tensor) -> Tensor:
-    """Returns stored scales of any type in float32."""
-    if fmt.scale_type == "e8m0":
-        return torch.exp2(value.float() - 127)
-    return value.float()
-
-
-def code_pairs(octets: Tensor) -> Tensor:
-    """Unpacks bytes [rows, n] to codes int32 [rows, 2 n], the low halves first."""
-    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1).int()
-
-
 def tensor_numbers(fmt: WeightFormat, parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
     """`parts.array_numbers` of tensors in host memory."""
     arrays = {name: to_array(value) for name, value in parts.items()}
