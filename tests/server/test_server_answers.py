@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -20,13 +18,11 @@ from slipstream.messages.logprobs import PromptLogprobs, TokenLogprobs
 from slipstream.messages.outputs import TokenOutput
 from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
-from tests.data.make_tokens import write_gguf
+from tests.data.make_tokens import golden_tokens, write_gguf
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
-GOLDEN = json.loads(
-    (Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8")
-)
+GOLDEN = golden_tokens()
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEMPLATED = "user:hello\nassistant:"
 

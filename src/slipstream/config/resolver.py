@@ -48,7 +48,8 @@ from slipstream.errors import ConfigError
 from slipstream.spec.cache import attention_depth, state_interval
 from slipstream.spec.devices.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.scheme import GPU_BLOCK_BYTES, NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.stored.gguf_types import FORMS as GGUF_FORMS
 from slipstream.spec.stored.native_formats import is_product
 
 if TYPE_CHECKING:
@@ -584,7 +585,7 @@ def _parameters_of_4_bits(
             if fmt.product in FOUR_BITS and ".experts." not in name
         )
     scheme = None if quantization is None else SCHEMES[quantization]
-    if scheme is None and model.gguf_type in GPU_BLOCK_BYTES:
+    if scheme is None and model.gguf_type in GGUF_FORMS:
         own = (n for n in model.shapes if is_product(n) and ".experts." not in n)
         return sum(math.prod(model.shapes[name]) for name in own)
     if scheme is None or scheme.experts_only or scheme.name not in FOUR_BITS:
