@@ -36,12 +36,14 @@ class Rendering:
             if isinstance(prompt, str):
                 tokens = await text_tokens(self.state, prompt)
             else:
+                assert "prompt_token_ids" in prompt
                 tokens = list(prompt["prompt_token_ids"])
             found.append({"token_ids": tokens})
         return json_response(found)
 
     def _checked(self, body: Body) -> Body:
-        require_model(self.state, body.model)
+        if body.model is not None:
+            require_model(self.state, body.model)
         if body.truncate_prompt_tokens is not None:
             raise bad_request("prompts are not cut here; leave it out", "truncate_prompt_tokens")
         return body
