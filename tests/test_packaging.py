@@ -135,6 +135,26 @@ def test_quickstart_without_a_clone_asks_for_a_wheel(clone):
     assert "give a wheel with --wheel FILE" in ran.stderr
 
 
+def test_nothing_advises_to_install_by_the_name_alone():
+    """It is another project's on the package index."""
+    folders = [ROOT / name for name in ("src", "docs", "packaging", "examples", ".github")]
+    texts = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    advice = re.compile(
+        r"(?:install|uvx|--from) +(?:-\S+ +)*['\"]?slipstream(?![-/.\w])(?!\[[^]]*\] @)"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (*texts, ROOT / "README.md", ROOT / "quickstart", ROOT / "CONTRIBUTING.md")
+        if path.suffix in ("", ".md", ".py", ".sh", ".yml", ".yaml", ".txt", ".html", ".js")
+        for line in path.read_text("utf-8").splitlines()
+        if advice.search(line) and "uninstall" not in line
+    ]
+    assert not found
+    assert advice.search("pip install 'slipstream[vision]'")
+    assert advice.search("uvx slipstream run")
+    assert not advice.search("pip install 'slipstream[vision] @ file:///s.whl'")
+
+
 # --- images ----------------------------------------------------------------------------------------
 
 

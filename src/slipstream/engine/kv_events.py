@@ -35,7 +35,7 @@ class PublishingCacheEvents(Listener):
         self._events: list[list[Any]] = []
         self._forgotten: list[bytes] = []
         self._number = 0
-        self._socket: Any = zmq.Context.instance().socket(zmq.PUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.linger = 0
         self._socket.sndhwm = 100_000  # batches that wait for a slow reader
         try:
