@@ -181,7 +181,7 @@ class ModelRunner(Runner):
     ) -> Callable[[TokenMask], InFlightStep]:
         """Make the draw of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
-        if output.sampled.requests:
+        if output.sampled.requests and self.platform.is_asynchronous:
             ready = (
                 output.forward.logits(output.sampled_states),
                 sampling_tensors(self.rows, output.sampled),
@@ -254,8 +254,10 @@ class ModelRunner(Runner):
             own = output.sampled_states if ready is None else None
             tokens = forward.greedy(own) if own is not None and batch.is_greedy else None
             if tokens is None:
-                logits, params = ready or (forward.logits(output.sampled_states), None)
-                drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
+                drawn = None if own is None else forward.drawn(own, self.rows, sampled, mask)
+                if drawn is None:
+                    logits, params = ready or (forward.logits(own), None)
+                    drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
                 tokens, logprobs = drawn.tokens, drawn.logprobs
                 extras += drawn.extras
             self.rows.write(sampled.rows, sampled.positions, tokens)
@@ -287,7 +289,7 @@ class ModelRunner(Runner):
         self._begun, done = begun, begun.done
         if done is None:
             self.settle()
-        return InFlightStep(plan, begun.sampled, begun.tokens, done)
+        return InFlightStep(plan, begun.sampled, begun.tokens, done, begun.logprobs)
 
     def settle(self) -> None:
         """Wait for a step that a CPU still computes, and write its tokens where the next step reads them."""

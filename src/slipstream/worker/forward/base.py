@@ -15,11 +15,12 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape
+from slipstream.types import StepPlan, StepShape, TokenMask
 from slipstream.worker.forward.state_cache import StateCache
 from slipstream.worker.image_rows import needs_images
 from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
 from slipstream.worker.rows import RowTable
+from slipstream.worker.sampling.draws import BestLogprobs, DrawnTokens
 from slipstream.worker.step_shape import shape_of
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class BegunStep:
     done: Event | None  # None: the step is done
     cache: StateCache | None
     states: tuple[Tensor, AttentionMetadata]
+    logprobs: BestLogprobs | None = None
 
     def finish(self) -> None:
         """Wait for the step, and keep its states."""
@@ -210,6 +212,15 @@ class Forward(ABC):
 
         The logits are not written to memory. Of equal logits the first wins. None if this path must
         write logits.
+        """
+        return None
+
+    def drawn(
+        self, hidden: Tensor, table: RowTable, sampled: SampledRows, mask: TokenMask | None
+    ) -> DrawnTokens | None:
+        """Tokens of hidden states [N, E], drawn among those that `mask` allows.
+
+        None if this path can't draw what the requests ask for without its logits.
         """
         return None
 
