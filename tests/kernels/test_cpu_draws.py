@@ -21,7 +21,11 @@ from tests.kernels.draws import (
     tensors,
 )
 
-POOLS = {isa: ThreadPool(2, isa) for isa in native.instruction_sets(emulated=False) if isa=="avx512-bf16"}
+POOLS = {
+    isa: ThreadPool(2, isa)
+    for isa in native.instruction_sets(emulated=False)
+    if isa == "avx512-bf16"
+}
 
 
 @pytest.mark.parametrize("isa", POOLS)

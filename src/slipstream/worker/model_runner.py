@@ -181,16 +181,17 @@ class ModelRunner(Runner):
     ) -> Callable[[TokenMask], InFlightStep]:
         """Make the draw of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
-        if output.sampled.requests and self.platform.is_asynchronous:
+        if output.sampled.requests and output.end is None and self.platform.is_asynchronous:
             ready = (
                 output.forward.logits(output.sampled_states),
                 sampling_tensors(self.rows, output.sampled),
             )
 
         def draw_by(mask: TokenMask) -> InFlightStep:
+            num_cold = self._num_cold
             with self.platform.values.inference():
                 step = self.sample(batch, batch.step[0], output, mask, ready)
-            step.drafts, step.is_cold = drafts, is_cold
+            step.drafts, step.is_cold = drafts, is_cold or self._num_cold > num_cold
             return step
 
         return draw_by
@@ -246,6 +247,8 @@ class ModelRunner(Runner):
         pooled = self._pool(plan, output) if self.rows.wanting["vector"] else None
         if not sampled.requests:
             return InFlightStep(plan, None, NO_ROWS, self.platform.record(), None, extras, pooled)
+        if mask is not None and output.end is not None:
+            output.end(mask)
         tokens, logprobs = output.tokens, None
         if output.logprobs is not None:
             which, counts = wanted_logprobs(self.rows, sampled)

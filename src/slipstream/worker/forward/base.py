@@ -6,7 +6,7 @@ Values are tensors or NumPy arrays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -145,6 +145,8 @@ class Output:
     tokens: Tensor | None = None
     # with `tokens`, if requests want them: packed log-probabilities (`OpSet.packed_logprobs`)
     logprobs: Tensor | None = None
+    # with grammars, if a graph draws: sets `tokens` and `logprobs`, unless the masks are too many
+    end: Callable[[TokenMask], None] | None = None
     num_decodes: int = 0
     padding: int = 0
 
