@@ -116,6 +116,18 @@ static float least_of_top_p(const float* w, int64_t n, float top_p, float floor,
     return last_needed(w, n, true, wanted, low, high, at_low, at_high, room);
 }
 
+static uint64_t mixed_bits(uint64_t x) {  // SplitMix64's
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+static double uniform(int64_t seed, int64_t position) {  // in (0, 1); `uniform` in kernels/cpu/sampling.py has the same bits
+    constexpr uint64_t golden = 0x9E3779B97F4A7C15u;
+    const uint64_t x = mixed_bits(mixed_bits((uint64_t)seed + (uint64_t)position * golden) + golden);
+    return ((double)(x >> 41) + 0.5) / 8388608.0;
+}
+
 // A token of x [size]. scratch: 2 · size + 32 floats.
 static int64_t draw_any(const DrawParams& d, const float* x, int64_t size, float* scratch) {
     const int64_t likeliest = argmax(x, size);
@@ -139,7 +151,7 @@ static int64_t draw_any(const DrawParams& d, const float* x, int64_t size, float
         masses[n] = above(w + i, size - i < part ? size - i : part, least).mass;
         total += masses[n];
     }
-    const double target = d.u * total;
+    const double target = uniform(d.seed, d.position) * total;
     double running = 0.0;
     int64_t last = likeliest;  // if rounding leaves none
     for (int64_t i = 0, n = 0; i < size; i += part, n++) {

@@ -27,7 +27,7 @@ struct LinearArgs {
 };
 
 struct DrawParams {  // ss_draw_params
-    double u;
+    int64_t seed, position;
     const uint32_t* mask;
     int32_t* logprobs;
     int64_t token;

@@ -171,7 +171,7 @@ SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t ki
                                  const float* bias);
 
 typedef struct {  // how a row's token is drawn
-    double u;  // in (0, 1)
+    int64_t seed, position;  // a number in (0, 1) comes of these alone
     const uint32_t* mask;  // bits of the tokens that may be drawn, mask_words of them; null: all may
     int32_t* logprobs;  // where the log-probabilities of the logits go, without the mask; null: they are not wanted
     int64_t token;  // at least 0: this one, and none is drawn

@@ -13,7 +13,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.arrays import address
 from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.sampling import array, uniform
+from slipstream.kernels.cpu.sampling import array
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Argmax:
 
 DRAW_PARAMS = np.dtype(
     [
-        *(("u", "f8"), ("mask", "u8"), ("logprobs", "u8"), ("token", "i8")),
+        *(("seed", "i8"), ("position", "i8"), ("mask", "u8"), ("logprobs", "u8"), ("token", "i8")),
         *(("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4")),
         *(("mask_words", "i4"), ("num_top", "i4")),
     ]
@@ -136,14 +136,15 @@ def draw_params(
     count: int,
     params: SamplingTensors | None,
     beyond: Beyond = Beyond(),  # noqa: B008
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
-    """Parameters [S] of a draw, without `params` a greedy one, and where log-probabilities go, int32
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    """The bytes [S, n] of a draw's parameters, without `params` a greedy one's, and where log-probabilities go, int32
     [S, 2 + 2 · num_top]. Those of biases and penalties are not among them."""
     made = np.zeros((count, 1), DRAW_PARAMS)
     if params is not None and not params.all_greedy:
         for name in ("temperature", "top_p", "min_p", "top_k"):
             made[name][:, 0] = array(getattr(params, name))
-        made["u"][:, 0] = uniform(array(params.seeds), array(params.history_lens))
+        made["seed"][:, 0] = array(params.seeds)
+        made["position"][:, 0] = array(params.history_lens)
     made["token"] = -1 if beyond.tokens is None else beyond.tokens[:, None]
     if beyond.mask is not None:
         (rows, which), bits = beyond.mask
@@ -154,7 +155,8 @@ def draw_params(
         made["num_top"] = beyond.num_top
         places = np.array(beyond.logprobs, np.int64)
         made["logprobs"][places, 0] = address(packed) + places * packed.strides[0]
-    return made, packed
+    # as bytes: NumPy describes the fields of other arrays with each question for their address
+    return made.view(np.uint8), packed
 
 
 class RowDraws:
