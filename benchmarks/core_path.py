@@ -36,7 +36,10 @@ TINY = dict(
     vocab_size=512,
 )
 PROMPTS: list[Any] = [{"prompt_token_ids": [3 + i] * (20 + 30 * i)} for i in range(3)]
-IN_ENGINE_PROCESS = ("engine/core_loop.py", "engine/core_messages.py")  # counted whole
+IN_ENGINE_PROCESS = (
+    "engine/process/core_loop.py",
+    "engine/process/core_messages.py",
+)  # counted whole
 ONLY_HERE = ("engine/llm.py", "engine/progress.py")  # how the engine runs in this process
 
 

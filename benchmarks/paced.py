@@ -15,12 +15,12 @@ from typing import Any
 COMMON = range(300, 3300)
 """Tokens of answers: as many kinds as a text has, which stand in the first thousands of a vocabulary."""
 
-CORE = "slipstream.engine.core_process"
+CORE = "slipstream.engine.process.core_process"
 
 
 def pace(step_s: float) -> None:
     """Engine processes that this process starts are paced."""
-    from slipstream.engine import core_client
+    from slipstream.engine.process import core_client
 
     def started(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
         if command[1:3] == ["-m", CORE]:
@@ -36,7 +36,7 @@ def run_core(step_s: float, address: str) -> int:
     """The engine's process."""
     import numpy as np
 
-    from slipstream.engine import core_process
+    from slipstream.engine.process import core_process
     from slipstream.worker.in_flight import InFlightStep
     from slipstream.worker.model_runner import ModelRunner
 

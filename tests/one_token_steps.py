@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cache_tensors import cache_tensors
+from slipstream.kernels.cache.tensors import cache_tensors
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.states import LayerState, StateMetadata, layer_state
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import Scheme
 from tests import tiny_models

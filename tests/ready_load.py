@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs
-from slipstream.types import StructuredOutputsParams
+from slipstream.params.answer_forms import StructuredOutputsParams
 from tests.gpu.test_engine_gpu import SHAPES
 
 LIMITS = {"max_num_batched_tokens": 2048, "kv_cache_bytes": 2**28}

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from slipstream.base.other_engines import _BY_REASON, NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.cli.main import build_parser
 from slipstream.cli.parser import UsageError
 from slipstream.config import EngineArgs
-from slipstream.other_engines import _BY_REASON, NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.server.state import ServerSettings
 
 MEANT = {

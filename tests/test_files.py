@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from slipstream.base.files import parse_json, read_yaml
 from slipstream.bench.workload import read_lengths
 from slipstream.cli.options import parse_object
 from slipstream.compress.recipe import read_recipe, recipe_of
 from slipstream.config.engine_folder import ENGINE_NAME, SERVE_NAME, read_engine_folder
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.evals.tasks import read_questions
-from slipstream.files import parse_json, read_yaml
 from slipstream.fleet.config import read as read_fleet
 from slipstream.optimize.traffic import read_trace
 from slipstream.simulate.traffic import read_trace as read_planned

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from slipstream import hub
+from slipstream.base.files import waited_for
 from slipstream.errors import DownloadError
-from slipstream.files import waited_for
 from slipstream.hub import FetchOptions, check_name, find_cached, resolve_model
 from slipstream.hub.client import HubClient
 from slipstream.hub.listing import find_models, list_models, remove_model

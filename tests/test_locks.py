@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
+from slipstream.base.files import open_new, open_private, sole_writer, waited_for, write_whole
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.files import open_new, open_private, sole_writer, waited_for, write_whole
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from slipstream.files import sole_writer
+from slipstream.base.files import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

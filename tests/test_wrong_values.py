@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.arguments import likely_value
+from slipstream.base.arguments import likely_value
 from slipstream.config.settings import EngineArgs, one_of
 from slipstream.engine.text.tools import ROLES, for_template
 from slipstream.errors import ConfigError, RequestError

@@ -34,8 +34,9 @@ from slipstream.config import EngineArgs
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.hub import resolve_model
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.spec.description import read_spec
-from slipstream.types import EngineRequest, ScheduledRequest, StepPlan
 
 
 def schema(rng: random.Random, num_properties: int) -> dict[str, Any]:

@@ -27,11 +27,11 @@ import torch
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import Arena
-from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import add_linear
-from slipstream.kernels.weights import ScaledLinear
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.cpu.program.programs import add_linear
+from slipstream.kernels.weights.forms import ScaledLinear
 
 SHAPES = ("576x1536", "3072x576", "4096x4096", "4096x14336")
 ZEROS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, "2:4")

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from slipstream.costs.hardware import available_cores
-from slipstream.kernels.cpu import arrays, native, recurrent
+from slipstream.kernels.cpu import arrays, native
 from slipstream.kernels.cpu.native import CEILINGS, StepInputs
 from slipstream.kernels.cpu.native_interface import LayerPointers
-from slipstream.kernels.cpu.native_program import Program, point_at
+from slipstream.kernels.cpu.program import recurrent
+from slipstream.kernels.cpu.program.native_program import Program, point_at
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.states import (
     ConvParams,

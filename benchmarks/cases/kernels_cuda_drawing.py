@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.reference import uniform
+from slipstream.kernels.plain.reference import uniform
 from slipstream.kernels.triton import drawing, sampling
 from slipstream.kernels.triton.tuning import microseconds
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.triton import TritonOps

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.quantize import dequantize, round_linear
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.products import float4, gguf
 from slipstream.kernels.triton.tuning import microseconds
-from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, Linear, chunk_of
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows, GroupedLinear, Linear, chunk_of
+from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.model.load.random_weights import _random_rows
 from slipstream.model.stored import gguf_quants
 from slipstream.spec.model import DenseSpec, MoESpec

@@ -25,13 +25,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slipstream.cache_hints import NO_HINTS, CacheHints
 from slipstream.config import CacheConfig, SchedulingConfig
-from slipstream.core.block_pool import BlockPool
+from slipstream.core.cache.block_pool import BlockPool
 from slipstream.core.make import make_scheduler
 from slipstream.core.scheduler import Scheduler
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepResult
+from slipstream.params.cache_hints import NO_HINTS, CacheHints
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.model import CacheGroup
-from slipstream.types import EngineRequest, SamplingParams, StepResult
 
 ORDERS = ("lru", "value")
 DEPTH = 32768.0

@@ -34,20 +34,23 @@ from common import HERE, median, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.core_client import CoreLink
-from slipstream.engine.core_messages import Add, Outputs, ToParent
-from slipstream.engine.core_start import CoreSource
 from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.output import OutputProcessor
-from slipstream.engine.processor import InputProcessor
+from slipstream.engine.process.core_client import CoreLink
+from slipstream.engine.process.core_messages import Add, Outputs, ToParent
+from slipstream.engine.process.core_start import CoreSource
+from slipstream.engine.requests.processor import InputProcessor
 from slipstream.hub import machine_folder, resolve_model
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import TokenOutput
+from slipstream.params.options import RequestOptions
+from slipstream.params.sampling import SamplingParams
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer
 from slipstream.server.openai.protocol import ChatRequest, decode
 from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
-from slipstream.types import FinishReason, RequestOptions, SamplingParams, TokenOutput
 
 TEXT = (HERE.parent / "docs" / "server" / "openai.md").read_text("utf-8")
 RUNS = 5

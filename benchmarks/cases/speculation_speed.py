@@ -44,7 +44,7 @@ import common
 
 from slipstream import LLM, SamplingParams
 from slipstream.compress.training.teacher import read_questions
-from slipstream.types import ScheduledRequest
+from slipstream.messages.steps import ScheduledRequest
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
 
 CODE = """def read_{0}(path):
@@ -216,7 +216,7 @@ def forced(args: argparse.Namespace) -> None:
     }
     settings["num_threads"] = args.num_threads
     wanted = [(config, args.forced) for config in args.config or []]
-    for number, yielded in enumerate(args.curve or [], 1):
+    for number, yielded in ((n, x) for n, x in enumerate(args.curve or [], 1) if x):
         by = {"quantization": args.quantization} if args.quantization else {}
         wanted.append(({"method": "mtp", "num_speculative_tokens": number, **by}, yielded))
     engines: list[tuple[str, Any, float, bool]] = [("plain", None, 1.0, False)]
@@ -320,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         metavar="X",
-        help="like --forced, of the model's own layer: a verification of 1, 2, … drafts is said to yield X, … tokens",
+        help="like --forced, of the model's own layer: a verification of 1, 2, … drafts is said to yield X, … tokens; 0 leaves a number out",
     )
     parser.add_argument(
         "--op-by-op",

@@ -19,13 +19,13 @@ from collections.abc import Callable
 import numpy as np
 from cases.steps_scheduler import make_scheduler
 
-from slipstream.beam_messages import BeamsRequest
 from slipstream.core.participants.beams import Beams
 from slipstream.engine.beams import BeamSearches
-from slipstream.logprob_messages import SampledLogprobs
-from slipstream.sampling_params import MAX_LOGPROBS
-from slipstream.search_params import BeamSearchParams
-from slipstream.types import StepPlan, StepResult
+from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.logprobs import SampledLogprobs
+from slipstream.messages.steps import StepPlan, StepResult
+from slipstream.params.checks import MAX_LOGPROBS
+from slipstream.params.search import BeamSearchParams
 
 VOCAB, MAX_SAMPLED = 50_400, 4096
 

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.make import make_scheduler as make_scheduler_of
 from slipstream.core.scheduler import Scheduler
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepResult
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.model import CacheGroup
-from slipstream.types import EngineRequest, SamplingParams, StepResult
 
 STEPS = 200
 

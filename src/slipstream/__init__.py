@@ -14,31 +14,31 @@ _PUBLIC = {
     "AsyncLLM": "slipstream.engine.async_llm",
     "EngineArgs": "slipstream.config",
     "EngineConfig": "slipstream.config",
-    "SamplingParams": "slipstream.types",
-    "StructuredOutputsParams": "slipstream.answer_forms",
-    "LoRARequest": "slipstream.lora_request",
-    "RequestOptions": "slipstream.types",
-    "BeamSearchParams": "slipstream.search_params",
-    "PoolingParams": "slipstream.search_params",
-    "TextPrompt": "slipstream.types",
-    "TokensPrompt": "slipstream.types",
+    "SamplingParams": "slipstream.params.sampling",
+    "StructuredOutputsParams": "slipstream.params.answer_forms",
+    "LoRARequest": "slipstream.params.lora_request",
+    "RequestOptions": "slipstream.params.options",
+    "BeamSearchParams": "slipstream.params.search",
+    "PoolingParams": "slipstream.params.search",
+    "TextPrompt": "slipstream.params.prompts",
+    "TokensPrompt": "slipstream.params.prompts",
     "RequestOutput": "slipstream.outputs",
     "CompletionOutput": "slipstream.outputs",
     "EmbeddingOutput": "slipstream.outputs",
     "ScoreOutput": "slipstream.outputs",
-    "ClassificationOutput": "slipstream.engine.pooled",
-    "EncodingOutput": "slipstream.engine.pooled",
+    "ClassificationOutput": "slipstream.engine.requests.pooled",
+    "EncodingOutput": "slipstream.engine.requests.pooled",
     "SlipstreamError": "slipstream.errors",
 }
 _VLLM = {
     "AsyncEngineArgs": ("slipstream.config", "EngineArgs"),
-    "PromptType": ("slipstream.types", "Prompt"),
+    "PromptType": ("slipstream.params.prompts", "Prompt"),
     "EmbeddingRequestOutput": ("slipstream.outputs", "EmbeddingOutput"),
     "ScoringOutput": ("slipstream.outputs", "ScoreOutput"),
     "ScoringRequestOutput": ("slipstream.outputs", "ScoreOutput"),
-    "ClassificationRequestOutput": ("slipstream.engine.pooled", "ClassificationOutput"),
-    "PoolingOutput": ("slipstream.engine.pooled", "EncodingOutput"),
-    "PoolingRequestOutput": ("slipstream.engine.pooled", "EncodingOutput"),
+    "ClassificationRequestOutput": ("slipstream.engine.requests.pooled", "ClassificationOutput"),
+    "PoolingOutput": ("slipstream.engine.requests.pooled", "EncodingOutput"),
+    "PoolingRequestOutput": ("slipstream.engine.requests.pooled", "EncodingOutput"),
 }
 """Names that vLLM has for some of these."""
 
@@ -54,19 +54,15 @@ if TYPE_CHECKING:
     from slipstream.config import EngineArgs, EngineConfig
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.engine.llm import LLM
-    from slipstream.engine.pooled import ClassificationOutput, EncodingOutput
+    from slipstream.engine.requests.pooled import ClassificationOutput, EncodingOutput
     from slipstream.errors import SlipstreamError
-    from slipstream.lora_request import LoRARequest
     from slipstream.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, ScoreOutput
-    from slipstream.types import (
-        BeamSearchParams,
-        PoolingParams,
-        RequestOptions,
-        SamplingParams,
-        StructuredOutputsParams,
-        TextPrompt,
-        TokensPrompt,
-    )
+    from slipstream.params.answer_forms import StructuredOutputsParams
+    from slipstream.params.lora_request import LoRARequest
+    from slipstream.params.options import RequestOptions
+    from slipstream.params.prompts import TextPrompt, TokensPrompt
+    from slipstream.params.sampling import SamplingParams
+    from slipstream.params.search import BeamSearchParams, PoolingParams
 
 __all__ = [
     "LLM",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.cli import options
 from slipstream.config import EngineArgs
-from slipstream.types import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 
 def parse(*words, **defaults):

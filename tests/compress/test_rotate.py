@@ -21,7 +21,7 @@ from slipstream.compress.quantize.rotate import (
 from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
-from slipstream.kernels.autograd import AutogradOps
+from slipstream.kernels.plain.autograd import AutogradOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec

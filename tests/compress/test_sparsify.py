@@ -238,7 +238,7 @@ def test_rounded_zeros_stay(steps, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all((p != 0).all() for n, p in theirs.named_parameters() if "proj" in n)
     model = load(tmp_path / "out")
-    from slipstream.kernels.quantize import dequantize
+    from slipstream.kernels.weights.quantize import dequantize
 
     for layer in model.decoder.layers:
         for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.up, layer.mlp.down):

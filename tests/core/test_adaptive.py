@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from tests.core.virtual_gpu import Mixed, Rates, Steady, VirtualGPU, poisson, tokens_a_second
 
 RIGHT = {

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.beam_messages import BeamStep
+from slipstream.core.cache.prefix_cache import extend_keys
 from slipstream.core.participants.beams import Beams
-from slipstream.core.prefix_cache import extend_keys
-from slipstream.types import FinishReason
+from slipstream.messages.beams import BeamStep
+from slipstream.messages.finish_reason import FinishReason
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, request
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.core.block_pool import BlockPool
+from slipstream.core.cache.block_pool import BlockPool
 
 
 def test_a_block_that_holds_nothing_is_used_again_at_once():

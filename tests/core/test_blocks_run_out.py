@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.request import Request
 from slipstream.core.step import StepBuilder
-from slipstream.types import FinishReason
+from slipstream.messages.finish_reason import FinishReason
 from tests.core.configs import BLOCK, config, window
 from tests.core.test_scheduler import Engine, request, scheduled
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from slipstream.core import policy
 from slipstream.core.policy import CacheAware, InFlightPolicy
-from slipstream.types import FinishReason, Share, ids_of
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.requests import ids_of
+from slipstream.params.options import Share
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 

@@ -12,10 +12,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.cache_hints import CacheHints
-from slipstream.core.block_pool import BlockPool
-from slipstream.core.cache_value import ValueOrder
-from slipstream.core.sessions import EDGES, IN_USE, NUM_BUCKETS, OwnPace, Pauses, Sessions, rate
+from slipstream.core.cache.block_pool import BlockPool
+from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.core.cache.sessions import (
+    EDGES,
+    IN_USE,
+    NUM_BUCKETS,
+    OwnPace,
+    Pauses,
+    Sessions,
+    rate,
+)
+from slipstream.params.cache_hints import CacheHints
 from slipstream.spec.cache import attention_depth
 from slipstream.spec.description import read_spec
 from tests.core.configs import BLOCK, FULL, config, window

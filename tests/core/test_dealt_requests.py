@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.logprob_messages import SampledLogprobs
-from slipstream.types import SamplingParams, StepPlan, StepResult
+from slipstream.messages.logprobs import SampledLogprobs
+from slipstream.messages.steps import StepPlan, StepResult
+from slipstream.params.sampling import SamplingParams
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, Worker, request

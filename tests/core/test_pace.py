@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.core.make import make_scheduler
 from slipstream.core.pace import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace
+from slipstream.messages.steps import ScheduledRequest, StepResult
 from slipstream.spec.description import read_spec
-from slipstream.types import ScheduledRequest, StepResult
 from tests.core.configs import config
 from tests.core.test_scheduler import Engine, request
 

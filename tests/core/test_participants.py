@@ -9,8 +9,9 @@ from slipstream.core.make import make_scheduler
 from slipstream.core.participants.base import Participant
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import AdapterError, EngineOverloadedError
-from slipstream.lora_request import LoRARequest
-from slipstream.types import FinishReason, SamplingParams
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.params.lora_request import LoRARequest
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import config
 from tests.core.test_scheduler import Engine, request
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from slipstream.core.cache.prefix_cache import extend_keys
 from slipstream.core.make import make_scheduler
-from slipstream.core.prefix_cache import extend_keys
-from slipstream.media import ImageSpan
-from slipstream.types import EngineRequest, SamplingParams, StepResult
+from slipstream.messages.media import ImageSpan
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepResult
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import BLOCK, config
 
 HOLDER = 9

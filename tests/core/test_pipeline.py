@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.scheduler import Scheduler
-from slipstream.types import SamplingParams, StepPlan, StepResult, StructuredOutputsParams
+from slipstream.messages.steps import StepPlan, StepResult
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import config
 from tests.core.test_scheduler import request
 

@@ -13,8 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slipstream.core.make import make_scheduler
 from slipstream.core.pooled import TextScheduler, TextSequences, int32
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
-from slipstream.text_messages import TextsPlan, TextsRequest, TextVectors, VectorOutput
-from slipstream.types import FinishReason, StepResult, TokenOutput
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.steps import StepResult
+from slipstream.messages.texts import TextsPlan, TextsRequest, TextVectors, VectorOutput
 from tests.core import configs
 from tests.core.configs import BLOCK
 

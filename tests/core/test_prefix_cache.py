@@ -9,11 +9,11 @@ from hashlib import blake2b
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.core.kv_cache_manager import KVCacheManager
-from slipstream.core.prefix_cache import extend_keys, root_key, salted
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.prefix_cache import extend_keys, root_key, salted
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.media import ImageSpan
+from slipstream.messages.media import ImageSpan
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 

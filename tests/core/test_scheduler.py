@@ -18,30 +18,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.beam_messages import LikeliestTokens
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
-from slipstream.core.block_pool import NULL_BLOCK
+from slipstream.core.cache.block_pool import NULL_BLOCK
+from slipstream.core.cache.shared_blocks import MIN_SHARED, shared_prefixes
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.beams import Beams
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.shared_blocks import MIN_SHARED, shared_prefixes
 from slipstream.core.step import FEW_REQUESTS, chunk_with_decodes
 from slipstream.errors import ContextLengthError, EngineOverloadedError
-from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs
-from slipstream.lora_request import LoRARequest
-from slipstream.text_messages import PooledVector, VectorOutput
-from slipstream.types import (
-    STATES,
-    EngineRequest,
-    FinishReason,
-    SamplingParams,
-    Share,
-    SharedPrefix,
-    StepPlan,
-    StepResult,
-    ids_of,
-)
+from slipstream.messages.beams import LikeliestTokens
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs, TokenLogprobs
+from slipstream.messages.requests import EngineRequest, ids_of
+from slipstream.messages.steps import STATES, SharedPrefix, StepPlan, StepResult
+from slipstream.messages.texts import PooledVector, VectorOutput
+from slipstream.params.lora_request import LoRARequest
+from slipstream.params.options import Share
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import BLOCK, CROSS, FULL, config, window
 
 STOP_TOKEN = 7

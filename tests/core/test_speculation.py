@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config.forms import HeadDrafts, NgramDrafts, SuffixDrafts
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.drafts.chains import Chains
 from slipstream.core.drafts.proposer import Proposal, Proposer
-from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.participants.speculation import LEVELS, Acceptance, Drafting, Speculation
 from slipstream.core.request import Request
 from slipstream.core.step_times import (
@@ -26,7 +26,9 @@ from slipstream.core.step_times import (
     _near,
     seconds_from,
 )
-from slipstream.types import EngineRequest, SamplingParams, StepTime
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepTime
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import config
 
 

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.cache_hints import CacheHints
 from slipstream.config.forms import MAX_DRAFTS
 from slipstream.core.tiers.rates import RATE_AGE_S, Rates
 from slipstream.core.tiers.tiers import PROBE_BLOCKS
 from slipstream.errors import ContextLengthError
-from slipstream.types import FinishReason
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.params.cache_hints import CacheHints
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, check_holders, request
 

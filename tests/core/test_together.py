@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from slipstream.core.tiers import tiers
 from slipstream.errors import ContextLengthError
-from slipstream.types import FinishReason, SamplingParams, Share
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.params.options import Share
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import FULL, config, window
 from tests.core.test_beams import Search
 from tests.core.test_scheduler import Engine, request

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.make import make_scheduler
-from slipstream.types import EngineRequest, SamplingParams, Share, StepResult
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepResult
+from slipstream.params.options import Share
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import config
 
 

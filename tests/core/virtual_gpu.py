@@ -18,7 +18,9 @@ from typing import Any
 from slipstream.config.forms import NO_DRAFTS, HeadDrafts
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.speculation import Speculation
-from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, StepTime
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepPlan, StepResult, StepTime
+from slipstream.params.sampling import SamplingParams
 from tests.core.configs import config
 
 PLAIN = {1: 2.319, 4: 2.879, 16: 3.133, 64: 3.797, 256: 6.851}

@@ -44,7 +44,7 @@ def corpus() -> str:
     rng = random.Random(7)
     parts = [
         (HERE.parent.parent / "src/slipstream" / name).read_text()
-        for name in ("types.py", "errors.py", "config/settings.py")
+        for name in ("messages/steps.py", "errors.py", "config/settings.py")
     ]
     words = [w for line in TEXTS for w in line.split(" ")]
     spaces = [" "] * 12 + [

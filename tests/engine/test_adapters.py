@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.beam_messages import BeamsRequest
 from slipstream.costs.memory import adapter_bytes
 from slipstream.errors import AdapterError, ConfigError, EngineOverloadedError, RequestError
-from slipstream.types import BeamSearchParams, EngineRequest, StructuredOutputsParams
+from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.search import BeamSearchParams
 from tests import adapters, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

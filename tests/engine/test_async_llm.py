@@ -13,9 +13,9 @@ import pytest_asyncio
 
 from slipstream import LLM, AsyncLLM, RequestOptions, SamplingParams
 from slipstream.config import EngineArgs
-from slipstream.engine.streams import collect
+from slipstream.engine.process.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
-from slipstream.types import DEFAULT_OPTIONS
+from slipstream.params.options import DEFAULT_OPTIONS
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -16,9 +16,10 @@ import pytest
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine import async_llm, core_client, core_operations, core_start
-from slipstream.engine.core_client import ChildLink
-from slipstream.engine.core_messages import (
+from slipstream.engine import async_llm
+from slipstream.engine.process import core_client, core_operations, core_start
+from slipstream.engine.process.core_client import ChildLink
+from slipstream.engine.process.core_messages import (
     Abort,
     Add,
     AddTexts,
@@ -28,14 +29,15 @@ from slipstream.engine.core_messages import (
     Rejected,
     Stats,
 )
-from slipstream.engine.core_start import MAX_FAST_DEATHS
-from slipstream.engine.streams import collect
+from slipstream.engine.process.core_start import MAX_FAST_DEATHS
+from slipstream.engine.process.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
-from slipstream.start_messages import Failed
-from slipstream.stats import EngineStats
-from slipstream.text_messages import VectorOutput
-from slipstream.types import FinishReason, TokenOutput
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.start import Failed
+from slipstream.messages.stats import EngineStats
+from slipstream.messages.texts import VectorOutput
 from slipstream.worker.device import detect
 from tests import tiny_models
 from tests.waiting import PATIENCE_S

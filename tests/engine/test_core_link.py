@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import zmq
 
-from slipstream.engine import core_client
-from slipstream.engine.core_client import CoreLink
-from slipstream.engine.core_messages import Abort, Outputs
-from slipstream.engine.core_start import socket_folder
+from slipstream.engine.process import core_client
+from slipstream.engine.process.core_client import CoreLink
+from slipstream.engine.process.core_messages import Abort, Outputs
+from slipstream.engine.process.core_start import socket_folder
 from slipstream.errors import EngineDeadError
 from tests.waiting import PATIENCE_S
 

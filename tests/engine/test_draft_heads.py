@@ -17,6 +17,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.ops import OpSet
+from slipstream.kernels.weights.forms import Linear, ScaledLinear
 from slipstream.model.draft_heads import target_ids
 from slipstream.spec.description import read_spec
 from slipstream.spec.drafts.head_readers import read_head
@@ -315,6 +316,19 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
     (rounded, num_bytes), (plain, most) = forms(quantization=None), forms(quantization="none")
     assert (rounded, plain) == ({native.I8}, {native.F32})
     assert num_bytes < 0.45 * most  # norms and the rotary table stay float32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "none"])
+def test_drafts_read_a_shared_output_head_in_the_eight_bits_of_their_layers(tmp_path, quantization):
+    setup = Setup(tmp_path, "eagle")
+    with setup.llm(
+        config={**setup.config, "quantization": quantization}, kernels="reference"
+    ) as llm:
+        runner = llm.core.executor.runner
+        models, drafts = runner.model.decoder.head, runner.draft.head.head
+    assert type(models) is Linear
+    assert (drafts is models) == (quantization == "none")
+    assert isinstance(drafts, ScaledLinear) == (quantization == "int8")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.answers.embed import cosine
-from slipstream.engine import pooled
-from slipstream.engine.texts import whole_numbers
+from slipstream.engine.requests import pooled
+from slipstream.engine.requests.texts import whole_numbers
 from slipstream.errors import (
     CheckpointError,
     ConfigError,

@@ -19,15 +19,12 @@ from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.output import raise_on_error
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.outputs import CompletionOutput, RequestOutput
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import read_spec
-from slipstream.types import (
-    EngineRequest,
-    SamplingParams,
-    ScheduledRequest,
-    StepPlan,
-    StructuredOutputsParams,
-)
 from tests.waiting import PATIENCE_S, wait_for
 
 END = 1

@@ -15,8 +15,10 @@ from slipstream.engine.grammars.grammar import Grammars, check
 from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import read_spec
-from slipstream.types import EngineRequest, SamplingParams, StructuredOutputsParams
 from tests.waiting import PATIENCE_S
 
 

@@ -8,9 +8,9 @@ import itertools
 import pytest
 
 from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from slipstream.base.other_engines import NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.config import EngineArgs
 from slipstream.errors import RequestError
-from slipstream.other_engines import NEEDLESS, OF_SERVE, SETTINGS
 from tests import tiny_models
 
 

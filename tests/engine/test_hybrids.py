@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.core.prefix_cache import announced_state
+from slipstream.core.cache.prefix_cache import announced_state
 from slipstream.errors import ConfigError
 from slipstream.worker.ranks import process_executor
 from tests import mtp_layers, tiny_models

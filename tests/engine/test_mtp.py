@@ -18,7 +18,7 @@ from slipstream.config import EngineArgs
 from slipstream.costs.estimate import estimate
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.cpu import native
-from slipstream.kernels.quantize import dequantize, round_linear
+from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import mtp_layers

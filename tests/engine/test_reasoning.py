@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.answer_forms import ReasoningMarkers
 from slipstream.engine.grammars.reasoning import (
     DONE,
     ReasoningBudget,
@@ -19,6 +18,7 @@ from slipstream.engine.grammars.reasoning import (
 from slipstream.engine.text.tool_formats.base import Parser, Reasoning
 from slipstream.engine.text.tool_formats.harmony import CHANNEL, ENDS, MESSAGE, START, Harmony
 from slipstream.errors import RequestError
+from slipstream.params.answer_forms import ReasoningMarkers
 
 SPECIAL = ("<think>", "</think>", CHANNEL, MESSAGE, START, *ENDS)
 PARTS = (

@@ -14,8 +14,9 @@ from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.regex_states import MAX_NODES, automaton_of
 from slipstream.engine.grammars.state import GrammarState
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.spec.description import read_spec
-from slipstream.types import EngineRequest, ScheduledRequest, StepPlan
 from tests.engine.test_structured import PARAMS, make
 
 EXPRESSIONS = (

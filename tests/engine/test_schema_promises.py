@@ -26,7 +26,7 @@ from slipstream.engine.text.tool_formats import FORMATS
 from slipstream.engine.text.tool_formats.base import Tool, Writer
 from slipstream.engine.text.tool_formats.values import text_rule
 from slipstream.errors import RequestError
-from slipstream.types import StructuredOutputsParams
+from slipstream.params.answer_forms import StructuredOutputsParams
 
 SUITE = json.loads((Path(__file__).parents[1] / "data/json_schema_suite.json").read_text("utf-8"))
 END = 256

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.cache_tensors import cache_parts
+from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import IndexSpec, LatentAttentionSpec
 from tests import tiny_models

@@ -15,13 +15,10 @@ from slipstream.engine.grammars.string_lengths import (
     counts_only,
 )
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.types import (
-    EngineRequest,
-    SamplingParams,
-    ScheduledRequest,
-    StepPlan,
-    StructuredOutputsParams,
-)
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import ScheduledRequest, StepPlan
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 
 NUM_TOKENS = 3000
 TEXT = {"type": "string"}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.errors import RequestError
-from slipstream.types import FinishReason, RequestOptions
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.params.options import RequestOptions
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
 from tests.waiting import PATIENCE_S
 

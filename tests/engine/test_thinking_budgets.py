@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.answer_forms import ReasoningMarkers
 from slipstream.errors import RequestError
+from slipstream.params.answer_forms import ReasoningMarkers
 from slipstream.worker.model_runner import ModelRunner
 from tests import draft_heads, tiny_models
 from tests.thinking_models import (

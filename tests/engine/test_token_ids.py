@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from slipstream import SamplingParams
-from slipstream.engine.processor import InputProcessor
+from slipstream.engine.requests.processor import InputProcessor
 from slipstream.errors import RequestError
-from slipstream.types import EngineRequest, count_ids, ids_of, pack_ids
+from slipstream.messages.requests import EngineRequest, count_ids, ids_of, pack_ids
 
 
 class Token(enum.IntEnum):

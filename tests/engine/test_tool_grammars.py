@@ -14,8 +14,10 @@ from slipstream.engine.text.tool_formats import FORMATS
 from slipstream.engine.text.tool_formats.base import Tool, Writer
 from slipstream.engine.text.tools import Reading
 from slipstream.errors import RequestError
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import read_spec
-from slipstream.types import EngineRequest, SamplingParams, StructuredOutputsParams
 from tests.engine.test_tool_formats import SAMPLES, THINK, TOOLS
 
 STRICT = tuple(

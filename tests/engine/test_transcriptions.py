@@ -20,8 +20,8 @@ from slipstream.engine.audio.sound import _filters, decode_audio, resampled
 from slipstream.engine.audio.spectrogram import log_mel, mel_bands
 from slipstream.engine.audio.transcription import Transcription, TranscriptionOptions
 from slipstream.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
-from slipstream.kernels.cpu import samplers
-from slipstream.media import AudioWindow
+from slipstream.kernels.cpu.sampling import samplers
+from slipstream.messages.media import AudioWindow
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_family
 from slipstream.spec.families.base import ConfigReader

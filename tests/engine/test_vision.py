@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import ConfigError, RequestError
-from slipstream.lora_request import LoRARequest
 from slipstream.model.vision import pass_ends
+from slipstream.params.lora_request import LoRARequest
 from tests import forked_ranks
 from tests.model.test_compressed import compress_gptq
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id

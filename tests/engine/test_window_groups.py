@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.core.block_pool import NULL_BLOCK
+from slipstream.core.cache.block_pool import NULL_BLOCK
 from slipstream.kernels.cpu.arrays import address
 from slipstream.spec.cache import group_layers, mixed_layout
 from slipstream.spec.description import read_spec

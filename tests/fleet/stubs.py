@@ -8,10 +8,10 @@ import json
 
 import msgspec
 
-from slipstream.engine.operation_messages import CacheEvents
+from slipstream.engine.process.operation_messages import CacheEvents
+from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.fleet import ReplicaLoad
 from slipstream.server.operations.metrics import Metrics
-from slipstream.stats import EngineStats
 from tests.fleet.running import RunningFleet
 
 PROMPT_TOKENS = 7

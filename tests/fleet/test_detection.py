@@ -13,8 +13,8 @@ from slipstream.fleet.detection.detector import Detector
 from slipstream.fleet.detection.doctor import slow_among, wrong
 from slipstream.fleet.detection.observation import INTERVAL_S, ExpectedSteps, Observation
 from slipstream.fleet.detection.signals import SIGNALS, Baseline, SeriesWatch
+from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
-from slipstream.stats import EngineStats
 
 HEALTHY = 200  # observations before a fault
 

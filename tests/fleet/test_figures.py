@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.fleet.detection.alerts import Webhook
 from slipstream.fleet.scaling.figures import summed
 from slipstream.fleet.watch import FleetWatch
+from slipstream.messages.stats import AdapterStats, EngineStats, ExpertBalance
 from slipstream.server.operations.metrics import TOTALS
-from slipstream.stats import AdapterStats, EngineStats, ExpertBalance
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import stubbed, text_of
 from tests.fleet.test_alerts import receiver as receiver

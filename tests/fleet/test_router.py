@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.prefix_cache import announced_state, extend_keys, root_key
+from slipstream.core.cache.prefix_cache import announced_state, extend_keys, root_key
 from slipstream.fleet.gateway import prefixes
 from slipstream.fleet.gateway.prefixes import PrefixStore
 from slipstream.fleet.gateway.router import POLICIES, ReplicaState, Router

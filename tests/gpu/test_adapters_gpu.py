@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.kernels.adapters import LoRAWeights, tokens_of
-from slipstream.kernels.quantize import quantize_rows
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.kernels.weights.adapters import LoRAWeights, tokens_of
+from slipstream.kernels.weights.quantize import quantize_rows
 from tests import adapters, tiny_models
 
 pytestmark = [

@@ -14,8 +14,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.reference import ReferenceOps
-from slipstream.text_messages import TextsPlan
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.messages.texts import TextsPlan
 from slipstream.worker.forward.texts import TextGraphs, lay_out, text_inputs
 from tests import tiny_models
 

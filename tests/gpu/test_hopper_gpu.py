@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.kernels.weights.quantize import DTYPES
 from tests.gpu.test_kernels_gpu import error, step
 
 pytestmark = [

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, SharedPrefixes
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
-from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.reference import ReferenceOps, route, to_cache
-from slipstream.kernels.weights import GroupedLinear, SparseCopy
+from slipstream.kernels.plain.reference import ReferenceOps, route, to_cache
+from slipstream.kernels.weights.forms import GroupedLinear, SparseCopy
+from slipstream.kernels.weights.quantize import DTYPES
 from slipstream.spec.model import DenseSpec, GroupLimit, MoESpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 

@@ -13,7 +13,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels.cache_tensors import cache_tensors
+from slipstream.kernels.cache.tensors import cache_tensors
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.select import select_ops
 from slipstream.model.device_stream import layer_bytes

@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.states import LayerState
 from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from tests.kernels.recurrent_steps import Maker, Part, both, error, metadata

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from tests import tiny_models
 
 pytestmark = [

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.files import write_whole
+from slipstream.base.files import write_whole
 
 INSTRUCTIONS = Path(__file__).with_name("instructions_on_cpu.h").read_text()
 HEADERS = [line for line in INSTRUCTIONS.splitlines() if line.startswith("#include <")]

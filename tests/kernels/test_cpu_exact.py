@@ -17,7 +17,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.weights import BlockLinear, BlockRows
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import Shape, attention_options, layer_norm, rms_norm, step
 from tests.kernels.test_cpu_mla import latents

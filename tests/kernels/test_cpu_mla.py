@@ -21,7 +21,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, MLAParams
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

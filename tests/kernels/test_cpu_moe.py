@@ -13,13 +13,13 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.program.moe import NativeExperts
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.quantize import dequantize as numbers
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.reference import ReferenceOps, route
-from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, Linear
+from slipstream.kernels.plain.reference import ReferenceOps, route
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows, GroupedLinear, Linear
+from slipstream.kernels.weights.quantize import dequantize as numbers
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.model.load.loader import load_model
 from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.model import ClampedSilu, ClampedSwiglu, DenseSpec, MoESpec, OwnActivation

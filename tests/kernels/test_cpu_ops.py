@@ -30,18 +30,24 @@ from slipstream.kernels.cpu.host_ops import (
     HostOps,
     four_bits,
 )
-from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import NativeLinear, Packed, stand_in
-from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, add_linear
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.cpu.program.programs import LinearArgmax, LinearProgram, add_linear
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
-from slipstream.kernels.quantize import dequantize as dequantize_linear
-from slipstream.kernels.quantize import pack4, round_linear
-from slipstream.kernels.reference import ReferenceOps, to_cache
+from slipstream.kernels.plain.reference import ReferenceOps, to_cache
 from slipstream.kernels.select import select_ops
-from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear, chunk_of
+from slipstream.kernels.weights.forms import (
+    BlockLinear,
+    BlockRows,
+    GroupedLinear,
+    ScaledLinear,
+    chunk_of,
+)
+from slipstream.kernels.weights.quantize import dequantize as dequantize_linear
+from slipstream.kernels.weights.quantize import pack4, round_linear
 from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 from tests.kernels.cases import (

@@ -10,13 +10,13 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import arrays, native
-from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import Packed, form_of
+from slipstream.kernels.cpu.program.native_program import Program
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import AttentionParams
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import Shape, rows_of, step
 from tests.kernels.test_cpu_ops import OPS, any_blocks, cached, eight_bits

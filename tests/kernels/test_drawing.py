@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cpu.sampling import uniform
+from slipstream.kernels.cpu.sampling.sampling import uniform
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.reference import apply_bias_and_penalties
+from slipstream.kernels.plain.reference import apply_bias_and_penalties
 from slipstream.kernels.triton import drawing, penalties
 from tests.kernels import cases
 from tests.kernels.draws import Wants, are_draws_of, kept_weights, may_draw, random_case, tensors

@@ -10,12 +10,12 @@ import torch
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.quantize import dequantize, e2m1_values, round_linear, round_nvfp4
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.products import float4
 from slipstream.kernels.triton.products.float4 import LinearTile
-from slipstream.kernels.weights import Float4Linear, GroupedLinear, chunk_of
+from slipstream.kernels.weights.forms import Float4Linear, GroupedLinear, chunk_of
+from slipstream.kernels.weights.quantize import dequantize, e2m1_values, round_linear, round_nvfp4
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
 

@@ -7,13 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels import gguf_codes
-from slipstream.kernels.gguf_codes import FORMS
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.products import gguf as kernels
-from slipstream.kernels.weights import BlockLinear, BlockRows, CodedLinear, JoinedLinear, Linear
+from slipstream.kernels.weights import gguf_codes
+from slipstream.kernels.weights.forms import (
+    BlockLinear,
+    BlockRows,
+    CodedLinear,
+    JoinedLinear,
+    Linear,
+)
+from slipstream.kernels.weights.gguf_codes import FORMS
 from slipstream.model.load.loader import load_model
 from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.description import read_spec

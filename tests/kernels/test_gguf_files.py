@@ -12,7 +12,7 @@ import torch
 
 from slipstream.hub import list_cached
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.weights import JoinedLinear
+from slipstream.kernels.weights.forms import JoinedLinear
 from slipstream.model.load.checkpoint import names_of
 from slipstream.model.load.weights import tensor_weights
 from slipstream.model.stored.gguf_blocks import BlockWeights

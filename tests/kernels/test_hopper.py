@@ -16,7 +16,7 @@ from slipstream.spec.devices.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.uniform_steps import uniform
 from slipstream.platform import platform_of

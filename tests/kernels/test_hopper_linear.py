@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from slipstream.kernels.triton.products import hopper as hopper_linear
-from slipstream.kernels.weights import Linear, ScaledLinear
+from slipstream.kernels.weights.forms import Linear, ScaledLinear
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
 import slipstream.kernels.triton.products.hopper as h
 from slipstream.kernels.triton.products.split_k import ArrivalCounters
-from slipstream.kernels.weights import Linear, Quantized, ScaledLinear
+from slipstream.kernels.weights.forms import Linear, Quantized, ScaledLinear
 
 h._skinny_gemm_kernel = Compiled(h._skinny_gemm_kernel)
 h.pdl_options = lambda _: {"PDL": True, "launch_pdl": True}

@@ -19,8 +19,8 @@ from slipstream.kernels.experts.host import MIN_COPIED, SLICE, HostExpertOps
 from slipstream.kernels.experts.hot import MAX_MOVES, best_moves
 from slipstream.kernels.layouts import Experts
 from slipstream.kernels.metadata import ExpertCounters
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.host_experts import host_weights, mixtures

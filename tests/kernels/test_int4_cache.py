@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels import int4_cache
-from slipstream.kernels.cache_tensors import cache_tensors
+from slipstream.kernels.cache import int4 as int4_cache
+from slipstream.kernels.cache.tensors import cache_tensors
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.spec.layers import AttentionSpec, int4_row_bytes
 from tests.kernels import cases

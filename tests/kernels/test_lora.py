@@ -7,7 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.adapters import (
+from slipstream.kernels.cpu.ops import CpuOps, NativeOps
+from slipstream.kernels.metadata import NO_ADAPTER
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.products import lora as kernel
+from slipstream.kernels.weights.adapters import (
     FEW_TOKENS,
     AdapterOps,
     LoRATokens,
@@ -17,13 +22,8 @@ from slipstream.kernels.adapters import (
     tile_tokens,
     tokens_of,
 )
-from slipstream.kernels.cpu.ops import CpuOps, NativeOps
-from slipstream.kernels.metadata import NO_ADAPTER
-from slipstream.kernels.quantize import quantize_rows
-from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.products import lora as kernel
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
+from slipstream.kernels.weights.quantize import quantize_rows
 from slipstream.spec.scheme import SCHEMES
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 
 OPS = [ReferenceOps(), CpuOps(), TritonOps()]

@@ -14,12 +14,12 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.quantize import dequantize
-from slipstream.kernels.reference import ReferenceOps, route
+from slipstream.kernels.plain.reference import ReferenceOps, route
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.experts import grouped_gemm, moe_permute
 from slipstream.kernels.triton.experts import moe as triton_moe
-from slipstream.kernels.weights import GroupedLinear
+from slipstream.kernels.weights.forms import GroupedLinear
+from slipstream.kernels.weights.quantize import dequantize
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, GroupLimit, MoESpec
 from slipstream.spec.scheme import SCHEMES
 

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.program.moe import NativeExperts
 from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.quantize import dequantize, round_linear
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.experts import mxfp4
 from slipstream.kernels.triton.experts.mxfp4 import Tile
 from slipstream.kernels.triton.products import float4
-from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear
+from slipstream.kernels.weights.forms import Float4Linear, GroupedLinear, Linear
+from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec

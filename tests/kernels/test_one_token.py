@@ -12,15 +12,15 @@ import statistics
 import pytest
 import torch
 
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.one_token import kernel as one_token
 from slipstream.kernels.triton.products.float4 import pack_float4
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.forms import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.model.layers import Partition
 from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token

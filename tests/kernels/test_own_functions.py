@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.cpu.ops import CpuOps, NativeOps
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.load import loader
 from slipstream.spec.model import OwnActivation, OwnNorm, SequentialBlock

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels import quantize
-from slipstream.kernels.quantize import (
+from slipstream.kernels.weights import quantize
+from slipstream.kernels.weights.quantize import (
     dequantize,
     numbers,
     pack4,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.kernels.layouts import NormParams
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, rank_sums, sampling
 from slipstream.spec.model import OwnNorm
 from tests.kernels import on_cpu

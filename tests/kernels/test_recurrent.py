@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.autograd import AutogradOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.sequences import SequenceBatch
 from tests.kernels.recurrent_cases import (
     SPECS,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.cache_tensors import cache_parts
+from slipstream.kernels.cache.blocks import BlockTensors
+from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
-from slipstream.kernels.reference import (
+from slipstream.kernels.plain.reference import (
     ReferenceOps,
     apply_bias_and_penalties,
     draw,

@@ -1,4 +1,4 @@
-"""The samplers of `kernels/cpu/samplers.py` against plain Python (`tests/naive_samplers.py`) and transformers."""
+"""The samplers of `kernels/cpu/sampling/samplers.py` against plain Python (`tests/naive_samplers.py`) and transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream import SamplingParams
 from slipstream.errors import RequestError
-from slipstream.kernels.cpu import samplers
+from slipstream.kernels.cpu.sampling import samplers
 from slipstream.worker.sampling.sampler_chain import apply_samplers
 from tests import naive_samplers
 

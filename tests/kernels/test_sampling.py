@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cpu import row_draw, sampling
+from slipstream.kernels.cpu.sampling import row_draw, sampling
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.reference import apply_bias_and_penalties, draw, uniform
+from slipstream.kernels.plain.reference import apply_bias_and_penalties, draw, uniform
 
 
 def one(weights, u):

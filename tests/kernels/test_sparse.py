@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.layouts import IndexParams, QKVLayout
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import MLAParams
-from slipstream.kernels.reference import ReferenceOps, gather_sequence
+from slipstream.kernels.plain.reference import ReferenceOps, gather_sequence
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import sparse
 from tests.kernels.cases import Shape, Step, edge_shapes, rms_norm, step

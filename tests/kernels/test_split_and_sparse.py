@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.products import sparse24
-from slipstream.kernels.weights import SplitLinear
+from slipstream.kernels.weights.forms import SplitLinear
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.spec.devices.autotune_table import NEVER, Measured, TileTable
 from slipstream.spec.scheme import SCHEMES
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slipstream.kernels.metadata import JoinedSteps
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import split_keys as module
 from slipstream.kernels.triton.attention.split_keys import (
@@ -29,7 +29,7 @@ from tests.kernels import cases
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.uniform_steps import uniform
 from slipstream.platform import platform_of

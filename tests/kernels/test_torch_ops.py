@@ -22,7 +22,7 @@ from slipstream.kernels.cpu.torch_ops import CpuOps, PackedLinear
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.select import select_ops
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import (

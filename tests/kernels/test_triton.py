@@ -13,13 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.cache_tensors import by_dim, cache_parts
+from slipstream.kernels.cache.blocks import BlockTensors
+from slipstream.kernels.cache.tensors import by_dim, cache_parts
 from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
-from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
-from slipstream.kernels.reference import (
+from slipstream.kernels.plain.reference import (
     ReferenceOps,
     apply_bias_and_penalties,
     filter_probs,
@@ -44,7 +43,8 @@ from slipstream.kernels.triton.products.int4_groupwise import (
     int4_linear,
 )
 from slipstream.kernels.triton.products.split_k import ArrivalCounters
-from slipstream.kernels.weights import Pair, Quantized
+from slipstream.kernels.weights.forms import Pair, Quantized
+from slipstream.kernels.weights.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.spec.devices.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSilu, ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
@@ -524,7 +524,7 @@ def test_rope_and_cache(data):
 
 
 ROPE_PROGRAM = """
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import QKVLayout
 from slipstream.kernels.triton import pointwise

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import bidirectional
 from slipstream.kernels.triton.attention.bidirectional import text_ends
+from slipstream.messages.texts import TextsPlan
 from slipstream.model.load.loader import load_model
-from slipstream.text_messages import TextsPlan
 from slipstream.worker.forward.texts import lay_out, text_inputs
 from tests import tiny_models
 from tests.kernels import cases

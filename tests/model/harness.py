@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.kernels.cache_tensors import cache_tensors, index_tensor
+from slipstream.kernels.cache.tensors import cache_tensors, index_tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.states import StateMetadata, chunk_table, layer_state

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import AdapterError
-from slipstream.kernels.adapters import AdapterOps, tokens_of
+from slipstream.kernels.weights.adapters import AdapterOps, tokens_of
 from slipstream.model.adapters import AdapterLayout
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from tests import adapters, tiny_models

@@ -14,9 +14,9 @@ from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
 from slipstream.costs.estimate import estimate
 from slipstream.costs.memory import native_weights_bytes, weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.select import select_ops
-from slipstream.kernels.weights import Linear, TileScaledLinear
+from slipstream.kernels.weights.forms import Linear, TileScaledLinear
+from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES

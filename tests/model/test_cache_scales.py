@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from tests import tiny_models
 from tests.model.test_compressed import SIZES, TOKENS, compress, log_probabilities

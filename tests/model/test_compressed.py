@@ -16,8 +16,8 @@ from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelErro
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.quantize import dequantize, round_linear, unpack4
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.kernels.weights.quantize import dequantize, round_linear, unpack4
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

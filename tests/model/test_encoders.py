@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.encoder import normalized, pool
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters

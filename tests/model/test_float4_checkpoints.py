@@ -16,9 +16,9 @@ from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
-from slipstream.kernels.quantize import dequantize
-from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.weights import GroupedLinear, Linear
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.kernels.weights.forms import GroupedLinear, Linear
+from slipstream.kernels.weights.quantize import dequantize
 from slipstream.model.load.loader import load_model
 from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec

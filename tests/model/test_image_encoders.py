@@ -8,7 +8,7 @@ import torch
 
 from slipstream.engine.vision.pictures import PictureProcessor
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_inputs, token_id

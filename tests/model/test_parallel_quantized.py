@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.quantize import dequantize
-from slipstream.kernels.reference import ROUNDED
+from slipstream.kernels.plain.reference import ROUNDED
+from slipstream.kernels.weights.quantize import dequantize
 from slipstream.model.load.sharding import cut_whole
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family

@@ -12,7 +12,7 @@ from slipstream.costs.memory import weights_bytes
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import CompressedAttention, LatentAttention
 from slipstream.model.load.loader import load_model

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.kernels.autograd import AutogradOps
+from slipstream.kernels.plain.autograd import AutogradOps
 from slipstream.model.load.checkpoint import place
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.sequences import SequenceBatch, WholeModel

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES

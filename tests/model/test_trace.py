@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from slipstream.kernels.cpu.lowering import DryEmitter, lower
+from slipstream.kernels.cpu.program.lowering import DryEmitter, lower
 from slipstream.kernels.layouts import (
     AttentionParams,
     CompressedParams,

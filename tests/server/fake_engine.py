@@ -15,6 +15,7 @@ from slipstream.errors import (
     EngineOverloadedError,
     RequestError,
 )
+from slipstream.messages.stats import EngineStats, ExpertBalance
 from slipstream.outputs import (
     CompletionOutput,
     Logprob,
@@ -23,9 +24,8 @@ from slipstream.outputs import (
     RequestTimes,
     Vectors,
 )
+from slipstream.params.options import DEFAULT_OPTIONS
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.stats import EngineStats, ExpertBalance
-from slipstream.types import DEFAULT_OPTIONS
 
 
 class ByteTokenizer:

@@ -8,14 +8,15 @@ import msgspec
 
 from slipstream import AsyncLLM
 from slipstream.config import EngineArgs, resolve
-from slipstream.engine.core_messages import Abort, Add, Outputs, ToParent
-from slipstream.engine.core_start import CoreSource
 from slipstream.engine.model_files import load_tokenizer
-from slipstream.engine.processor import InputProcessor
+from slipstream.engine.process.core_messages import Abort, Add, Outputs, ToParent
+from slipstream.engine.process.core_start import CoreSource
+from slipstream.engine.requests.processor import InputProcessor
 from slipstream.hub import machine_folder
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.stats import EngineStats
 from slipstream.spec.description import read_spec
-from slipstream.stats import EngineStats
-from slipstream.types import FinishReason, TokenOutput
 from slipstream.worker.device import detect
 
 ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToParent)

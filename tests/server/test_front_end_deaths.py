@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from slipstream.deaths import MAX_DEATHS, Deaths, describe_exit
+from slipstream.base.deaths import MAX_DEATHS, Deaths, describe_exit
 from tests.server.test_front_ends import BROKEN, KEY, SHORT, Served
 from tests.waiting import PATIENCE_S
 

@@ -106,13 +106,13 @@ class Served:
         return self.processes("slipstream.frontend.process")
 
     def engine(self) -> int:
-        (pid,) = self.processes("slipstream.engine.core_process")
+        (pid,) = self.processes("slipstream.engine.process.core_process")
         return pid
 
     @contextlib.contextmanager
     def stopped_engine(self) -> Iterator[None]:
         """It makes no step meanwhile, nor does that of another model."""
-        engines = self.processes("slipstream.engine.core_process").values()
+        engines = self.processes("slipstream.engine.process.core_process").values()
         for engine in engines:
             engine.suspend()
         try:

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from slipstream.cli.main import main
-from slipstream.engine import served_adapters
-from slipstream.engine.operation_messages import Answered
-from slipstream.engine.served_adapters import ServedAdapters
+from slipstream.engine.process import served_adapters
+from slipstream.engine.process.operation_messages import Answered
+from slipstream.engine.process.served_adapters import ServedAdapters
 from tests import adapters, tiny_models
 from tests.server.test_front_ends import KEY, Served
 from tests.waiting import PATIENCE_S

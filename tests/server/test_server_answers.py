@@ -13,12 +13,13 @@ import pytest
 
 from slipstream.engine.context import Shortener
 from slipstream.engine.output import OutputProcessor
-from slipstream.engine.processor import InputProcessor
+from slipstream.engine.requests.processor import InputProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.logprob_messages import PromptLogprobs, TokenLogprobs
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.logprobs import PromptLogprobs, TokenLogprobs
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
-from slipstream.stats import EngineStats
-from slipstream.types import FinishReason, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from slipstream.cache_hints import CacheHints
+from slipstream.params.cache_hints import CacheHints
 from slipstream.server.answers.cache_hints import breakpoints, cache_hints
 from slipstream.server.answers.tools import FunctionSpec, ToolSpec
 from slipstream.server.openai.protocol import ChatRequest, Message, message_dict

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.core.prefix_cache import extend_keys, salted
-from slipstream.engine.operation_messages import CacheEvents
+from slipstream.core.cache.prefix_cache import extend_keys, salted
+from slipstream.engine.process.operation_messages import CacheEvents
 from slipstream.server.http.keys import Key, prefix_salt
 from slipstream.server.operations.fleet import HEADER, FromReplica
 from tests.server.conftest import serving

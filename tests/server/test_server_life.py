@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.messages.stats import CanaryResult
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.record import ROUTES, LogFormatter
 from slipstream.server.run import bind
 from slipstream.server.state import ServerSettings
-from slipstream.stats import CanaryResult
 from tests.server.conftest import lines_of
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S

@@ -17,7 +17,7 @@ import pytest
 
 import slipstream
 from slipstream.config import EngineArgs
-from slipstream.engine.processor import in_thread_if_long
+from slipstream.engine.requests.processor import in_thread_if_long
 from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import ConfigError
 from slipstream.server.answers import media

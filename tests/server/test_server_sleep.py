@@ -12,7 +12,7 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.streams import collect
+from slipstream.engine.process.streams import collect
 from slipstream.errors import EngineAsleepError, RequestError
 from tests.server.test_front_ends import KEY, SHORT, Served, Streams
 from tests.waiting import PATIENCE_S

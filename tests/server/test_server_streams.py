@@ -16,15 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.core_messages import Outputs
-from slipstream.logprob_messages import TokenLogprobs
+from slipstream.engine.process.core_messages import Outputs
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.logprobs import TokenLogprobs
+from slipstream.messages.outputs import TokenOutput
+from slipstream.params.sampling import SamplingParams
 from slipstream.server.app import create_app
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer
 from slipstream.server.openai.completions import CompletionAnswer
 from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, decode
 from slipstream.server.state import ServerSettings
-from slipstream.types import FinishReason, SamplingParams, TokenOutput
 from tests.server.stepped_engine import SteppedEngine
 from tests.waiting import PATIENCE_S
 

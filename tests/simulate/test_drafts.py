@@ -18,6 +18,9 @@ from slipstream.costs.devices import find_device
 from slipstream.costs.estimate import estimate
 from slipstream.costs.step_cost import MeasuredStep, StepCounts, fit_steps, read_table
 from slipstream.errors import ConfigError
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest
+from slipstream.params.sampling import SamplingParams
 from slipstream.simulate.drafts import (
     AcceptanceRates,
     Drafts,
@@ -30,7 +33,6 @@ from slipstream.simulate.engines import plan_engine, this_hardware
 from slipstream.simulate.simulator import simulate
 from slipstream.simulate.traffic import of_lengths
 from slipstream.spec.description import read_spec
-from slipstream.types import FROM_MODEL, EngineRequest, SamplingParams, ScheduledRequest
 from slipstream.worker.local_executor import LocalExecutor
 from tests.simulate.test_simulator import Linear, engine, traffic
 from tests.tiny_models import build

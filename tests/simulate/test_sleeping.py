@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.scheduler import Scheduler
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepResult
+from slipstream.params.sampling import SamplingParams
 from slipstream.simulate.sleeping import ANY_TOKEN, SleepingScheduler
-from slipstream.types import EngineRequest, SamplingParams, StepResult
 from tests.core.configs import FULL, config, window
 
 

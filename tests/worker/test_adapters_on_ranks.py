@@ -6,7 +6,7 @@ import pytest
 
 from slipstream import LLM, LoRARequest
 from slipstream.errors import AdapterError, ConfigError
-from slipstream.start_messages import Failed
+from slipstream.messages.start import Failed
 from slipstream.worker.ranks.messages import Reply, UnloadRankAdapter
 from tests import forked_ranks
 from tests.engine.test_adapters import ALL, GREEDY, SETTINGS, adapter, build, check

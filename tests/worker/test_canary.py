@@ -18,7 +18,7 @@ from slipstream.config.engine_folder import ENGINE_NAME
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.evals.scorer import Scorer
-from slipstream.types import SamplingParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.worker.start.canary import CANARY_NAME, read_canary, run_canary, write_canary
 from tests import tiny_models
 from tests.waiting import PATIENCE_S

@@ -12,11 +12,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.config.forms import ModelDrafts
 from slipstream.core.participants.speculation import Speculation
 from slipstream.costs.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
-from slipstream.types import FROM_MODEL, ScheduledRequest
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest
 from slipstream.worker.draft.head_drafter import HeadChain
 from slipstream.worker.draft.model import DraftModel
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
-from slipstream.worker.rows import Row
+from slipstream.worker.inputs.rows import Row
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SIZES
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
-from slipstream.core.prefix_cache import KEY_BYTES
+from slipstream.core.cache.prefix_cache import KEY_BYTES
 from slipstream.errors import ConfigError
-from slipstream.types import EngineRequest, StructuredOutputsParams
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.answer_forms import StructuredOutputsParams
 from tests import tiny_models
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.cache.blocks import BlockTensors
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.messages.tiers import BlockCopy
 from slipstream.platform.cpu import CpuPlatform
-from slipstream.tier_messages import BlockCopy
 from slipstream.worker.tiers import device_blocks, disk_tier
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.device_blocks import DeviceBlocks

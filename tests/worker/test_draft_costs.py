@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.types import FROM_MODEL
+from slipstream.messages.steps import FROM_MODEL
 from slipstream.worker.draft.costs import NUM_TIMED, measure_draft_costs
 from slipstream.worker.in_flight import InFlightStep
 from tests import draft_heads, tiny_models

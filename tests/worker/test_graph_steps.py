@@ -20,14 +20,13 @@ from slipstream.config.forms import DealtRequests, OneDevice, Pipeline
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.packed import PackedExperts
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.messages.steps import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
-from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
-from slipstream.worker.device_inputs import gather_inputs_after_upload
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
 from slipstream.worker.graphs import ladder, step_ends
 from slipstream.worker.graphs import step_graphs as module
@@ -42,16 +41,14 @@ from slipstream.worker.graphs.step_ends import StepEnds
 from slipstream.worker.graphs.step_graphs import (
     StepGraphs,
 )
-from slipstream.worker.input_batch import (
-    SampledRows,
-    _gather_inputs_on_host,
-)
+from slipstream.worker.inputs.device_inputs import gather_inputs_after_upload
+from slipstream.worker.inputs.input_batch import SampledRows, _gather_inputs_on_host
+from slipstream.worker.inputs.packed_tables import PackedTables
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.uploads import upload_together
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.packed_tables import PackedTables
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
-from slipstream.worker.rows import RowTable
 from slipstream.worker.torch_loading import TorchLoaded
-from slipstream.worker.uploads import upload_together
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.config.forms import NO_DRAFTS
 from slipstream.costs.graph_sizes import MIXED_TOKENS
-from slipstream.types import StepShape
+from slipstream.messages.steps import StepShape
 from slipstream.worker.graphs import ladder as module
 from slipstream.worker.graphs.ladder import LARGER, LONGER, PATIENCE, GraphLadder
 
@@ -100,3 +100,20 @@ def test_every_size_is_queued_once_and_the_commonest_come_first():
     soonest = ladder.ahead[::-1][: len(ladder.soon)]
     assert set(soonest) == ladder.soon
     assert made(num_ranks=2).commonest() == ([*first, *sorted(ladder.soon)], set())
+
+
+@pytest.mark.parametrize("is_recurrent", [True, False])
+def test_a_verification_with_recurrent_layers_finds_a_small_graph_at_the_start(is_recurrent):
+    config = SimpleNamespace(
+        speculation=SimpleNamespace(limit=3),
+        scheduling=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=4096),
+        model=SimpleNamespace(max_model_len=4096),
+        parallel=SimpleNamespace(stage=SimpleNamespace(size=1)),
+        max_num_sampled=64,
+    )
+    spec = SimpleNamespace(**vars(SPEC) | {"is_recurrent": is_recurrent})
+    ladder = GraphLadder(config, spec, set())
+    first, _ = ladder.commonest()
+    smallest = min(p for d, p in first if not d and p)
+    assert smallest == ladder.prompt_sizes[0] if is_recurrent else smallest == 128
+    assert ladder.prompt_sizes[0] == (8 if is_recurrent else 32)

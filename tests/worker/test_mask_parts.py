@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.types import ScheduledRequest, StepPlan, TokenMask
+from slipstream.messages.steps import ScheduledRequest, StepPlan, TokenMask
 from slipstream.worker.ranks.request_owners import masks_of_parts
 
 

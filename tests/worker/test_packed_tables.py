@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.platform import platform_of
-from slipstream.worker.packed_tables import PackedTables
+from slipstream.worker.inputs.packed_tables import PackedTables
 
 TABLES = {
     "tokens": ("int32", (3, 7)),

@@ -6,7 +6,8 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
-from slipstream.types import EngineRequest, StructuredOutputsParams
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.worker.ranks import process_executor
 from tests import forked_ranks, tiny_models
 from tests.worker.test_ranks import PROMPTS, SETTINGS, agree, answers

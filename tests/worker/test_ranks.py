@@ -15,7 +15,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError
-from slipstream.types import StructuredOutputsParams
+from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.worker.ranks import process_executor
 from tests import forked_ranks, tiny_models
 from tests.waiting import PATIENCE_S, wait_for
@@ -125,7 +125,7 @@ def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
 
 def test_a_step_that_was_interrupted_leaves_nothing(split, monkeypatch):
     """As a Ctrl-C between two steps does."""
-    from slipstream.types import EngineRequest
+    from slipstream.messages.requests import EngineRequest
 
     sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     wanted = split.generate(["hello"], sampling, progress=False)[0].outputs[0].token_ids

@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.reference import ReferenceOps
-from slipstream.logprob_messages import SampledLogprobs
-from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.messages.logprobs import SampledLogprobs
+from slipstream.messages.steps import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.draft.verification import verified
 from slipstream.worker.host_loading import HostLoaded
-from slipstream.worker.input_batch import gather
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import gather
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.biases import FORBIDDEN
 from slipstream.worker.sampling.sampler import sampling_tensors
 from tests import tiny_models

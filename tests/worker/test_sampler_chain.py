@@ -9,14 +9,20 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.kernels.cpu import samplers
-from slipstream.kernels.cpu.row_draw import draw
-from slipstream.kernels.cpu.sampling import apply_bias
-from slipstream.kernels.cpu.token_masks import mask_logits
-from slipstream.kernels.reference import ReferenceOps
-from slipstream.types import NewRequest, RequestFailure, SamplerState, ScheduledRequest, StepPlan
-from slipstream.worker.input_batch import gather
-from slipstream.worker.rows import RowTable
+from slipstream.kernels.cpu.sampling import samplers
+from slipstream.kernels.cpu.sampling.row_draw import draw
+from slipstream.kernels.cpu.sampling.sampling import apply_bias
+from slipstream.kernels.cpu.sampling.token_masks import mask_logits
+from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.messages.steps import (
+    NewRequest,
+    RequestFailure,
+    SamplerState,
+    ScheduledRequest,
+    StepPlan,
+)
+from slipstream.worker.inputs.input_batch import gather
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.asked import prompt_positions
 from slipstream.worker.sampling.sampler_chain import apply_samplers, draw_chained, places
 

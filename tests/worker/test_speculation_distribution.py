@@ -21,17 +21,17 @@ import torch
 from slipstream import SamplingParams
 from slipstream.core.drafts.proposer import LookUp, RecentAnswers
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.reference import (
+from slipstream.kernels.plain.reference import (
     ReferenceOps,
     apply_bias_and_penalties,
     filter_probs,
     scaled_probs,
 )
+from slipstream.messages.steps import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
 from slipstream.platform import platform_of
-from slipstream.types import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
 from slipstream.worker.draft.verification import verified
-from slipstream.worker.input_batch import gather
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import gather
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.constrained import apply_mask
 from slipstream.worker.sampling.draws import Sampler, draw
 from slipstream.worker.sampling.sampler import sampling_tensors

@@ -7,8 +7,8 @@ from array import array
 import pytest
 import torch
 
-from slipstream.text_messages import TextsPlan
-from slipstream.worker.text_inputs import text_batch
+from slipstream.messages.texts import TextsPlan
+from slipstream.worker.inputs.text_inputs import text_batch
 
 BLOCK = 4
 

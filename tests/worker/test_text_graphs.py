@@ -12,8 +12,8 @@ import torch
 from slipstream import LLM
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.graph_sizes import GRAPH_BYTES
+from slipstream.messages.texts import TextsPlan
 from slipstream.spec.description import read_spec
-from slipstream.text_messages import TextsPlan
 from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.forward.texts import (
     TextGraphs,
@@ -22,7 +22,7 @@ from slipstream.worker.forward.texts import (
     text_inputs,
     text_ladder,
 )
-from slipstream.worker.text_inputs import text_batch
+from slipstream.worker.inputs.text_inputs import text_batch
 from tests import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)

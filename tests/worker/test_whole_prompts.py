@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.worker import torch_loading
 from slipstream.worker.forward import base as forward
 from slipstream.worker.start.probe_steps import compiled_steps

@@ -17,8 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream.base.files import parse_json
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json
 
 BLOCK_TOKENS = 512
 """Tokens of a hashed block in Mooncake's traces."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import parse_json
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json
 
 Length = tuple[int, int]
 """(input tokens, output tokens) of a request."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from slipstream.base.files import sole_writer
 from slipstream.cli.console import phases, print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.errors import ConfigError
-from slipstream.files import sole_writer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.base.files import sole_writer
 from slipstream.cli.console import Progress, print_info, print_json, say, shown, size
 from slipstream.cli.evaluate import add_task_options, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.compress.verdict import QualityLimits, headline
-from slipstream.files import sole_writer
 
 if TYPE_CHECKING:
     from slipstream.compress.job import Compression, Outcome

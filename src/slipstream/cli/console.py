@@ -49,7 +49,7 @@ def drop_output() -> None:
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write `texts` by file name; each file appears whole. ConfigError if the folder can't be
     written."""
-    from slipstream.files import write_whole, writing
+    from slipstream.base.files import write_whole, writing
 
     with writing(folder, "dir"):
         folder.mkdir(parents=True, exist_ok=True)

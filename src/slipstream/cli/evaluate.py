@@ -12,6 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.base.files import writing
 from slipstream.cli.console import (
     Progress,
     phases,
@@ -33,7 +34,6 @@ from slipstream.compress.verdict import check_max_kl
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings
-from slipstream.files import writing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

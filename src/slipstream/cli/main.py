@@ -138,7 +138,7 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
     if (without := missing_torch(error)) is not None:
         error = without
     elif not isinstance(error, SlipstreamError):
-        from slipstream.files import disk_refusal
+        from slipstream.base.files import disk_refusal
 
         if (refused := disk_refusal(error)) is not None:
             error = ConfigError(refused)

@@ -11,11 +11,11 @@ import re
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from slipstream.arguments import types_of
+from slipstream.base.arguments import types_of
+from slipstream.base.files import parse_json
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs, setting_help
-from slipstream.files import parse_json
-from slipstream.types import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
 """Engine options of `serve`, whose requests can name an adapter (it has --lora for the last one),

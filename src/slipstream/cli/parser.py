@@ -147,7 +147,7 @@ class ArgumentParser(argparse.ArgumentParser):
         import re
 
         if message.startswith("unrecognized arguments"):
-            from slipstream.other_engines import NEEDLESS, SETTINGS
+            from slipstream.base.other_engines import NEEDLESS, SETTINGS
 
             words, known = (
                 [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)],

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import writing
 from slipstream.cli.agent_options import (
     AGENTS_TITLE,
     add_agent_options,
@@ -31,7 +32,6 @@ from slipstream.cli.options import (
     engine_args,
 )
 from slipstream.errors import ConfigError
-from slipstream.files import writing
 from slipstream.hub import DEFAULT_MODEL
 
 

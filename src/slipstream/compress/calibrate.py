@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.plain.autograd import AutogradOps
 from slipstream.kernels.positions import PositionTables
-from slipstream.kernels.quantize import numbers, quantize_rows
-from slipstream.kernels.weights import Activations, Linear
+from slipstream.kernels.weights.forms import Activations, Linear
+from slipstream.kernels.weights.quantize import numbers, quantize_rows
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, MoE

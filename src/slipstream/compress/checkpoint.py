@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.base.files import digest, write_whole
 from slipstream.compress.dense import write_tokenizer
 from slipstream.compress.quantize.rounding import QuantGrid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.files import digest, write_whole
-from slipstream.kernels.quantize import e2m1_codes
+from slipstream.kernels.weights.quantize import e2m1_codes
 from slipstream.model.load.checkpoint import place
 from slipstream.model.load.weights import transform
 from slipstream.model.save import new_folder, stored, write_config, write_tensors

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from slipstream import html
+from slipstream.base import html
 from slipstream.costs.environment import plain
 
 WIDTH, HEIGHT = 900, 220

@@ -42,7 +42,7 @@ from slipstream.compress.structure import (
     split_experts,
 )
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.kernels.autograd import WatchedOps
+from slipstream.kernels.plain.autograd import WatchedOps
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.model import ModelSpec

@@ -25,7 +25,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from slipstream.arguments import likely_value
+from slipstream.base.arguments import likely_value
+from slipstream.base.files import parse_json, read_yaml
 from slipstream.compress.steps import (
     Distill,
     DraftHead,
@@ -39,7 +40,6 @@ from slipstream.compress.steps import (
 )
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
-from slipstream.files import parse_json, read_yaml
 from slipstream.spec.scheme import FORMATS, RowFormat, WeightFormat
 
 RECIPE_NAME = "slipstream-recipe.json"

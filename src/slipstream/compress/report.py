@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import write_whole
 from slipstream.bench.workload import fixed, warmup
 from slipstream.compress.run import zeros_of
 from slipstream.compress.verdict import QualityLimits, headline, is_worse
@@ -26,7 +27,6 @@ from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
-from slipstream.files import write_whole
 from slipstream.hub import resolve_model
 from slipstream.spec.stored.gguf_parts import parts_of
 from slipstream.spec.stored.safetensors import weight_files

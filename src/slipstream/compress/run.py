@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.base.files import digest
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, load_layer
 from slipstream.compress.checkpoint import (
     Names,
@@ -41,7 +42,6 @@ from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, R
 from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
-from slipstream.files import digest
 from slipstream.model.load.weights import load_parameters
 from slipstream.platform import num_gpus
 from slipstream.spec.description import ModelDescription, read_spec

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import parse_json, read_yaml
 from slipstream.config.settings import EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json, read_yaml
 
 ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME, KERNELS_NAME = (
     "slipstream-engine.json",

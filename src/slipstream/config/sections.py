@@ -32,7 +32,7 @@ from slipstream.config.settings import (
     WeightsCache,
 )
 from slipstream.errors import OutOfMemoryError
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
 
 

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from slipstream.arguments import likely_value, types_of, wrong_type
+from slipstream.base.arguments import likely_value, types_of, wrong_type
+from slipstream.base.suggesting import suggesting_init
 from slipstream.errors import ConfigError
 from slipstream.spec.layers import INT4_BYTES
 from slipstream.spec.scheme import SCHEMES
-from slipstream.suggesting import suggesting_init
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config import SchedulingConfig
-from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.policy import AdmissionPolicy, CacheAware, InFlightPolicy
 from slipstream.core.request import Request
 

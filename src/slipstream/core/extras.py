@@ -9,19 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.beam_messages import LikeliestTokens
 from slipstream.core.request import Request
 from slipstream.core.request_table import RequestTable
-from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs, TokenLogprobs, as_logprobs
-from slipstream.text_messages import PooledVector, VectorOutput
-from slipstream.types import (
-    EngineOutput,
-    Extra,
-    FinishReason,
-    RequestFailure,
-    SamplerState,
-    TokenOutput,
-)
+from slipstream.messages.beams import LikeliestTokens
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs, TokenLogprobs, as_logprobs
+from slipstream.messages.outputs import EngineOutput, TokenOutput
+from slipstream.messages.steps import Extra, RequestFailure, SamplerState
+from slipstream.messages.texts import PooledVector, VectorOutput
 
 
 class Extras:

@@ -21,13 +21,9 @@ from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, new_tuple
-from slipstream.types import (
-    FinishReason,
-    StepOutput,
-    StepPlan,
-    StepResult,
-    TokenOutput,
-)
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import StepOutput, TokenOutput
+from slipstream.messages.steps import StepPlan, StepResult
 
 
 class InFlight(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from slipstream.config import CacheConfig
 from slipstream.errors import ContextLengthError
+from slipstream.messages.requests import EngineRequest
 from slipstream.spec.cache import longest_sequence
-from slipstream.types import EngineRequest
 
 
 class Lengths:

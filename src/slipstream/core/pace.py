@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.costs.graph_sizes import Padding
-from slipstream.types import ScheduledRequest
+from slipstream.messages.steps import ScheduledRequest
 
 MIN_CHUNK = 32
 PATIENCE_S = 0.5

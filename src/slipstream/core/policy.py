@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
-from slipstream.core.kv_cache_manager import KVCacheManager
-from slipstream.core.prefix_cache import group_key
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.prefix_cache import group_key
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request
 

@@ -20,17 +20,13 @@ from typing import Any, Protocol
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
-from slipstream.stats import SchedulerStats
-from slipstream.text_messages import TextsPlan, TextsRequest, TextVectors, VectorOutput
-from slipstream.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    Plan,
-    SamplingParams,
-    StepOutput,
-    StepResult,
-)
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.stats import SchedulerStats
+from slipstream.messages.steps import Plan, StepResult
+from slipstream.messages.texts import TextsPlan, TextsRequest, TextVectors, VectorOutput
+from slipstream.params.sampling import SamplingParams
 
 UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from slipstream.core.request import Request, Status
-from slipstream.types import Share
+from slipstream.params.options import Share
 
 _MAX_IDLE = 1024
 """Number of accounts from which accounts without requests are removed."""

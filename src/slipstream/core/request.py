@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from slipstream.types import EngineRequest, ids_of
+from slipstream.messages.requests import EngineRequest, ids_of
 
 if TYPE_CHECKING:
-    from slipstream.core.cache_value import Run
-    from slipstream.core.kv_cache_manager import KVCacheManager
+    from slipstream.core.cache.cache_value import Run
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
+    from slipstream.core.cache.sessions import Session
+    from slipstream.core.cache.states import RequestState
     from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
-    from slipstream.core.sessions import Session
-    from slipstream.core.states import RequestState
 
 
 class Status(Enum):

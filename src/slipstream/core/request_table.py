@@ -20,14 +20,17 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.shared_blocks import share_prompt
 from slipstream.core.participants.base import Participant
 from slipstream.core.policy import AdmissionPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
-from slipstream.core.shared_blocks import share_prompt
-from slipstream.text_messages import VectorOutput
-from slipstream.types import EngineOutput, EngineRequest, FinishReason, TableUpdate, TokenOutput
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import TableUpdate
+from slipstream.messages.texts import VectorOutput
 
 
 class RequestTable:

@@ -43,7 +43,7 @@ step's tokens and sequences, because all ranks wait for the one with the most to
 a rank when it is admitted (`_deal`). Only requests of its own rank are preempted for it. Choices
 that share a prompt stay on one rank.
 
-`core/kv_cache_manager.py` decides which blocks a request holds.
+`core/cache/kv_cache_manager.py` decides which blocks a request holds.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.batched import make_policy
-from slipstream.core.block_pool import BlockPool
+from slipstream.core.cache.block_pool import BlockPool
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
+from slipstream.core.cache.sessions import Sessions
+from slipstream.core.cache.shared_blocks import shared_prefixes
 from slipstream.core.in_flight import StepsInFlight
-from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import Lengths
 from slipstream.core.pace import Pace
 from slipstream.core.participants.base import Participant
@@ -66,23 +68,15 @@ from slipstream.core.policy import MAX_OVERTAKES
 from slipstream.core.ranks import deal, share_of_step
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
-from slipstream.core.sessions import Sessions
-from slipstream.core.shared_blocks import shared_prefixes
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
-from slipstream.stats import SchedulerStats
-from slipstream.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    ScheduledRequest,
-    SharedPrefix,
-    StepOutput,
-    StepPlan,
-    StepResult,
-)
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.stats import SchedulerStats
+from slipstream.messages.steps import ScheduledRequest, SharedPrefix, StepPlan, StepResult
 
 COPYING_S = 0.001
 """Seconds between checks for blocks from the tiers while there is nothing else to do."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import SchedulingConfig
 from slipstream.config.forms import MAX_STEP_DRAFTS
 from slipstream.core.request import Request, Status
-from slipstream.types import (
+from slipstream.messages.steps import (
     NewRequest,
     ScheduledRequest,
     SharedPrefix,
@@ -19,7 +19,7 @@ from slipstream.types import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.core.kv_cache_manager import KVCacheManager
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
 
 new_tuple = tuple.__new__
 """Builds a NamedTuple from all its fields in half the time of its constructor."""

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import StepTime
+from slipstream.messages.steps import StepTime
 
 MARGIN = 1.05
 """Speed-up over a plain step, in tokens per second, that a step with drafts must promise."""

@@ -22,6 +22,13 @@ VERIFIED_PROMPTS = 256
 """Maximum number of sequences with drafts in a mixed graph, padding excluded. The graph treats them
 as prompts."""
 
+VERIFIED_TOKENS = (8, 16)
+"""Prompt token counts of further mixed graphs where drafts are verified with recurrent layers.
+
+There a sequence's tokens follow one another, so a verification runs as a prompt. In graphs of at
+most `states.SHORT` tokens no sequence is computed in chunks.
+"""
+
 MIXED_TOKENS = 4096
 """Prompt tokens of the largest mixed graph. In a larger step the GPU is busy for longer than the
 host's launches take."""
@@ -115,6 +122,7 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
     most = LONG_TOKENS if _takes_long_steps(config, spec) else MIXED_TOKENS
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, most)
     sizes = (
+        *(VERIFIED_TOKENS if config.speculation.limit and spec.is_recurrent else ()),
         32,
         64,
         128,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
+from slipstream.base.files import write_whole
 from slipstream.config import EngineConfig
 from slipstream.costs.devices import DATA
 from slipstream.costs.environment import plain
 from slipstream.costs.step_cost import StepTable, read_table
 from slipstream.errors import ConfigError
-from slipstream.files import write_whole
 from slipstream.hub import machine_folder
 from slipstream.spec.model import ModelSpec
 

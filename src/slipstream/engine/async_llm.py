@@ -27,8 +27,12 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.engine.core_client import ChildLink, CoreClient, CoreLink
-from slipstream.engine.core_messages import (
+from slipstream.engine.folder import settled
+from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.model_files import load_tokenizer, log_canary
+from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
+from slipstream.engine.process.core_client import ChildLink, CoreClient, CoreLink
+from slipstream.engine.process.core_messages import (
     Abort,
     Add,
     Outputs,
@@ -37,34 +41,27 @@ from slipstream.engine.core_messages import (
     Stats,
     ToParent,
 )
-from slipstream.engine.core_start import CoreSource, resolved_config
-from slipstream.engine.folder import settled
-from slipstream.engine.grammars.grammar import check_in_thread
-from slipstream.engine.model_files import load_tokenizer, log_canary
-from slipstream.engine.other_requests import OtherRequests
-from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
-from slipstream.engine.processor import (
+from slipstream.engine.process.core_start import CoreSource, resolved_config
+from slipstream.engine.process.other_requests import OtherRequests
+from slipstream.engine.process.streams import OutputStream
+from slipstream.engine.requests.processor import (
     INLINE_CHARS,
     InputProcessor,
     PreparedRequest,
     in_thread_if_long,
     num_characters,
 )
-from slipstream.engine.streams import OutputStream
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.errors import EngineDeadError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.outputs import RequestOutput
+from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.stats import CanaryResult, EngineStats
-from slipstream.types import (
-    DEFAULT_OPTIONS,
-    Prompt,
-    RequestOptions,
-    SamplingParams,
-    TokenOutput,
-)
 
 T = TypeVar("T")
 

@@ -30,25 +30,21 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.beam_messages import (
+from slipstream.errors import RequestError
+from slipstream.messages.beams import (
     BeamAnswer,
     BeamsOutput,
     BeamsRequest,
     BeamStep,
     LikeliestTokens,
 )
-from slipstream.errors import RequestError
-from slipstream.sampling_params import MAX_LOGPROBS
-from slipstream.search_params import BeamSearchParams as BeamSearchParams
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.checks import MAX_LOGPROBS
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.search import BeamSearchParams as BeamSearchParams
 from slipstream.spec.model import ModelSpec
-from slipstream.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    SamplingParams,
-    StepOutput,
-    TokenOutput,
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from slipstream.core.prefix_cache import KEY_BYTES, announced_state
+from slipstream.core.cache.prefix_cache import KEY_BYTES, announced_state
 
 if TYPE_CHECKING:
     from slipstream.core.scheduler import Scheduler

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.outputs import PositionLogprobs
-from slipstream.types import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
-from slipstream.beam_messages import BeamsRequest
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.adapters import AdapterAdmission
 from slipstream.core.participants.speculation import Speculation
@@ -20,12 +19,11 @@ from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.listeners import JoiningTexts, MaskingGrammars, Searching
 from slipstream.engine.model_files import end_tokens
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.lora_request import LoRARequest
-from slipstream.text_messages import TextsRequest
-from slipstream.types import (
-    EngineRequest,
-    StepTime,
-)
+from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepTime
+from slipstream.messages.texts import TextsRequest
+from slipstream.params.lora_request import LoRARequest
 from slipstream.worker.executor import Executor
 
 

@@ -23,23 +23,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
-from slipstream.beam_messages import BeamsRequest
 from slipstream.core.pooled import Steps
 from slipstream.engine.cache_news import CacheNews
 from slipstream.engine.listeners import Listener
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.lora_request import LoRARequest
-from slipstream.stats import EngineStats
-from slipstream.text_messages import TextsRequest
-from slipstream.types import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    Plan,
-    StepOutput,
-    StepTime,
-    TokenOutput,
-)
+from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.stats import EngineStats
+from slipstream.messages.steps import Plan, StepTime
+from slipstream.messages.texts import TextsRequest
+from slipstream.params.lora_request import LoRARequest
 from slipstream.worker.executor import Executor, Launched
 
 COMPILING_S = 0.001

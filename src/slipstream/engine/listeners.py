@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from slipstream.beam_messages import LikeliestTokens
 from slipstream.core.participants.beams import Beams
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.pooled import TextSequences
@@ -16,17 +15,11 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.engine.beams import BeamSearches
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarError
-from slipstream.types import (
-    FROM_MODEL,
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    ScheduledRequest,
-    StepOutput,
-    StepPlan,
-    TokenOutput,
-    tokens_of,
-)
+from slipstream.messages.beams import LikeliestTokens
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput, tokens_of
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.executor import Executor, Launched
 
 

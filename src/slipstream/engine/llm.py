@@ -18,7 +18,7 @@ from itertools import chain
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from slipstream.beam_messages import BeamsOutput
+from slipstream.base.suggesting import suggesting
 from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.asleep import Asleep, build_core, collect_and_release
@@ -34,7 +34,8 @@ from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
 from slipstream.engine.model_files import default_sampling, load_tokenizer, log_canary
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
-from slipstream.engine.pooled import (
+from slipstream.engine.progress import progress_bar
+from slipstream.engine.requests.pooled import (
     ClassificationOutput,
     EncodingOutput,
     TextsAnswer,
@@ -49,9 +50,14 @@ from slipstream.engine.pooled import (
     score_texts,
     scores,
 )
-from slipstream.engine.prepared_beams import prepare_beams
-from slipstream.engine.processor import InputProcessor, PreparedRequest
-from slipstream.engine.progress import progress_bar
+from slipstream.engine.requests.prepared_beams import prepare_beams
+from slipstream.engine.requests.processor import InputProcessor, PreparedRequest
+from slipstream.engine.requests.token_vectors import (
+    SparseEmbeddingOutput,
+    check_sparse,
+    sparse_embeddings,
+    text_task,
+)
 from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import (
@@ -62,15 +68,12 @@ from slipstream.engine.text.tools import (
     offer,
     reading,
 )
-from slipstream.engine.token_vectors import (
-    SparseEmbeddingOutput,
-    check_sparse,
-    sparse_embeddings,
-    text_task,
-)
 from slipstream.engine.vision.pictures import without_pictures
 from slipstream.errors import EngineError, RequestError
-from slipstream.lora_request import LoRARequest
+from slipstream.messages.beams import BeamsOutput
+from slipstream.messages.outputs import EngineOutput, tokens_of, vectors_of
+from slipstream.messages.stats import CanaryResult, EngineStats
+from slipstream.messages.texts import TextTask
 from slipstream.outputs import (
     ChatMessage,
     EmbeddingOutput,
@@ -80,19 +83,11 @@ from slipstream.outputs import (
     TranscriptionOutput,
     Vectors,
 )
-from slipstream.stats import CanaryResult, EngineStats
-from slipstream.suggesting import suggesting
-from slipstream.text_messages import TextTask
-from slipstream.types import (
-    BeamSearchParams,
-    EngineOutput,
-    PoolingParams,
-    Prompt,
-    RequestOptions,
-    SamplingParams,
-    tokens_of,
-    vectors_of,
-)
+from slipstream.params.lora_request import LoRARequest
+from slipstream.params.options import RequestOptions
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.search import BeamSearchParams, PoolingParams
 
 Message = dict[str, Any]
 P = ParamSpec("P")

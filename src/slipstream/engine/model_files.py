@@ -13,11 +13,9 @@ from slipstream.errors import (
     UnsupportedModelError,
 )
 from slipstream.hub import resolve_model
+from slipstream.messages.stats import CanaryResult
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
-from slipstream.stats import CanaryResult
-from slipstream.types import (
-    SamplingParams,
-)
 
 _logger = logging.getLogger("slipstream.engine")
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from slipstream.engine.processor import PreparedRequest
+from slipstream.engine.requests.processor import PreparedRequest
 from slipstream.engine.text.detokenizer import IncrementalDetokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError
-from slipstream.logprob_messages import TokenLogprobs
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.logprobs import TokenLogprobs
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.requests import EngineRequest
 from slipstream.outputs import (
     CompletionOutput,
     Logprob,
@@ -26,7 +29,7 @@ from slipstream.outputs import (
     RequestOutput,
     RequestTimes,
 )
-from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from slipstream.params.sampling import SamplingParams
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
 """Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""

@@ -16,8 +16,8 @@ import stat
 import tempfile
 import time
 
-from slipstream import locks
-from slipstream.files import open_private
+from slipstream.base import locks
+from slipstream.base.files import open_private
 
 _OURS = re.compile(r"slipstream-(?:replica-)?[0-9a-f]{16}")
 _LOCK = "lock"

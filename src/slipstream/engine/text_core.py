@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.core.pooled import TextScheduler
 from slipstream.engine.engine_core import EngineCore
-from slipstream.text_messages import TextsRequest
+from slipstream.messages.texts import TextsRequest
 from slipstream.worker.executor import Executor
 
 

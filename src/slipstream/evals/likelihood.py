@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
-from slipstream.types import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from lm_eval.utils import get_rolling_token_windows
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
 from slipstream.evals.likelihood import loglikelihoods
-from slipstream.types import Prompt, SamplingParams
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
 
 DEFAULT_GENERATED = 256
 """The length of an answer where a task sets none (lm-eval's default)."""

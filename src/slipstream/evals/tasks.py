@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import parse_json
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, install_command
 from slipstream.evals.likelihood import loglikelihoods
-from slipstream.files import parse_json
 
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
 """The first of these metrics that a task has is reported, or else its first metric."""

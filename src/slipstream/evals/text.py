@@ -24,8 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from slipstream.base.files import parse_json
 from slipstream.errors import ConfigError, install_command
-from slipstream.files import parse_json
 from slipstream.hub import read_objects, resolve_dataset
 
 if TYPE_CHECKING:

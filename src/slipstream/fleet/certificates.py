@@ -11,8 +11,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.base.files import open_new
 from slipstream.errors import ConfigError, install_command
-from slipstream.files import open_new
 from slipstream.fleet.config import Tls
 
 _DAYS = 3650  # longer than any fleet runs: the certificates are deleted with its folder

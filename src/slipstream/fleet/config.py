@@ -23,9 +23,9 @@ import msgspec
 import msgspec.inspect
 from msgspec import Meta, Struct
 
+from slipstream.base.files import read_yaml
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.files import read_yaml
 from slipstream.fleet.gateway.router import Policy
 from slipstream.server.http.field_hints import allowed_values
 from slipstream.server.state import ServerSettings

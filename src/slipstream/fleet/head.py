@@ -29,11 +29,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from slipstream.base.deaths import Deaths, describe_exit
+from slipstream.base.files import open_new, open_private
 from slipstream.config import resolve
-from slipstream.deaths import Deaths, describe_exit
 from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, SlipstreamError, install_command
-from slipstream.files import open_new, open_private
 from slipstream.fleet import certificates
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
 from slipstream.fleet.gateway.batches import FleetLineRunner

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.deaths import WINDOW_S, Deaths, describe_exit
+from slipstream.base.deaths import WINDOW_S, Deaths, describe_exit
 from slipstream.errors import EngineError
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import uvloop
 
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.context import Shortener
-from slipstream.engine.core_client import CoreLink
-from slipstream.engine.core_process import end_with_parent
-from slipstream.engine.core_start import CoreSource
+from slipstream.engine.process.core_client import CoreLink
+from slipstream.engine.process.core_process import end_with_parent
+from slipstream.engine.process.core_start import CoreSource
 from slipstream.errors import EngineDeadError, SlipstreamError
 from slipstream.frontend.control import (
     Channel,

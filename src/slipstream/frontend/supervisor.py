@@ -23,13 +23,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
+from slipstream.base.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit
-from slipstream.engine.core_client import ChildLink, CoreClient
-from slipstream.engine.core_messages import Attach, Detach, Ready, ToParent
-from slipstream.engine.core_start import CoreSource, resolved_config, socket_folder, wait_or_kill
 from slipstream.engine.folder import settled
+from slipstream.engine.process.core_client import ChildLink, CoreClient
+from slipstream.engine.process.core_messages import Attach, Detach, Ready, ToParent
+from slipstream.engine.process.core_start import (
+    CoreSource,
+    resolved_config,
+    socket_folder,
+    wait_or_kill,
+)
 from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
 from slipstream.frontend.control import (
     Channel,

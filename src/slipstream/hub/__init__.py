@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from slipstream.base.files import waited_for
 from slipstream.errors import DownloadError
-from slipstream.files import waited_for
 from slipstream.hub.datasets import read_objects, read_sharegpt
 from slipstream.hub.names import DEFAULT_MODEL, TABLE, HubModel, named, parse_name
 from slipstream.hub.packages import Packaged, fetch_package

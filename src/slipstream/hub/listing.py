@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream import locks
+from slipstream.base import locks
+from slipstream.base.files import open_private
 from slipstream.errors import DownloadError
-from slipstream.files import open_private
 from slipstream.hub import MODELS, cache_folder, hub_folder, use_mark
 from slipstream.hub.names import TABLE, HubModel, named, parse_name, quant_of
 from slipstream.hub.packages import Packaged

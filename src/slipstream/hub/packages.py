@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.base.files import waited_for
 from slipstream.errors import DownloadError
-from slipstream.files import waited_for
 
 CHUNK = 1 << 20
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.packed import stand_in
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 
 AnyLinear = TypeVar("AnyLinear", bound=Linear)
 

@@ -23,7 +23,7 @@ from slipstream.spec.model import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.kernels.weights import Linear
+    from slipstream.kernels.weights.forms import Linear
 
 LayerTensors: TypeAlias = "Mapping[str, Tensor | float | None]"
 """A layer's tensors for `OpSet.one_token`, by name, and its own numbers: `window`, `table`,

@@ -31,7 +31,7 @@ class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
     In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored code times its head's scale.
-    An int4 cache (`fold`) holds bytes in the place of D numbers, whose format is `int4_cache.py`'s.
+    An int4 cache (`fold`) holds bytes in the place of D numbers, whose format is `cache/int4.py`'s.
     The op set chooses the memory layout of `v` (`OpSet.values_by_dim`). A recurrent layer has a `state`; if it has no
     attention, it has the null block alone (B = 1).
     """

@@ -1,13 +1,14 @@
 """The op set: the ops that a model is computed with. `OpSet` has every op's signature, shapes and
 meaning.
 
-1. Implementations are `reference.py` (the oracle), `cpu.py` (C++), `cpu_torch.py` (torch's fast
-   ops, where the C++ kernels are not built) and `triton/` (GPUs). The decoder gets an `OpSet` and
-   does not know which.
+1. Implementations are `plain/reference.py` (the oracle), `cpu/ops.py` (C++), `cpu/torch_ops.py`
+   (torch's fast ops, where the C++ kernels are not built) and `triton/` (GPUs). The decoder gets an
+   `OpSet` and does not know which.
 2. An op that few models need has a default in plain torch here.
-3. `weight_ops.py` has how weights are laid out at a load, `rank_ops.py` what ranks send each other.
-4. `weights.py` has the weights of products, `layouts.py` the parameters of layers, `metadata.py`
-   those of a step.
+3. `weights/weight_ops.py` has how weights are laid out at a load, `rank_ops.py` what ranks send each
+   other.
+4. `weights/forms.py` has the weights of products, `layouts.py` the parameters of layers,
+   `metadata.py` those of a step.
 5. A step's keys and values are written to the cache, and then attention reads the cache. So
    prefill, chunked prefill and decode are one op.
 
@@ -28,9 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import compressed, recurrent
-from slipstream.kernels.adapters import LoRATokens, LoRAWeights
-from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import CompressedParams as CompressedParams
@@ -45,8 +44,8 @@ from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.packed_parts import PackedParts
+from slipstream.kernels.plain import compressed, recurrent
 from slipstream.kernels.positions import PositionTables
-from slipstream.kernels.quantize import numbers
 from slipstream.kernels.rank_ops import RankOps
 from slipstream.kernels.states import (
     ConvParams,
@@ -56,8 +55,10 @@ from slipstream.kernels.states import (
     MambaParams,
 )
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.weight_ops import WeightOps
-from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
+from slipstream.kernels.weights.adapters import LoRATokens, LoRAWeights
+from slipstream.kernels.weights.forms import Activations, Linear, Pair, Quantized, SplitLinear
+from slipstream.kernels.weights.quantize import numbers
+from slipstream.kernels.weights.weight_ops import WeightOps
 from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, DenseSpec, Mamba2Spec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason

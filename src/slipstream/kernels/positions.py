@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.ops import OpSet
-    from slipstream.kernels.weights import Linear
+    from slipstream.kernels.weights.forms import Linear
 
 Floats = npt.NDArray[np.float32]
 

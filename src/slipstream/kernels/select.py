@@ -39,7 +39,7 @@ def select_ops(
             field="deterministic",
         )
     if implementation == "reference":
-        from slipstream.kernels.reference import ReferenceOps
+        from slipstream.kernels.plain.reference import ReferenceOps
 
         return ReferenceOps()
     if implementation == "cpu" and device.type == "cpu":

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelError
-from slipstream.kernels.adapters import LoRAWeights
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.adapters import LoRAWeights
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import MLP, Attention, CompressedAttention
 from slipstream.model.load.sharding import part_of

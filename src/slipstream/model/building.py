@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.positions import PositionTables
-    from slipstream.kernels.weights import Linear
+    from slipstream.kernels.weights.forms import Linear
 
 
 def build_layer(

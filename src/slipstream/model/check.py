@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cache_tensors import cache_tensors, index_tensor
+from slipstream.kernels.cache.tensors import cache_tensors, index_tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.states import layer_state

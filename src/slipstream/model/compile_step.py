@@ -1,6 +1,6 @@
 """Compiles a model's step into a program of the C++ kernels (`step_program.py`). No torch.
 
-The program is lowered from the decoder's own trace (`kernels.cpu.lowering`), so it computes what
+The program is lowered from the decoder's own trace (`kernels.cpu.program.lowering`), so it computes what
 the plain loop computes.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slipstream.kernels.cpu.lowering import lower, refusal
-from slipstream.kernels.cpu.native_program import Program
-from slipstream.kernels.cpu.program_emitter import ProgramEmitter
-from slipstream.kernels.cpu.programs import LinearProgram
+from slipstream.kernels.cpu.program.emitter import ProgramEmitter
+from slipstream.kernels.cpu.program.lowering import lower, refusal
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.cpu.program.programs import LinearProgram
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.tracing.recording import Op, Value
 from slipstream.model.decoder import Decoder

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
-    from slipstream.kernels.weights import Linear
+    from slipstream.kernels.weights.forms import Linear
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
     from slipstream.model.layers import Pending

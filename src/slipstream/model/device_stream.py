@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.layouts import MLAParams
-from slipstream.kernels.weights import JoinedLinear, Linear
+from slipstream.kernels.weights.forms import JoinedLinear, Linear
 from slipstream.model.layer_stream import with_parts
 from slipstream.model.layers import Layer
 from slipstream.platform import Event, Platform

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram
+from slipstream.kernels.cpu.program.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.tracing.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.compile_step import compiled
 from slipstream.model.decoder import Decoder
@@ -489,7 +489,7 @@ def build_head(
             spec, ops, blocks, heads, None if spec.own_heads else decoder.spec, tokens
         )
     embed = ops.embedding(values.pop("embed.weight"), None) if spec.own_embedding else decoder.embed
-    head = linear("head") if spec.own_head else decoder.head
+    head = linear("head") if spec.own_head else _head_for_drafts(decoder.head, ops, scheme)
     norms = {name: build_norm(spec.norm, name, values) for name in spec.norms}
     tap: AnyTap | None = None
     mask_state = None
@@ -530,6 +530,19 @@ def build_head(
     model = None if spec.own_head else decoder.spec
     ends = own if spec.own_embedding else of_model, own if spec.own_head else of_model
     return LayeredHead(body, ops, embed, scale, head, tap, mask_state, model, ends=ends)
+
+
+def _head_for_drafts(head: Linear, ops: OpSet, scheme: Scheme | None) -> Linear:
+    """Returns the model's output head as drafts read it: a copy in 8 bits, if that is their scheme
+    and the model's own is dense.
+
+    A pass of one layer over a large vocabulary takes as long as reading the head. Drafts only guess,
+    and a verification reads the model's own.
+    """
+    fits = scheme is not None and scheme.weight_bits == 8 and type(head) is Linear
+    if not fits or head.bias is not None or head.out_features % ops.output_multiple:
+        return head
+    return ops.quantize_weight(head.weight, None, scheme)
 
 
 def head_tensors(

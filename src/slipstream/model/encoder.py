@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
-    from slipstream.kernels.weights import Linear
+    from slipstream.kernels.weights.forms import Linear
 
 PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
 

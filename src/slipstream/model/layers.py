@@ -31,7 +31,7 @@ from slipstream.kernels.layouts import (
     NormParams,
     QKVLayout,
 )
-from slipstream.kernels.weights import Pair
+from slipstream.kernels.weights.forms import Pair
 from slipstream.model.recurrent import Recurrent
 from slipstream.spec.model import (
     AttentionSpec,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
-    from slipstream.kernels.weights import Activations, Linear
+    from slipstream.kernels.weights.forms import Activations, Linear
     from slipstream.platform.collectives import OverlappedSum, Pipe, RankGroup
 
     Pending: TypeAlias = "Tensor | PartialSum | PendingSum | Pair"

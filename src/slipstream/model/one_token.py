@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.layouts import LayerTensors, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, LayerMatch, match_layers
-from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.forms import Float4Linear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
-    from slipstream.kernels.weights import Activations, Linear
+    from slipstream.kernels.weights.forms import Activations, Linear
     from slipstream.platform.collectives import RankGroup
 
 

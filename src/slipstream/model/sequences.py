@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
+from slipstream.kernels.plain.autograd import AutogradOps
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.states import LayerState
 from slipstream.model.building import build_layer

@@ -16,10 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.lowering import Lowered
-from slipstream.kernels.cpu.native_program import Program, RunningStep, layer_pointers, step_inputs
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import Beyond, LinearArgmax, LinearProgram, RowDraws
+from slipstream.kernels.cpu.program.lowering import Lowered
+from slipstream.kernels.cpu.program.native_program import (
+    Program,
+    RunningStep,
+    layer_pointers,
+    step_inputs,
+)
+from slipstream.kernels.cpu.program.programs import (
+    Beyond,
+    LinearArgmax,
+    LinearProgram,
+    RowDraws,
+)
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.model.decoder import Decoder

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from slipstream.kernels.cpu.lowering import DryEmitter, lower, refusal
+from slipstream.kernels.cpu.program.lowering import DryEmitter, lower, refusal
 from slipstream.kernels.tracing.recording import (
     TOKENS,
     NamedWeight,

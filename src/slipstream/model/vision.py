@@ -26,7 +26,7 @@ from slipstream.kernels.layouts import NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.building import build_linear, build_norm
 from slipstream.model.layers import normed
 from slipstream.spec.media.vision import (

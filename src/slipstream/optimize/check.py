@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from slipstream.base.files import parse_json
 from slipstream.config import EngineArgs
 from slipstream.config.engine_folder import is_engine_folder, read_engine_folder
 from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json
 from slipstream.optimize.run import QualityLoss
 
 RECORD_NAME = "optimize.json"

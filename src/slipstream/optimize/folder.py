@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import writing
 from slipstream.config import EngineArgs, EngineConfig, num_ranks
 from slipstream.config.engine_folder import (
     KERNELS_NAME,
@@ -28,7 +29,6 @@ from slipstream.costs.environment import versions
 from slipstream.engine.folder import this_machine
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, EngineError
-from slipstream.files import writing
 from slipstream.hub import resolve_model
 from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS, DescribedGpu
 from slipstream.worker.local_executor import LocalExecutor

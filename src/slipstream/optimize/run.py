@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import digest
 from slipstream.bench.adapters import parse_parallel
 from slipstream.compress.recipe import read_recipe
 from slipstream.compress.steps import DraftHead
@@ -26,7 +27,6 @@ from slipstream.config import DeviceInfo, EngineArgs, num_ranks, resolve
 from slipstream.costs.environment import plain
 from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
-from slipstream.files import digest
 from slipstream.hub import resolve_model
 from slipstream.optimize.candidates import Candidate, Space, TrialResult
 from slipstream.optimize.prior import guessed_kl

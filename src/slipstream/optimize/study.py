@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import sole_writer, writing
 from slipstream.bench.load import ClosedLoop, parse_arrivals
 from slipstream.config import EngineArgs, resolve
 from slipstream.config.settings import DeviceInfo
@@ -23,7 +24,6 @@ from slipstream.costs.metrics import parse_objectives
 from slipstream.errors import ConfigError
 from slipstream.evals.tasks import check_tasks
 from slipstream.evals.text import TextSettings, check_text
-from slipstream.files import sole_writer, writing
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.optimize import run as measuring
 from slipstream.optimize.candidates import Space, TrialResult

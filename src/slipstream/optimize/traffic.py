@@ -6,10 +6,10 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.base.files import parse_json
 from slipstream.bench.load import parse_arrivals
 from slipstream.bench.workload import BenchWorkload, Length, from_lengths, read_lengths
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json
 
 TRACE_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),

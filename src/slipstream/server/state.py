@@ -17,22 +17,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream import __version__
-from slipstream.arguments import types_of, wrong_type
+from slipstream.base.arguments import types_of, wrong_type
+from slipstream.base.suggesting import suggesting_init
 from slipstream.config import EngineConfig
 from slipstream.engine.text.tools import Formats
 from slipstream.errors import ConfigError
-from slipstream.lora_request import LoRARequest
+from slipstream.messages.stats import CanaryResult, EngineStats
+from slipstream.messages.texts import TextTask
 from slipstream.outputs import Vectors
+from slipstream.params.lora_request import LoRARequest
+from slipstream.params.options import RequestOptions
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.search import BeamSearchParams
 from slipstream.server.http.load import ServerLoad
-from slipstream.stats import CanaryResult, EngineStats
-from slipstream.suggesting import suggesting_init
-from slipstream.text_messages import TextTask
-from slipstream.types import BeamSearchParams, Prompt, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
-    from slipstream.engine.operation_messages import CacheEvents
     from slipstream.engine.output import Sink
+    from slipstream.engine.process.operation_messages import CacheEvents
     from slipstream.engine.vision.picture_files import PictureFile
     from slipstream.engine.vision.pictures import PreparedPicture
     from slipstream.server.batches.batches import BatchStore

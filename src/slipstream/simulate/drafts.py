@@ -20,7 +20,7 @@ from slipstream.core.participants.speculation import Speculation
 from slipstream.core.request import Request
 from slipstream.costs.step_cost import Label, StepCost, StepCounts, attention_pairs, worst
 from slipstream.errors import ConfigError
-from slipstream.types import ScheduledRequest
+from slipstream.messages.steps import ScheduledRequest
 
 GUESS = 7
 """Placeholder for every drafted token."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream import html
+from slipstream.base import html
 
 MEMORY = (
     ("weights", "weights_bytes"),

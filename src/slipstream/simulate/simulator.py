@@ -42,13 +42,16 @@ from slipstream.costs.metrics import (
 )
 from slipstream.costs.step_cost import LABELS, Label, StepCost, StepCounts, attention_pairs, worst
 from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepPlan, StepResult
+from slipstream.params.sampling import SamplingParams
 from slipstream.simulate.drafts import Drafts, DraftSteps, SimulatedSpeculation, drawn
 from slipstream.simulate.routing import Router, RouterName, make_router
 from slipstream.simulate.sessions import summarize_sessions
 from slipstream.simulate.sleeping import ANY_TOKEN, SleepingScheduler
 from slipstream.simulate.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
 from slipstream.spec.cache import blocks_of_sequence
-from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenOutput
 
 LABEL_EVERY = 64
 """Interval, in steps, at which the label of a step's time is sampled."""

@@ -26,15 +26,17 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from slipstream.core.block_pool import BlockPool
+from slipstream.core.cache.block_pool import BlockPool
+from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.in_flight import NOTHING
-from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
 from slipstream.errors import ConfigError
-from slipstream.types import EngineRequest, StepOutput, StepPlan, StepResult
+from slipstream.messages.outputs import StepOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import StepPlan, StepResult
 
 ANY_TOKEN = 7
 """Placeholder for every sampled token."""

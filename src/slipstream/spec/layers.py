@@ -29,7 +29,7 @@ INT4_BYTES = 0.5
 
 def int4_row_bytes(head_dim: int) -> tuple[int, int]:
     """Bytes of a head's key and of its value in an int4 KV cache: codes of 5 and of 4 bits, and scales of a byte, two
-    and one (`kernels.int4_cache`)."""
+    and one (`kernels.cache.int4`)."""
     return head_dim // 2 + head_dim // 8 + 2, head_dim // 2 + 1
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from slipstream.base.files import parse_json
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.files import parse_json
 from slipstream.spec.stored.safetensors import file_shapes, find_tensor
 
 DenseActivation: TypeAlias = Literal["identity", "tanh", "relu", "sigmoid"]

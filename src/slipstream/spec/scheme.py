@@ -274,4 +274,4 @@ GPU_BLOCK_BYTES = {
     "Q2_K": 84,
 }
 """Bytes of 256 numbers in the GGUF types that a GPU's kernels compute with
-(`kernels.gguf_codes.FORMS`). The points of IQ's lattices are written out in 3 or 4 bits a number."""
+(`kernels.weights.gguf_codes.FORMS`). The points of IQ's lattices are written out in 3 or 4 bits a number."""

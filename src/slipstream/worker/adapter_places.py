@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from slipstream.errors import AdapterError, EngineOverloadedError
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora_request import LoRARequest
 
 
 class AdapterPlaces:

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 
 from slipstream.config import LoRASettings
-from slipstream.kernels.adapters import LoRAWeights
-from slipstream.lora_request import LoRARequest
+from slipstream.kernels.weights.adapters import LoRAWeights
+from slipstream.messages.stats import AdapterStats
 from slipstream.model.adapters import AdapterLayout, HostAdapter
 from slipstream.model.decoder import Decoder
+from slipstream.params.lora_request import LoRARequest
 from slipstream.platform import platform_of
 from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parallel import Shard
-from slipstream.stats import AdapterStats
 from slipstream.worker.adapter_places import AdapterPlaces
 
 

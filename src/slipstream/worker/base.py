@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.lora_request import LoRARequest
+from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
+from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
+from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription
-from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
-from slipstream.types import Plan, StepResult, StepTime, TokenMask
 from slipstream.worker.tiers.block_store import HostBlockStore
 
 if TYPE_CHECKING:

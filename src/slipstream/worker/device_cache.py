@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.sections import CacheConfig
-from slipstream.kernels.cache_tensors import cache_tensors, index_tensor, shared_caches
+from slipstream.kernels.cache.tensors import cache_tensors, index_tensor, shared_caches
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.states import LayerState, layer_state
 from slipstream.platform import Platform

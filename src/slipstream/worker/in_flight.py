@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.cpu.logprobs import unpacked_logprobs
-from slipstream.logprob_messages import SampledLogprobs
-from slipstream.text_messages import PooledVector, TextVectors
-from slipstream.types import (
-    Extra,
-    Plan,
-    StepResult,
-)
+from slipstream.kernels.cpu.sampling.logprobs import unpacked_logprobs
+from slipstream.messages.logprobs import SampledLogprobs
+from slipstream.messages.steps import Extra, Plan, StepResult
+from slipstream.messages.texts import PooledVector, TextVectors
 from slipstream.worker.draft.verification import verified
-from slipstream.worker.input_batch import SampledRows
+from slipstream.worker.inputs.input_batch import SampledRows
 from slipstream.worker.sampling.draws import BestLogprobs
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from slipstream.config.forms import LearnedDrafts
 from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
+from slipstream.messages.stats import ExpertTokens
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.encoder import Dense, TextHeads
@@ -33,7 +34,6 @@ from slipstream.spec.drafts.models import check_draft_model
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.pooling import DenseStep
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
-from slipstream.stats import ExpertTokens
 from slipstream.worker.device_cache import DeviceCache
 from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter

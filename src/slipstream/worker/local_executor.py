@@ -12,11 +12,11 @@ from functools import partial
 
 from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import AdapterError
-from slipstream.lora_request import LoRARequest
+from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertTokens
+from slipstream.messages.steps import Plan, StepTime, TokenMask
+from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
-from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
-from slipstream.types import Plan, StepTime, TokenMask
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.loaded_runner import LoadedRunner
 from slipstream.worker.model_runner import ModelRunner

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
-from slipstream.types import Extra, StepPlan, TokenMask
+from slipstream.messages.steps import Extra, StepPlan, TokenMask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
 from slipstream.worker.in_flight import InFlightStep
-from slipstream.worker.input_batch import NO_ROWS
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import NO_ROWS
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.text_inputs import encoder_batch
 from slipstream.worker.runner import Runner
 from slipstream.worker.sampling.asked import completed_prompts, prompt_logprobs, wanted_logprobs
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
 from slipstream.worker.sampling.draws import Sampler, draw
 from slipstream.worker.sampling.sampler import sampling_tensors
-from slipstream.worker.text_inputs import encoder_batch
 
 if TYPE_CHECKING:
     from torch import Tensor

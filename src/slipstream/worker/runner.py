@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.cache_tensors import cache_parts, state_parts
+from slipstream.kernels.cache.tensors import cache_parts, state_parts
 from slipstream.kernels.metadata import LayerKV
-from slipstream.stats import ExpertTokens
+from slipstream.messages.stats import ExpertTokens
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays

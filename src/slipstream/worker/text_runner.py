@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import LayerKV
-from slipstream.text_messages import TextsPlan
+from slipstream.messages.texts import TextsPlan
 from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.in_flight import InFlightStep
-from slipstream.worker.input_batch import NO_ROWS
+from slipstream.worker.inputs.input_batch import NO_ROWS
 from slipstream.worker.runner import Runner
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.native import Arena, library_path
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.host_model import load_host_model
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
@@ -198,7 +198,7 @@ GPT_OSS = {
 LOAD = """
 import sys, torch
 from pathlib import Path
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 def status(key):
     line = next(x for x in open("/proc/self/status") if x.startswith(key))

@@ -14,7 +14,8 @@ from slipstream.config import EngineArgs
 from slipstream.costs.metrics import RequestTiming
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.llm import LLM
-from slipstream.types import Prompt, SamplingParams
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
 
 
 def greedy(output_tokens: int) -> SamplingParams:

@@ -13,8 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.html import head
 from slipstream.bench.sweep.results import Row, columns_of
-from slipstream.html import head
 
 HERE = Path(__file__).parent
 LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")

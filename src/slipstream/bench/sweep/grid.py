@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.base.files import digest
 from slipstream.bench.adapters import AS_STORED, ENGINES, Parallel, parse_parallel
 from slipstream.config import EngineArgs
 from slipstream.costs.metrics import OBJECTIVES
 from slipstream.errors import ConfigError
-from slipstream.files import digest
 from slipstream.spec.scheme import SCHEMES
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from slipstream.base.files import write_whole
 from slipstream.bench.adapters import AS_STORED
 from slipstream.bench.power import Energy
 from slipstream.costs.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.errors import ConfigError, install_command
-from slipstream.files import write_whole
 
 Kind: TypeAlias = Literal["text", "int", "float"]
 Row: TypeAlias = dict[str, Any]

@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream import LLM, RequestOutput, SamplingParams
-    from slipstream.types import Prompt
+    from slipstream.params.prompts import Prompt
 
 Message = dict[str, Any]
 

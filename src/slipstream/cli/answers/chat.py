@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.base.files import parse_json
 from slipstream.cli.console import print_json, say
 from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
@@ -35,7 +36,6 @@ from slipstream.cli.options import (
     sampling_params,
 )
 from slipstream.errors import ConfigError, ContextLengthError, RequestError, SlipstreamError
-from slipstream.files import parse_json
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ class Lines:
     def _open_history(self) -> None:
         import readline
 
-        from slipstream.files import open_private
+        from slipstream.base.files import open_private
         from slipstream.hub import cache_folder
 
         self._readline, self._path = readline, cache_folder() / "chat_history"

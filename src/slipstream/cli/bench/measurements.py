@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.base.files import writing
 from slipstream.cli.agent_options import AGENTS_TITLE, add_agent_options, given_agent_options
 from slipstream.cli.console import phases, print_json, say
 from slipstream.cli.options import (
@@ -23,7 +24,6 @@ from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
-from slipstream.files import writing
 
 if TYPE_CHECKING:
     from slipstream.bench.workload import BenchWorkload

@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.base.files import sole_writer, writing
 from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import add_output_options
 from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.files import sole_writer, writing
 
 if TYPE_CHECKING:
     from slipstream.bench.sweep.dashboard import SweepRun

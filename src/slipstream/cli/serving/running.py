@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import write_whole
+from slipstream.base.files import write_whole
 from slipstream.hub import cache_folder
 
 

@@ -245,7 +245,7 @@ def logits_processors(names: Sequence[str]) -> dict[str, str]:
         return {}
     from importlib.metadata import entry_points
 
-    from slipstream.engine.sampler_params import importable
+    from slipstream.engine.requests.sampler_params import importable
     from slipstream.errors import ConfigError, RequestError
 
     installed = {

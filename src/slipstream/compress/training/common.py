@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.base.files import write_whole
 from slipstream.compress.steps import DraftHead, LoRA
 from slipstream.costs.environment import environment, plain
 from slipstream.costs.hardware import cpu_features
-from slipstream.files import write_whole
 from slipstream.spec.description import ModelDescription
 
 STATE_NAME = "state.json"

@@ -520,7 +520,7 @@ def measure_head(
 
 
 def _texts(llm: LLM, questions: Sequence[str], max_tokens: int) -> list[str]:
-    from slipstream.types import SamplingParams
+    from slipstream.params.sampling import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     return [

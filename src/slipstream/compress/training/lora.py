@@ -45,9 +45,9 @@ from slipstream.compress.training.common import (
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, RequestError
 from slipstream.evals.text import Document, Part, read_documents
-from slipstream.kernels.autograd import AutogradOps
-from slipstream.kernels.quantize import dequantize, round_linear
-from slipstream.kernels.weights import Activations, Linear
+from slipstream.kernels.plain.autograd import AutogradOps
+from slipstream.kernels.weights.forms import Activations, Linear
+from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.model.load.weights import load_parameters, transform
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel, attention_of

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.compress.steps import Divergence
-from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.plain.autograd import AutogradOps
 from slipstream.model.sequences import SequenceBatch
 from slipstream.spec.model import ModelSpec
 

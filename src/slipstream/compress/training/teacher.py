@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slipstream.base.files import digest
 from slipstream.compress.training.objective import TopK
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evals.text import Part, read_documents
-from slipstream.files import digest
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 
@@ -52,7 +52,7 @@ def teacher_examples(
     rationale_weight: float | None = None,
 ) -> list[Example]:
     """The teacher's answers to the questions, through its chat template, and its rationales if `rationale_weight` is given."""
-    from slipstream.types import SamplingParams
+    from slipstream.params.sampling import SamplingParams
 
     tasks: list[tuple[str, float]] = [(question, 1.0) for question in questions]
     if rationale_weight is not None:

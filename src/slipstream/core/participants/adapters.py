@@ -19,7 +19,7 @@ from typing import TypeAlias
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request
 from slipstream.errors import EngineOverloadedError
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora_request import LoRARequest
 
 LoadAdapter: TypeAlias = Callable[[LoRARequest, Callable[[], Collection[int]]], str]
 """Loads an adapter where those with the given ids must stay; returns the version of its files.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.types import EngineOutput, StepPlan, StepResult
+from slipstream.messages.outputs import EngineOutput
+from slipstream.messages.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from slipstream.core.extras import Extras

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.beam_messages import BeamStep
+from slipstream.core.cache.shared_blocks import take_over
 from slipstream.core.extras import Extras
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
-from slipstream.core.shared_blocks import take_over
-from slipstream.types import EngineOutput, StepPlan, StepResult
+from slipstream.messages.beams import BeamStep
+from slipstream.messages.outputs import EngineOutput
+from slipstream.messages.steps import StepPlan, StepResult
 
 
 class Beams(Participant):

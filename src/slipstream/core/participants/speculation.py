@@ -51,7 +51,8 @@ from slipstream.core.step_times import (
     StepCosts,
     seconds_from,
 )
-from slipstream.types import FROM_MODEL, EngineOutput, StepPlan, StepResult
+from slipstream.messages.outputs import EngineOutput
+from slipstream.messages.steps import FROM_MODEL, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from slipstream.core.extras import Extras

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.tier_messages import BlockCopy
+from slipstream.messages.tiers import BlockCopy
 
 
 class DiskInfo(Protocol):

@@ -14,7 +14,7 @@
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
-5. Checkpoints of recurrent states (`core/states.py`) are stored and loaded as blocks are. Their keys
+5. Checkpoints of recurrent states (`core/cache/states.py`) are stored and loaded as blocks are. Their keys
    are those of the blocks that end there, in a group of their own (`state_key`). A load brings the
    blocks up to the last checkpoint, and that. Without attention blocks hold nothing: they are not
    stored, and any that a checkpoint needs is there.
@@ -30,14 +30,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 
-from slipstream.core.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.prefix_cache import group_key, is_state, state_key, usable_prefix
+from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.cache.prefix_cache import group_key, is_state, state_key, usable_prefix
 from slipstream.core.request import Request
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.rates import Rates
+from slipstream.messages.stats import TierStats
+from slipstream.messages.tiers import BlockCopy, Place
 from slipstream.spec.model import CacheGroup
-from slipstream.stats import TierStats
-from slipstream.tier_messages import BlockCopy, Place
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a rate again."""

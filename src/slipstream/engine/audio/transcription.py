@@ -21,9 +21,11 @@ from slipstream.engine.audio.languages import CODES, NAMES
 from slipstream.engine.audio.sound import Samples
 from slipstream.engine.audio.spectrogram import log_mel
 from slipstream.errors import RequestError
-from slipstream.media import AudioWindow
+from slipstream.messages.media import AudioWindow
 from slipstream.outputs import PositionLogprobs, TranscriptionOutput, TranscriptionSegment
-from slipstream.sampling_params import MAX_LOGPROBS, SamplingParams
+from slipstream.params.checks import MAX_LOGPROBS
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.media.audio import (
     FRAMES_PER_STATE,
@@ -33,7 +35,6 @@ from slipstream.spec.media.audio import (
     SpeechSpec,
 )
 from slipstream.spec.media.speech_rules import SpeechRules
-from slipstream.types import Prompt
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 

@@ -74,15 +74,10 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tokenizer_parts import is_panic
 from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.errors import EngineOverloadedError, RequestError
-from slipstream.types import (
-    EngineRequest,
-    ReasoningMarkers,
-    SamplingParams,
-    ScheduledRequest,
-    StepPlan,
-    StructuredOutputsParams,
-    TokenMask,
-)
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.steps import ScheduledRequest, StepPlan, TokenMask
+from slipstream.params.answer_forms import ReasoningMarkers, StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

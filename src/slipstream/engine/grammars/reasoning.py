@@ -22,9 +22,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.answer_forms import ReasoningMarkers
 from slipstream.engine.text.tool_formats.harmony import CHANNEL, ENDS, MESSAGE, START
 from slipstream.errors import RequestError
+from slipstream.params.answer_forms import ReasoningMarkers
 
 WAITING, OPENED, REASONING, ENDING, DONE = range(5)
 """Phases: nothing but whitespace or a part of the begin marker has come; the prompt has begun the

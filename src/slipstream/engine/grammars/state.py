@@ -22,7 +22,7 @@ from slipstream.engine.grammars.schema_states import Run, SchemaSpot, SchemaStat
 from slipstream.engine.grammars.string_lengths import CountedStrings, StringLengths
 from slipstream.engine.threads.bounded_threads import start_thread
 from slipstream.errors import EngineOverloadedError
-from slipstream.types import SamplingParams
+from slipstream.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from slipstream.arguments import likely_value
+from slipstream.base.arguments import likely_value
 from slipstream.engine.grammars.grammar import check
 from slipstream.engine.text.tool_formats import reasoning_markers, tool_format
 from slipstream.engine.text.tool_formats.base import (
@@ -33,13 +33,10 @@ from slipstream.engine.text.tool_formats.base import (
     Writer,
 )
 from slipstream.errors import RequestError
+from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import ChatMessage, ToolCall
-from slipstream.types import (
-    FinishReason,
-    ReasoningMarkers,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from slipstream.params.answer_forms import ReasoningMarkers, StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 
 Choice = Literal["auto", "none", "required"]
 

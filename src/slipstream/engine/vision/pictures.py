@@ -40,7 +40,7 @@ from slipstream.engine.vision.picture_files import (
     measured,
 )
 from slipstream.errors import RequestError
-from slipstream.media import ImageSpan
+from slipstream.messages.media import ImageSpan
 from slipstream.spec.media.vision import (
     MAX_RATIO,
     FixedSize,

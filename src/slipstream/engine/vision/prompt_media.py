@@ -15,10 +15,10 @@ from slipstream.engine.vision.pictures import (
     PreparedPicture,
 )
 from slipstream.errors import RequestError
-from slipstream.media import AudioWindow
+from slipstream.messages.media import AudioWindow
+from slipstream.params.prompts import Prompt
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.media.vision import VisionSpec
-from slipstream.types import Prompt
 
 
 class MediaReader:

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.errors import ConfigError
 from slipstream.fleet.detection.observation import Observation
+from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
-from slipstream.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

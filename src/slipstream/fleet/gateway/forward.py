@@ -31,7 +31,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Scope, Send
 
-from slipstream.core.prefix_cache import salted
+from slipstream.core.cache.prefix_cache import salted
 from slipstream.fleet.gateway.members import Members, Replica, Version
 from slipstream.fleet.gateway.prompts import chain
 from slipstream.fleet.gateway.router import Decision

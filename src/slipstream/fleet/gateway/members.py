@@ -20,8 +20,8 @@ from hashlib import blake2b
 import msgspec
 
 from slipstream.config import EngineArgs
-from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.engine.operation_messages import CacheEvents
+from slipstream.core.cache.prefix_cache import KEY_BYTES
+from slipstream.engine.process.operation_messages import CacheEvents
 from slipstream.fleet.config import (
     Autoscale,
     Fleet,
@@ -37,9 +37,9 @@ from slipstream.fleet.gateway.router import ReplicaState, Router
 from slipstream.fleet.gateway.upstream import ConnectionPool, UpstreamError
 from slipstream.fleet.scaling.figures import summed
 from slipstream.fleet.scaling.scaler import Tally
+from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.fleet import HEADER, FromReplica, ReplicaLoad
 from slipstream.server.operations.metrics import MetricCounts
-from slipstream.stats import EngineStats
 
 logger = logging.getLogger("slipstream.fleet")
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from slipstream.core.prefix_cache import announced_state
+from slipstream.core.cache.prefix_cache import announced_state
 
 _NUM_PARTS = 16
 _FIRST_SIZE = 256  # entries of a new part

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from slipstream.config import EngineArgs
-from slipstream.core.prefix_cache import extend_keys
+from slipstream.core.cache.prefix_cache import extend_keys
 from slipstream.engine.folder import settled
 from slipstream.engine.model_files import load_tokenizer
-from slipstream.engine.processor import INLINE_CHARS, InputProcessor, in_thread_if_long
+from slipstream.engine.requests.processor import INLINE_CHARS, InputProcessor, in_thread_if_long
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from slipstream.deaths import describe_exit
+from slipstream.base.deaths import describe_exit
 from slipstream.errors import EngineError, as_error
 from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import PoolSpec

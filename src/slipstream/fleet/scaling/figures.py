@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import TOTALS
-from slipstream.stats import EngineStats
 
 if TYPE_CHECKING:
     from slipstream.fleet.gateway.forward import Forwarder

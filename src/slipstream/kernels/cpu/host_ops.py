@@ -27,16 +27,21 @@ import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import arrays, native
-from slipstream.kernels.cpu.mla import pack_head_weight
-from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
 from slipstream.kernels.cpu.native import Arena
 from slipstream.kernels.cpu.packed import NativeLinear, Packed, stand_in
 from slipstream.kernels.cpu.packed_file import read_packed, write_packed
-from slipstream.kernels.cpu.programs import LinearProgram
-from slipstream.kernels.cpu.row_sampler import RowSampler
+from slipstream.kernels.cpu.program.mla import pack_head_weight
+from slipstream.kernels.cpu.program.moe import (
+    NativeExperts,
+    group_form,
+    pack_expert_weight,
+    round_groups,
+)
+from slipstream.kernels.cpu.program.programs import LinearProgram
+from slipstream.kernels.cpu.sampling.row_sampler import RowSampler
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.positions import PositionTables
-from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.forms import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, Scheme

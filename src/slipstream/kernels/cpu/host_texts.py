@@ -14,11 +14,11 @@ import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu.layer_operators import add_norm
 from slipstream.kernels.cpu.native import FORM_F32, StepInputs, activation_of
-from slipstream.kernels.cpu.native_program import Program
 from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import LinearProgram
+from slipstream.kernels.cpu.program.native_program import Program
+from slipstream.kernels.cpu.program.operators import add_norm
+from slipstream.kernels.cpu.program.programs import LinearProgram
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata

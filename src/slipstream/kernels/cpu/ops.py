@@ -1,6 +1,6 @@
 """The CPU's op set for torch tensors: C++ kernels (csrc/cpu), and NumPy's sampler.
 
-Mixtures of experts are in `cpu_moe.py`, latent attention is in `cpu_mla.py`. A whole step runs as
+Mixtures of experts are in `program/moe.py`, latent attention is in `program/mla.py`. A step runs as
 one program without returning to Python (`model/step_program.py`). Called one by one, the ops here use
 the same kernels. These compute in float32: a bfloat16 tensor is converted, and the result is
 rounded. `host_ops.py`, which needs no torch, packs the weights.
@@ -18,17 +18,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels import reference
 from slipstream.kernels.arrays import as_arrays, meta, to_array
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.host_ops import HostOps
-from slipstream.kernels.cpu.layer_operators import add_attention, add_norm, add_rope_and_cache
-from slipstream.kernels.cpu.mla import (
+from slipstream.kernels.cpu.native import activation_of
+from slipstream.kernels.cpu.packed import NativeLinear
+from slipstream.kernels.cpu.program.mla import (
     add_choose_keys,
     add_latent_attention,
     add_latent_queries,
 )
-from slipstream.kernels.cpu.moe import (
+from slipstream.kernels.cpu.program.moe import (
     NativeExperts,
     add_choice,
     add_down,
@@ -36,18 +36,17 @@ from slipstream.kernels.cpu.moe import (
     add_experts,
     add_made_choice,
 )
-from slipstream.kernels.cpu.native import activation_of
-from slipstream.kernels.cpu.native_program import Program, layer_pointers, step_inputs
-from slipstream.kernels.cpu.packed import NativeLinear
-from slipstream.kernels.cpu.programs import LinearProgram
-from slipstream.kernels.cpu.recurrent import (
+from slipstream.kernels.cpu.program.native_program import Program, layer_pointers, step_inputs
+from slipstream.kernels.cpu.program.operators import add_attention, add_norm, add_rope_and_cache
+from slipstream.kernels.cpu.program.programs import LinearProgram
+from slipstream.kernels.cpu.program.recurrent import (
     add_causal_conv,
     add_gated_delta,
     add_mamba2,
     add_selective_scan,
     add_short_conv,
 )
-from slipstream.kernels.cpu.state_inputs import state_inputs
+from slipstream.kernels.cpu.program.state_inputs import state_inputs
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (
@@ -58,6 +57,7 @@ from slipstream.kernels.ops import (
     NormParams,
     QKVLayout,
 )
+from slipstream.kernels.plain import reference
 from slipstream.kernels.states import (
     ConvParams,
     GatedDeltaParams,
@@ -65,7 +65,7 @@ from slipstream.kernels.states import (
     Mamba2Params,
     MambaParams,
 )
-from slipstream.kernels.weights import Activations, Linear
+from slipstream.kernels.weights.forms import Activations, Linear
 from slipstream.spec.model import Activation, ClampedSilu, OwnActivation, OwnNorm
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
 

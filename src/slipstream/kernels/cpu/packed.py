@@ -34,7 +34,7 @@ from slipstream.kernels.cpu.native import (
     load,
 )
 from slipstream.kernels.cpu.thread_pool import ThreadPool
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.arrays import type_name
-from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.cpu.native import S8, Arena, Bytes, load
 from slipstream.kernels.cpu.packed import NativeLinear, Packed, PackedExperts, stand_in
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.cpu.program.moe import NativeExperts
+from slipstream.kernels.weights.forms import Linear
 
 CHUNK = 16 * 2**20
 """Bytes that a thread reads at a time."""

@@ -1,6 +1,6 @@
 """Torch ops that are fast on a CPU, in bfloat16 and float32.
 
-They run where the C++ kernels (`cpu.py`) are not built, and for ops that the C++ kernels lack. Ops
+They run where the C++ kernels (`ops.py`) are not built, and for ops that the C++ kernels lack. Ops
 that are not here are the reference's, which is as fast.
 
 Choices, measured by the study `kernels_cpu_torch`:
@@ -11,7 +11,7 @@ Choices, measured by the study `kernels_cpu_torch`:
 2. Attention is `scaled_dot_product_attention` over gathered blocks. The query heads of a kv head
    are packed as rows, since `enable_gqa` expands the cache. Scores stay in float32: bfloat16 is up
    to 1.6 × as fast and a fifth less exact.
-3. The sampler is NumPy's (`sampling.py`), which a process without torch also has.
+3. The sampler is NumPy's (`sampling/`), which a process without torch also has.
 4. Freed temporaries are kept (`keep_freed_memory`), because giving their pages back costs more than
    filling them.
 
@@ -32,15 +32,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
-from slipstream.kernels.cpu import sampling, token_masks
 from slipstream.kernels.cpu.native import has_cpu_kernels
+from slipstream.kernels.cpu.sampling import sampling, token_masks
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
-from slipstream.kernels.quantize import dequantize, round_linear
-from slipstream.kernels.reference import (
+from slipstream.kernels.plain.reference import (
     ReferenceOps,
     activate,
     attend,
@@ -51,7 +49,9 @@ from slipstream.kernels.reference import (
     route,
     softmax,
 )
-from slipstream.kernels.weights import Activations, GroupedLinear, Linear
+from slipstream.kernels.weights.adapters import LoRATokens, LoRAWeights
+from slipstream.kernels.weights.forms import Activations, GroupedLinear, Linear
+from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.spec.model import Activation, OwnNorm
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 

@@ -34,15 +34,15 @@ from torch import Tensor
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.arrays import to_tensor
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.moe import NativeExperts, add_experts, add_made_choice
 from slipstream.kernels.cpu.native import Arena, Bytes, Job
-from slipstream.kernels.cpu.native_program import Program, run_job
 from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.program.moe import NativeExperts, add_experts, add_made_choice
+from slipstream.kernels.cpu.program.native_program import Program, run_job
 from slipstream.kernels.cpu.unpack import BITS, unpack
 from slipstream.kernels.experts.hot import HotExperts
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts, OpSet
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.platform import Platform
 
 _logger = logging.getLogger("slipstream.engine")

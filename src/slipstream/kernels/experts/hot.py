@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.arrays import to_tensor
-from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.program.moe import NativeExperts
 from slipstream.kernels.cpu.unpack import unpack
 from slipstream.kernels.layouts import Experts
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.platform import Platform
 
 MAX_MOVES = 4

@@ -15,10 +15,10 @@ from torch import Tensor
 from slipstream.kernels.arrays import to_tensor
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.arrays import Array
-from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.cpu.packed import NativeLinear
+from slipstream.kernels.cpu.program.moe import NativeExperts
 from slipstream.kernels.cpu.torch_ops import PACK_BATCH, PackedLinear
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     Float4Linear,
     GroupedLinear,
     Linear,

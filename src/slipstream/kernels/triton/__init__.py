@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import (
     AttentionParams,
@@ -24,7 +23,6 @@ from slipstream.kernels.ops import (
     TokenShape,
 )
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling
 from slipstream.kernels.triton.attention import (
@@ -52,7 +50,8 @@ from slipstream.kernels.triton.products import (
     split_k,
 )
 from slipstream.kernels.triton.recurrent import conv, rules, scan
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.adapters import TILES, LoRATokens, LoRAWeights
+from slipstream.kernels.weights.forms import (
     Activations,
     BlockLinear,
     CodedLinear,
@@ -63,6 +62,7 @@ from slipstream.kernels.weights import (
     ScaledLinear,
     SplitLinear,
 )
+from slipstream.kernels.weights.quantize import round_linear
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable

@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
-from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.weights import Activations, Quantized
+from slipstream.kernels.weights.forms import Activations, Quantized
+from slipstream.kernels.weights.quantize import DTYPES
 from slipstream.spec.model import (
     Activation,
     ClampedSilu,
@@ -37,7 +37,7 @@ FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-blo
 @triton.jit
 def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr):
     """Store a row of float32 y: unchanged; in 8 bits with one scale
-    (`kernels.quantize.quantize_rows`); or in 8 bits with a scale per 128."""
+    (`kernels.weights.quantize.quantize_rows`); or in 8 bits with a scale per 128."""
     if FORMAT == 0:
         tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
     elif FORMAT == 3:

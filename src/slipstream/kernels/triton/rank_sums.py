@@ -13,10 +13,10 @@ from torch import Tensor
 
 from slipstream.errors import first_line
 from slipstream.kernels.layouts import NormParams
-from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import FORMATS, as_activations, empty_rows
-from slipstream.kernels.weights import Activations
+from slipstream.kernels.weights.forms import Activations
+from slipstream.kernels.weights.quantize import SMALLEST
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform

@@ -22,14 +22,14 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.cache_tensors import by_dim
+from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.products import sparse24
-from slipstream.kernels.weights import Linear, SparseCopy
+from slipstream.kernels.weights.forms import Linear, SparseCopy
+from slipstream.kernels.weights.quantize import DTYPES
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.devices.autotune_table import (

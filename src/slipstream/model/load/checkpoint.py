@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.model.load.random_weights import ArrayDraws, random_weights, seed_of
 from slipstream.model.stored.bitmasks import made_dense

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.packed import stand_in
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.cache_scales import CacheScales
 from slipstream.model.load.checkpoint import (

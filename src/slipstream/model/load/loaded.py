@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import AttentionSpec, ModelSpec

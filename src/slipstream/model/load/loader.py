@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.weights import BlockLinear, Linear
+from slipstream.kernels.weights.forms import BlockLinear, Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition
 from slipstream.model.load.cache_scales import CacheScales

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream import __version__
 from slipstream.errors import CheckpointError
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.checkpoint import PASSED_OVER
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.spec.description import ModelDescription

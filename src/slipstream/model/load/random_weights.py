@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from slipstream.kernels.gguf_codes import FORMS, split
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     BlockLinear,
     BlockRows,
     GroupedLinear,
@@ -29,6 +28,7 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
     chunk_of,
 )
+from slipstream.kernels.weights.gguf_codes import FORMS, split
 from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.spec.parameters import Shape, keeps_float32
 from slipstream.spec.scheme import FP8_TILE, Scheme

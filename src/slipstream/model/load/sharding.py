@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows, Linear
 from slipstream.model.load.checkpoint import is_shaped, placed_shape, stored_shape, turned
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.load.weights import transform

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.quantize import DTYPES, pack4
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     GroupedLinear,
     Linear,
     ScaledLinear,
@@ -18,6 +17,7 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
     chunk_of,
 )
+from slipstream.kernels.weights.quantize import DTYPES, pack4
 from slipstream.model.stored.packing import code_pairs, group_scales, unpack_words
 from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
 from slipstream.spec.parameters import Shape

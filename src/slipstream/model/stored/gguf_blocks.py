@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows, Linear
 from slipstream.model.load.checkpoint import placed_shape
 from slipstream.spec.parameters import Placement, Shape, Unpermute
 from slipstream.spec.scheme import Scheme

@@ -1,5 +1,5 @@
 """Decoders of GGUF's block formats. Each `_q…` converts whole blocks, uint8 [N, block_bytes], to
-float32 [N, block_size]. Types that are read seldom are taken apart by `kernels.gguf_codes`.
+float32 [N, block_size]. Types that are read seldom are taken apart by `kernels.weights.gguf_codes`.
 
 The formats are ggml's. A block begins (Q6_K: ends) with float16 scales, and holds small integers in
 nibbles and loose bits. The order of operations is ggml's too, so that float32 results agree bit for
@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.gguf_codes import FORMS, split
+from slipstream.kernels.weights.gguf_codes import FORMS, split
 from slipstream.spec.stored.gguf import TYPES, GGUFFile
 
 Blocks = npt.NDArray[np.uint8]

@@ -15,8 +15,8 @@ import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.cpu.moe import pack4
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
+from slipstream.kernels.cpu.program.moe import pack4
+from slipstream.kernels.weights.forms import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.model.stored.parts import code_pairs, group_scales, unpack_words
 from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
 from slipstream.spec.parameters import Shape

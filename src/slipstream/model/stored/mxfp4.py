@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.quantize import pack4
-from slipstream.kernels.weights import GroupedLinear, Linear, chunk_of
+from slipstream.kernels.weights.forms import GroupedLinear, Linear, chunk_of
+from slipstream.kernels.weights.quantize import pack4
 from slipstream.model.load.pulled import Pulled
 from slipstream.spec.parameters import Deinterleave, Placement, Shape
 from slipstream.spec.scheme import Scheme

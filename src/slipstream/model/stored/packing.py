@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from slipstream.kernels.quantize import e2m1_values
+from slipstream.kernels.weights.quantize import e2m1_values
 from slipstream.model.stored.parts import stored_parts
 from slipstream.spec.scheme import WeightFormat
 

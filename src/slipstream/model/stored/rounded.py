@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.checkpoint import PASSED_OVER
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.stored.parts import SCALES, stored_parts, stored_shape

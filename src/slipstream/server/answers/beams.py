@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Raw
 
 from slipstream.errors import RequestError
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.search import BeamSearchParams
 from slipstream.server.http.errors import bad_request
-from slipstream.types import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.server.openai.protocol import GenerationRequest

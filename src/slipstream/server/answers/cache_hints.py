@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Raw
 
-from slipstream.cache_hints import CacheHints
+from slipstream.params.cache_hints import CacheHints
 
 MARKS = {"cache_control": "5m", "prompt_cache_breakpoint": "30m"}
 """Fields of a block, message or tool by which a client marks the end of a prefix, Anthropic's and OpenAI's, and the time to

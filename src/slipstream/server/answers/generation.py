@@ -32,6 +32,10 @@ from starlette.types import Receive, Scope, Send
 from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from slipstream.params.options import RequestOptions, Share
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
+from slipstream.params.search import BeamSearchParams
 from slipstream.server.answers.beams import named_as_in_body
 from slipstream.server.answers.cache_hints import Breakpoints, cache_hints
 from slipstream.server.answers.hints import given_hints
@@ -50,7 +54,6 @@ from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
 from slipstream.server.openai.protocol import GenerationRequest, decode
 from slipstream.server.state import ServerState
-from slipstream.types import BeamSearchParams, Prompt, RequestOptions, SamplingParams, Share
 
 logger = logging.getLogger("slipstream.server")
 encode = msgspec.json.Encoder().encode

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.server.http.errors import bad_request
-from slipstream.types import StructuredOutputsParams
 
 Text = Annotated[str, Meta(min_length=1)]
 Schema = str | dict[str, Any] | bool

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.answers.cache_hints import Breakpoints, breakpoints
@@ -63,7 +64,6 @@ from slipstream.server.openai.protocol import (
     text_part,
 )
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 

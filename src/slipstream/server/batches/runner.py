@@ -38,9 +38,9 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
-from slipstream import locks
+from slipstream.base import locks
+from slipstream.base.files import open_private
 from slipstream.engine.threads.fair_threads import FairThreads
-from slipstream.files import open_private
 from slipstream.server.batches.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.batches.files import LIFE_S, StoredFile
 from slipstream.server.http.errors import ApiError

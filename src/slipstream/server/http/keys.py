@@ -29,8 +29,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from slipstream.base.files import open_new, open_private
 from slipstream.errors import ConfigError
-from slipstream.files import open_new, open_private
 
 _logger = logging.getLogger("slipstream.server")
 

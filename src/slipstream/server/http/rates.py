@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.base.files import open_private
 from slipstream.errors import ConfigError
-from slipstream.files import open_private
 from slipstream.server.http.errors import ApiError, unavailable
 from slipstream.server.http.keys import Key
 

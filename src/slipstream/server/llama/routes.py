@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from slipstream import __version__
-from slipstream.engine.pooled import refuse_classifier, rows
+from slipstream.engine.requests.pooled import refuse_classifier, rows
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints

@@ -20,6 +20,7 @@ from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import DownloadError, SlipstreamError
 from slipstream.hub import FetchOptions, local_path
 from slipstream.hub.listing import CachedModel, find_models, remove_model
+from slipstream.messages.stats import EngineStats
 from slipstream.server.answers.generation import encode
 from slipstream.server.http.auth import check_model
 from slipstream.server.http.errors import ApiError, bad_request, shutting_down
@@ -41,7 +42,6 @@ from slipstream.server.operations.status import (
     shared_fields,
 )
 from slipstream.server.state import ServerState
-from slipstream.stats import EngineStats
 
 _YEARS_S = 100 * 365.25 * 86400
 """Ollama's answer for a model that stays for ever."""

@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from slipstream.engine.core_operations import Health
+from slipstream.engine.process.core_operations import Health
 from slipstream.errors import EngineDeadError
-from slipstream.lora_request import LoRARequest
+from slipstream.params.lora_request import LoRARequest
 from slipstream.server.app import make_app, make_state, model_routes
 from slipstream.server.http.auth import check_model
 from slipstream.server.http.errors import bad_request, shutting_down

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.arguments import likely_value
+from slipstream.base.arguments import likely_value
+from slipstream.base.files import read_yaml
 from slipstream.config import EngineArgs
 from slipstream.config.settings import DeviceInfo
 from slipstream.costs.estimate import estimate, this_device
 from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.files import read_yaml
 from slipstream.hub import FetchOptions, resolve_model
 from slipstream.server.many.asked import parse_keep_alive
 from slipstream.server.many.slot import ServedModel, needed_bytes

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.core_client import ChildLink
-from slipstream.engine.core_start import CoreSource
 from slipstream.engine.folder import settled
+from slipstream.engine.process.core_client import ChildLink
+from slipstream.engine.process.core_start import CoreSource
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 

@@ -24,10 +24,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
+from slipstream.engine.requests.pooled import check_dimensions, refuse_classifier, rows
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Reasoning
 from slipstream.engine.text.tools import Reading, call_id, is_cut
 from slipstream.outputs import CompletionOutput
+from slipstream.params.sampling import SamplingParams
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.tools import (
@@ -65,7 +66,6 @@ from slipstream.server.openai.protocol import (
 from slipstream.server.state import ServerState
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.stored.safetensors import weight_bytes
-from slipstream.types import SamplingParams
 
 
 class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -27,10 +27,12 @@ from slipstream.engine.audio.transcription import (
     TranscriptionOptions,
     speech_of,
 )
-from slipstream.engine.streams import OutputStream
+from slipstream.engine.process.streams import OutputStream
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import SlipstreamError
+from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import PositionLogprobs, TranscriptionSegment
+from slipstream.params.options import RequestOptions
 from slipstream.server.answers.generation import effective_priority, encode
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -46,7 +48,6 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason, RequestOptions
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 

@@ -20,8 +20,8 @@ from slipstream.engine.text.tool_formats.base import (
 from slipstream.engine.text.tools import Reading, begun_text, call_id, finish_reason, is_cut
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import RequestError
-from slipstream.media import PicturesPrompt
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
+from slipstream.params.prompts import PicturesPrompt, Prompt, TokensPrompt
 from slipstream.server.answers.beams import search
 from slipstream.server.answers.context import shorten
 from slipstream.server.answers.generation import Answer, encode
@@ -33,7 +33,6 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.openai.tokens import pictured_tokens, template_tokens
 from slipstream.server.state import ServerState
-from slipstream.types import Prompt, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 

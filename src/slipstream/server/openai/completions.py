@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
+from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
+from slipstream.params.prompts import Prompt, TokensPrompt
 from slipstream.server.answers.beams import search
 from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.token_details import choice_details, id_name, prompt_details
@@ -14,7 +16,6 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.protocol import CompletionRequest
 from slipstream.server.openai.tokens import text_prompt, without_mixes
 from slipstream.server.state import ServerState, TokenizerProtocol
-from slipstream.types import FinishReason, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from slipstream.engine.pooled import (
+from slipstream.engine.requests.pooled import (
     check_dimensions,
     label_names,
     label_probabilities,
@@ -27,14 +27,18 @@ from slipstream.engine.pooled import (
     scores,
     scores_pairs,
 )
-from slipstream.engine.token_vectors import (
+from slipstream.engine.requests.token_vectors import (
     check_sparse,
     sparse_embeddings,
     text_task,
     without_skipped,
 )
 from slipstream.errors import RequestError
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.texts import TextTask
 from slipstream.outputs import Vectors
+from slipstream.params.options import RequestOptions
+from slipstream.params.prompts import Prompt, TokensPrompt
 from slipstream.server.answers.generation import effective_priority, encode
 from slipstream.server.http.errors import bad_request, shutting_down
 from slipstream.server.http.keys import prefix_salt
@@ -55,8 +59,6 @@ from slipstream.server.openai.protocol import (
 )
 from slipstream.server.openai.tokens import conversation, without_mixes
 from slipstream.server.state import ServerState
-from slipstream.text_messages import TextTask
-from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
 SCORE_PATHS = ("/score", "/v1/score")

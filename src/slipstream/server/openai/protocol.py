@@ -22,9 +22,10 @@ import msgspec
 import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
-from slipstream.arguments import likely_value
+from slipstream.base.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
-from slipstream.sampling_checks import MAX_LOGPROBS, TRUNCATING
+from slipstream.params.checks import MAX_LOGPROBS, TRUNCATING
+from slipstream.params.sampling import SamplingParams
 from slipstream.server.answers import beams
 from slipstream.server.answers.hints import HINT
 from slipstream.server.answers.structured import (
@@ -50,7 +51,6 @@ from slipstream.server.answers.tools import (
 from slipstream.server.http.errors import FIELDS, bad_request
 from slipstream.server.http.field_hints import allowed_values, likely_name
 from slipstream.server.http.json_depth import MAX_DEPTH, is_too_deep
-from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
 Breaker = Annotated[str, Meta(min_length=1, max_length=40)]  # llama.cpp's limit

@@ -25,9 +25,9 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
+from slipstream.base.files import open_private
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import ConfigError
-from slipstream.files import open_private
 from slipstream.server.http.errors import bad_request, storage_error, unavailable
 
 T = TypeVar("T")

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.engine.text.tools import Reading
+from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.answers.generation import Answer, GenerationRoute, Write, encode, renamed
@@ -49,7 +50,6 @@ from slipstream.server.openai.responses_body import (
     read_items,
 )
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason
 
 MAX_LISTED = 100
 

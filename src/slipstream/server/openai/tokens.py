@@ -11,9 +11,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.engine.processor import in_thread_if_long
+from slipstream.engine.requests.processor import in_thread_if_long
 from slipstream.engine.vision.pictures import PreparedPicture, with_pictures
 from slipstream.errors import ContextLengthError
+from slipstream.params.prompts import Prompt, TokensPrompt
 from slipstream.server.answers.changing_lines import in_order
 from slipstream.server.answers.media import read_pictures
 from slipstream.server.answers.tools import tool_dicts
@@ -32,7 +33,6 @@ from slipstream.server.openai.protocol import (
     message_dict,
 )
 from slipstream.server.state import ServerState, TokenizerProtocol
-from slipstream.types import Prompt, TokensPrompt
 
 
 class _OfMessages(Protocol):

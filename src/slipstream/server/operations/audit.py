@@ -41,8 +41,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from slipstream.base.files import open_private
 from slipstream.errors import ConfigError
-from slipstream.files import open_private
 
 _logger = logging.getLogger("slipstream.server")
 

@@ -47,9 +47,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.engine.operation_messages import CacheEvents
+from slipstream.engine.process.operation_messages import CacheEvents
 from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import EngineError
+from slipstream.messages.stats import EngineStats
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.errors import ApiError, bad_request, response_to
 from slipstream.server.http.keys import Key
@@ -58,7 +59,6 @@ from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.openai.protocol import TokenId, register
 from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.state import ServerState
-from slipstream.stats import EngineStats
 
 HEADER = "x-slipstream-fleet"
 BATCH = "batch"

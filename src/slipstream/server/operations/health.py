@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.errors import EngineError
+from slipstream.messages.stats import EngineStats
 from slipstream.server.http.errors import shutting_down, unavailable
 from slipstream.server.http.replies import json_response
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import ServerState
-from slipstream.stats import EngineStats
 
 _STATS_TIMEOUT_S = 2.0  # a scrape must not hang with the engine
 

@@ -33,7 +33,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from slipstream.stats import EngineStats
+from slipstream.messages.stats import EngineStats
 
 _PREFIX = "slipstream:"
 TOKEN_BUCKETS = (

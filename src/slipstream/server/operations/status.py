@@ -24,13 +24,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream import __version__
-from slipstream.html import head
+from slipstream.base.html import head
+from slipstream.messages.stats import EngineStats
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.replies import json_response
 from slipstream.server.operations.health import all_metrics, engine_stats
 from slipstream.server.operations.metrics import Histogram, Metrics
 from slipstream.server.state import ServerState
-from slipstream.stats import EngineStats
 
 _PAGES = Path(__file__).parent / "pages"
 _INCLUDE = re.compile(r"<!--include (\S+)-->")

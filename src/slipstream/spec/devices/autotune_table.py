@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from slipstream.base.files import parse_json, write_whole
 from slipstream.errors import ConfigError
-from slipstream.files import parse_json, write_whole
 
 Tile: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.files import parse_json
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.files import parse_json
 from slipstream.spec.functions import Shape
 
 SAMPLE_RATE = 16_000

@@ -17,15 +17,15 @@ from itertools import cycle, islice, pairwise
 from statistics import median
 
 from slipstream.config.forms import MAX_STEP_DRAFTS, LearnedDrafts, NoDrafts
-from slipstream.types import (
+from slipstream.messages.steps import (
     FROM_MODEL,
     NewRequest,
-    SamplingParams,
     ScheduledRequest,
     StepPlan,
     StepTime,
     TableUpdate,
 )
+from slipstream.params.sampling import SamplingParams
 from slipstream.worker.base import Launched
 from slipstream.worker.model_runner import ModelRunner
 

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.cache_tensors import cache_parts
+from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.spec.model import LayerSpec
-from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.draft.memory import DraftMemory
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.rows import RowTable
 
 if TYPE_CHECKING:
     from torch import Tensor

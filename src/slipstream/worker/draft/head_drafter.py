@@ -23,17 +23,17 @@ from slipstream.config import EngineConfig
 from slipstream.config.forms import LearnedDrafts
 from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
 from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered, Reason
-from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain, Drafter
 from slipstream.worker.draft.head_inputs import gather_pairs
 from slipstream.worker.draft.host_chain import HostChain, check_num_drafts, head_scheme
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.input_batch import SampledRows, gather
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import SampledRows, gather
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 
 if TYPE_CHECKING:

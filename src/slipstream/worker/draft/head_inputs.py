@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.input_batch import GatheredInputs, gather
-from slipstream.worker.rows import RowTable
+from slipstream.messages.steps import ScheduledRequest, StepPlan
+from slipstream.worker.inputs.input_batch import GatheredInputs, gather
+from slipstream.worker.inputs.rows import RowTable
 
 
 def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:

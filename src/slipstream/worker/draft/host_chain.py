@@ -19,13 +19,13 @@ import numpy.typing as npt
 from slipstream.config.forms import LearnedDrafts
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.messages.steps import ScheduledRequest
 from slipstream.model.draft_heads import Passes
 from slipstream.spec.drafts.heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import SCHEMES, Scheme
 from slipstream.spec.stored.native_formats import is_product
-from slipstream.types import ScheduledRequest
-from slipstream.worker.input_batch import laid_out
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import laid_out
+from slipstream.worker.inputs.rows import RowTable
 
 if TYPE_CHECKING:
     from slipstream.worker.draft.head_drafter import HeadChain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.cache_tensors import cache_tensors, index_tensor
+from slipstream.kernels.cache.tensors import cache_tensors, index_tensor
 from slipstream.kernels.metadata import LayerKV
 from slipstream.platform import Platform
 from slipstream.spec.model import LayerSpec

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import model_chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.model.load.loaded import LoadedModel
-from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.forward.base import BegunStep, InputBatch
 from slipstream.worker.forward.table import ForwardTable
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.types import FROM_MODEL, ScheduledRequest
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest
 
 
 def verified(

@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.messages.stats import ExpertBalance, ExpertTokens
 from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.parallel import Shard
-from slipstream.stats import ExpertBalance, ExpertTokens
 
 LOOK_EVERY = 128
 """Steps between two looks at the load."""

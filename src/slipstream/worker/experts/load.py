@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts.rows import swap_rows
+from slipstream.messages.stats import ExpertTokens
 from slipstream.platform import Event, Platform
-from slipstream.stats import ExpertTokens
 
 
 class ExpertLoad:

@@ -28,7 +28,7 @@ from slipstream.worker.experts.balance import LayerSwap, rank_of_places
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.kernels.weights import Linear
+    from slipstream.kernels.weights.forms import Linear
     from slipstream.model.decoder import Decoder
     from slipstream.worker.experts.load import ExpertLoad
 

@@ -12,16 +12,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.steps import StepPlan, StepShape, TokenMask
 from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape, TokenMask
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.image_rows import needs_images
-from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.image_rows import needs_images
+from slipstream.worker.inputs.input_batch import (
+    NOTHING_SAMPLED,
+    GatheredInputs,
+    SampledRows,
+    gather,
+)
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.step_shape import shape_of
 from slipstream.worker.sampling.draws import BestLogprobs, DrawnTokens
-from slipstream.worker.step_shape import shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor

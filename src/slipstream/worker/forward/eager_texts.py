@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import LayerKV
+from slipstream.messages.texts import TextsPlan
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.text_messages import TextsPlan
 from slipstream.worker.forward.table import ForwardTable
-from slipstream.worker.text_inputs import text_batch
+from slipstream.worker.inputs.text_inputs import text_batch
 
 if TYPE_CHECKING:
     import torch

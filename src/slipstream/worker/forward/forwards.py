@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.weights.adapters import AdapterOps, LoRATokens, tokens_of
+from slipstream.messages.texts import TextTask
 from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads, normalized, pool
@@ -32,7 +33,6 @@ from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.trace import INT4_CACHE
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
-from slipstream.text_messages import TextTask
 from slipstream.worker.forward.base import HAS_ADAPTERS as HAS_ADAPTERS
 from slipstream.worker.forward.base import BegunStep, PlainForward
 from slipstream.worker.forward.base import Forward as Forward
@@ -47,8 +47,8 @@ from slipstream.worker.forward.images import (
 )
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.forward.state_cache import StateCache as StateCache
-from slipstream.worker.input_batch import GatheredInputs
-from slipstream.worker.uploads import upload
+from slipstream.worker.inputs.input_batch import GatheredInputs
+from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

@@ -10,6 +10,7 @@ import numpy as np
 from slipstream.kernels.cpu.host_texts import HostTextOps
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.texts import TextTask
 from slipstream.model.compile_step import compile_step
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads
@@ -18,7 +19,6 @@ from slipstream.model.layers import AnyTap
 from slipstream.platform import platform_of
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import NotCovered, Reason
-from slipstream.text_messages import TextTask
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.forward.state_cache import StateCache
 from slipstream.worker.thread_governor import ThreadGovernor

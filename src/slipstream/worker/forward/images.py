@@ -23,13 +23,13 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.media import ImageSpan
+from slipstream.messages.media import ImageSpan
+from slipstream.messages.steps import StepPlan
 from slipstream.model.vision import ImageTower
 from slipstream.spec.media.vision import GridPositionSpec, VisionSpec
-from slipstream.types import StepPlan
-from slipstream.worker.image_rows import image_parts, needs_images
-from slipstream.worker.rows import IntArray, LongArray, RowTable
-from slipstream.worker.uploads import upload
+from slipstream.worker.inputs.image_rows import image_parts, needs_images
+from slipstream.worker.inputs.rows import IntArray, LongArray, RowTable
+from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

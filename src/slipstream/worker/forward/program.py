@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slipstream.kernels.cpu.native_program import RunningStep
-from slipstream.kernels.cpu.programs import Beyond
+from slipstream.kernels.cpu.program.native_program import RunningStep
+from slipstream.kernels.cpu.program.programs import Beyond
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.steps import TokenMask
 from slipstream.model.step_program import StepProgram
 from slipstream.platform import Event
-from slipstream.types import TokenMask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainForward
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.asked import wanted_logprobs
 from slipstream.worker.sampling.constrained import mask_bits
 from slipstream.worker.sampling.draws import DrawnTokens

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.texts import TextTask
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads
 from slipstream.model.layers import AnyTap
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.text_messages import TextTask
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
 from slipstream.worker.forward.state_cache import StateCache
 

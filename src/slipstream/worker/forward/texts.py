@@ -20,11 +20,11 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.texts import TextsPlan, TextTask
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.text_messages import TextsPlan, TextTask
 from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
-from slipstream.worker.rows import IntArray
+from slipstream.worker.inputs.rows import IntArray
 
 
 def text_ladder(longest: int) -> list[int]:

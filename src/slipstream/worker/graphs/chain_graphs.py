@@ -33,10 +33,10 @@ from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.kernels.chains import ChainPlaces
 from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
-from slipstream.types import ScheduledRequest
-from slipstream.worker.device_inputs import gather_inputs
+from slipstream.messages.steps import ScheduledRequest
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.device_inputs import gather_inputs
+from slipstream.worker.inputs.rows import RowTable
 
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 """Metadata fields with one entry per sequence of one token."""

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.kernels.weights.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
+from slipstream.messages.steps import StepPlan
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.feature_inputs import shared_prefixes
 from slipstream.worker.forward.forwards import HAS_ADAPTERS, Forwards, InputBatch
 from slipstream.worker.graphs.mixed_inputs import Size, padded_room
-from slipstream.worker.rows import RowTable
-from slipstream.worker.step_shape import num_leading_decodes
+from slipstream.worker.inputs.feature_inputs import shared_prefixes
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.step_shape import num_leading_decodes
 
 
 class GraphInput:

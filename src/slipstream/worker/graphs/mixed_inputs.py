@@ -14,11 +14,11 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.states import CHUNK, SHORT, StateMetadata, chunk_table
-from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.device_inputs import gather_inputs
-from slipstream.worker.input_batch import laid_out
-from slipstream.worker.rows import RowTable
-from slipstream.worker.step_shape import num_leading_decodes
+from slipstream.messages.steps import ScheduledRequest, StepPlan
+from slipstream.worker.inputs.device_inputs import gather_inputs
+from slipstream.worker.inputs.input_batch import laid_out
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.step_shape import num_leading_decodes
 
 Size: TypeAlias = tuple[int, int]
 """(decodes or texts, tokens after them) that a graph has room for."""

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from slipstream.costs.graph_sizes import end_sizes
+from slipstream.messages.steps import TokenMask
 from slipstream.platform import Graph
-from slipstream.types import TokenMask
 from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.graphs.mixed_inputs import padded_room
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.biases import Biases, biases_of
 from slipstream.worker.sampling.constrained import mask_bits
 from slipstream.worker.sampling.sampler import tensors_of_rows

@@ -38,11 +38,10 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.steps import StepPlan, TokenMask
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, TokenMask
-from slipstream.worker.device_inputs import gather_inputs
 from slipstream.worker.forward.forwards import (
     NO_PLAN,
     Forward,
@@ -63,9 +62,10 @@ from slipstream.worker.graphs.mixed_inputs import (
     padded_room,
 )
 from slipstream.worker.graphs.step_ends import DRAWN, GREEDY, StepEnds
-from slipstream.worker.input_batch import SampledRows, laid_out
-from slipstream.worker.rows import RowTable
-from slipstream.worker.step_shape import num_leading_decodes
+from slipstream.worker.inputs.device_inputs import gather_inputs
+from slipstream.worker.inputs.input_batch import SampledRows, laid_out
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.inputs.step_shape import num_leading_decodes
 
 _logger = logging.getLogger("slipstream.engine")
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.tier_messages import BlockCopy
+from slipstream.messages.tiers import BlockCopy
 from slipstream.worker.ranks.mailbox import Mailbox
 from slipstream.worker.ranks.messages import ClearTiers, CopyBlocks, RankTiers, ReportTiers, ToRank
 

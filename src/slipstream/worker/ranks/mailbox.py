@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from slipstream.start_messages import Phase, Started
-from slipstream.stats import ExpertTokens
-from slipstream.types import StepResult
+from slipstream.messages.start import Phase, Started
+from slipstream.messages.stats import ExpertTokens
+from slipstream.messages.steps import StepResult
 from slipstream.worker.ranks.children import Rank
 from slipstream.worker.ranks.messages import (
     FromRank,

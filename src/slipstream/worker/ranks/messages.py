@@ -22,13 +22,20 @@ from typing import Any, TypeAlias
 import msgspec
 
 from slipstream.config import DeviceInfo, EngineArgs
-from slipstream.logprob_messages import PromptLogprobs, SampledLogprobs
-from slipstream.lora_request import LoRARequest
-from slipstream.start_messages import Failed, Phase, Started
-from slipstream.stats import AdapterStats, ExpertTokens
-from slipstream.text_messages import PooledVector, TextsPlan, TextVectors
-from slipstream.tier_messages import BlockCopy
-from slipstream.types import Extra, RequestFailure, SamplerState, StepPlan, StepResult, StepTime
+from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs
+from slipstream.messages.start import Failed, Phase, Started
+from slipstream.messages.stats import AdapterStats, ExpertTokens
+from slipstream.messages.steps import (
+    Extra,
+    RequestFailure,
+    SamplerState,
+    StepPlan,
+    StepResult,
+    StepTime,
+)
+from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
+from slipstream.messages.tiers import BlockCopy
+from slipstream.params.lora_request import LoRARequest
 
 
 class BeginRank(msgspec.Struct, tag=True):

@@ -53,13 +53,13 @@ from slipstream.errors import (
     install_command,
 )
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.lora_request import LoRARequest
+from slipstream.messages.start import Phase, Started
+from slipstream.messages.stats import AdapterStats, ExpertBalance, ExpertTokens
+from slipstream.messages.steps import Plan, StepPlan, StepResult, StepTime, TokenMask
+from slipstream.messages.texts import TextsPlan
+from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
-from slipstream.start_messages import Phase, Started
-from slipstream.stats import AdapterStats, ExpertBalance, ExpertTokens
-from slipstream.text_messages import TextsPlan
-from slipstream.types import Plan, StepPlan, StepResult, StepTime, TokenMask
 from slipstream.worker.adapter_places import AdapterPlaces
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect

@@ -30,10 +30,10 @@ from slipstream.config.forms import DealtRequests
 from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
+from slipstream.messages.start import Failed, Phase, Started
+from slipstream.messages.steps import StepPlan, TokenMask
+from slipstream.messages.texts import TextsPlan
 from slipstream.platform.collectives import Rendezvous
-from slipstream.start_messages import Failed, Phase, Started
-from slipstream.text_messages import TextsPlan
-from slipstream.types import StepPlan, TokenMask
 from slipstream.worker.device import detect
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor

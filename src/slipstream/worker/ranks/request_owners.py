@@ -15,9 +15,9 @@ from itertools import chain
 
 import numpy as np
 
-from slipstream.logprob_messages import SampledLogprobs
-from slipstream.types import Extra, ScheduledRequest, StepPlan, StepResult, TokenMask
-from slipstream.worker.step_shape import largest_shape, shape_of
+from slipstream.messages.logprobs import SampledLogprobs
+from slipstream.messages.steps import Extra, ScheduledRequest, StepPlan, StepResult, TokenMask
+from slipstream.worker.inputs.step_shape import largest_shape, shape_of
 
 
 class RequestOwners:

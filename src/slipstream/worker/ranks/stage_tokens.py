@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.platform import Platform
 from slipstream.platform.collectives import Pipe
-from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.rows import Row, RowTable
+from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
 """Maximum number of steps whose tokens may stay at the last stage.

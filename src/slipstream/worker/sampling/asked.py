@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from slipstream.logprob_messages import PromptLogprobs, TokenLogprobs, as_logprobs
-from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import Row, RowTable
+from slipstream.messages.logprobs import PromptLogprobs, TokenLogprobs, as_logprobs
+from slipstream.messages.steps import ScheduledRequest, StepPlan
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import Row, RowTable
 
 if TYPE_CHECKING:
     from slipstream.worker.sampling.draws import Sampler

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import Row, RowTable, Want
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import Row, RowTable, Want
 
 if TYPE_CHECKING:
     from torch import Tensor

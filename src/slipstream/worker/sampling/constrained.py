@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import Plan, StepPlan, StepResult, TokenMask
+from slipstream.messages.steps import Plan, StepPlan, StepResult, TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from slipstream.kernels.cpu.row_draw import Floats
+from slipstream.kernels.cpu.sampling.row_draw import Floats
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.types import Extra, TokenMask
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import RowTable
+from slipstream.messages.steps import Extra, TokenMask
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.asked import wanted_logprobs
 from slipstream.worker.sampling.sampler import (
     sampling_tensors,

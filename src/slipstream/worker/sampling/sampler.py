@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import RowTable
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.biases import Biases, biases_of, limits_of
 
 if TYPE_CHECKING:

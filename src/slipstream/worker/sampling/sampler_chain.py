@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.kernels.cpu import samplers
-from slipstream.kernels.cpu.row_draw import Floats, Longs, draw
-from slipstream.kernels.cpu.sampling import apply_bias, array, uniform
-from slipstream.sampling_params import SAMPLERS
-from slipstream.types import Extra, RequestFailure, SamplerState, SamplingParams
-from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.rows import Row, RowTable
+from slipstream.kernels.cpu.sampling import samplers
+from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, draw
+from slipstream.kernels.cpu.sampling.sampling import apply_bias, array, uniform
+from slipstream.messages.steps import Extra, RequestFailure, SamplerState
+from slipstream.params.checks import SAMPLERS
+from slipstream.params.sampling import SamplingParams
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import Row, RowTable
 from slipstream.worker.sampling.biases import biases_of, limits_of, positions_of
 
 _logger = logging.getLogger("slipstream.engine")

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.base.files import parse_json
 from slipstream.config.engine_folder import is_engine_folder
 from slipstream.errors import CheckpointError, ConfigError, ModelError
-from slipstream.files import parse_json
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.uniform_steps import single_sequence
+from slipstream.messages.stats import CanaryResult
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
-from slipstream.stats import CanaryResult
 from slipstream.worker.forward.table import ForwardTable
 
 _logger = logging.getLogger("slipstream.engine")

@@ -32,10 +32,10 @@ from typing import Any
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 
-from slipstream import locks
+from slipstream.base import locks
+from slipstream.base.files import write_whole
 from slipstream.config import DType
 from slipstream.costs.hardware import available_cores, cpu_features, cpu_name
-from slipstream.files import write_whole
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.native import has_cpu_kernels, instruction_sets, library_path
 from slipstream.kernels.metadata import LayerKV

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from slipstream.config.sections import ModelConfig
-from slipstream.kernels.int4_cache import fold_of
+from slipstream.kernels.cache.int4 import fold_of
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet, QKVLayout
 from slipstream.kernels.uniform_steps import single_sequence

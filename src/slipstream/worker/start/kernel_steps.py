@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 
 from slipstream.kernels.thresholds import sizes_around
-from slipstream.lora_request import LoRARequest
-from slipstream.types import (
+from slipstream.messages.steps import (
     FROM_MODEL,
     NewRequest,
-    SamplingParams,
     ScheduledRequest,
     SharedPrefix,
     StateMark,
     StepPlan,
-    StructuredOutputsParams,
     TableUpdate,
     TokenMask,
 )
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.lora_request import LoRARequest
+from slipstream.params.sampling import SamplingParams
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.sampling.constrained import AwaitingMask
 

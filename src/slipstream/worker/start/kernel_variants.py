@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import torch
 
+from slipstream.base.files import write_whole
 from slipstream.config import EngineArgs, resolve
 from slipstream.costs.hardware import available_cores
-from slipstream.files import write_whole
 from slipstream.hub import machine_folder, resolve_model, tiles_folder
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet

@@ -23,9 +23,9 @@ from slipstream.costs.operators import attention_bytes, attention_operations
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import Arena, StepInputs
-from slipstream.kernels.cpu.native_program import Operator, Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.packed import Packed, PackedExperts
+from slipstream.kernels.cpu.program.native_program import Operator, Program
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.uniform_steps import uniform

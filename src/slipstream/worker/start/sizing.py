@@ -12,8 +12,8 @@ from slipstream.costs.memory import (
     size_cache,
     staged_blocks,
 )
+from slipstream.worker.inputs.rows import rows_bytes
 from slipstream.worker.loaded_runner import LoadedRunner
-from slipstream.worker.rows import rows_bytes
 from slipstream.worker.runner import Runner
 
 

@@ -23,7 +23,8 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.costs.step_cost import MeasuredStep, StepCounts
 from slipstream.errors import ConfigError
-from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.messages.steps import NewRequest, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.params.sampling import SamplingParams
 from slipstream.worker.base import Launched
 from slipstream.worker.local_executor import LocalExecutor
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.types import (
+from slipstream.messages.steps import (
     FROM_MODEL,
     NewRequest,
-    SamplingParams,
     ScheduledRequest,
     StepPlan,
-    StructuredOutputsParams,
     TableUpdate,
     TokenMask,
 )
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.sampling import SamplingParams
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.sampling.constrained import AwaitingMask
 

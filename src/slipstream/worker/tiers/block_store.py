@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.tier_messages import BlockCopy
+from slipstream.messages.tiers import BlockCopy
 from slipstream.worker.tiers.disk_tier import DiskTier
 
 _logger = logging.getLogger("slipstream.engine")

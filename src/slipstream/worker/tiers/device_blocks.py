@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.ops import OpSet
+from slipstream.messages.tiers import BlockCopy
 from slipstream.platform import Event, Platform
-from slipstream.tier_messages import BlockCopy
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import DiskTier
 

@@ -34,9 +34,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slipstream import locks
+from slipstream.base import locks
+from slipstream.base.files import open_new, open_private
 from slipstream.errors import ConfigError
-from slipstream.files import open_new, open_private
 
 _logger = logging.getLogger("slipstream.engine")
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from slipstream.answer_forms import ReasoningMarkers
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.errors import RequestError
+from slipstream.params.answer_forms import ReasoningMarkers
 
 MAX_NAME = 256
 """Characters of a function's name."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from slipstream.answer_forms import ReasoningMarkers
 from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop
+from slipstream.params.answer_forms import ReasoningMarkers
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, ENDS = "<|start|>", ("<|end|>", "<|call|>", "<|return|>")

@@ -1,4 +1,4 @@
-"""Attention over an int4 cache, whose format is `kernels.int4_cache`'s, and writing to it.
+"""Attention over an int4 cache, whose format is `kernels.cache.int4`'s, and writing to it.
 
 1. `rope_and_cache` rotates heads as for any cache, with keys and values side by side in buffers. A
    second kernel folds and multiplies them by the Hadamard matrix, rounds them, and writes the cache.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, pairs_of_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     Activations,
     GroupedLinear,
     Linear,

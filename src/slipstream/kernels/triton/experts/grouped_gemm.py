@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, tile_of
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments, quantize
-from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
+from slipstream.kernels.weights.forms import Activations, Linear, Quantized, ScaledLinear
 from slipstream.platform import platform_of
 from slipstream.spec.model import DenseSpec, MoESpec
 

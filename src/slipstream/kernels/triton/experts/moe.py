@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels import reference
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
+from slipstream.kernels.plain import reference
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.experts import grouped_gemm
 from slipstream.kernels.triton.experts.gathered import expert_gemm
@@ -32,7 +32,7 @@ from slipstream.kernels.triton.experts.mxfp4 import mxfp4_mlp
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.triton.products import gguf
-from slipstream.kernels.weights import Activations, CodedLinear, Float4Linear, Linear
+from slipstream.kernels.weights.forms import Activations, CodedLinear, Float4Linear, Linear
 from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512

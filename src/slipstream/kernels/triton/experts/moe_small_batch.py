@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights.forms import Linear
 from slipstream.spec.model import MoESpec
 
 TILE_SIZE = 2048

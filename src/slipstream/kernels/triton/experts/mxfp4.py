@@ -32,7 +32,7 @@ from slipstream.kernels.triton.products.float4 import (
     instructions,
     is_nvfp4,
 )
-from slipstream.kernels.weights import Float4Linear
+from slipstream.kernels.weights.forms import Float4Linear
 from slipstream.spec.model import DenseSpec, MoESpec
 
 

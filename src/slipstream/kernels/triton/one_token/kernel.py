@@ -22,12 +22,18 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.layouts import LayerTensors, MLAShape, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.tracing.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import activation_arguments
-from slipstream.kernels.weights import Float4Linear, GroupedLinear, Linear, ScaledLinear, chunk_of
+from slipstream.kernels.weights.forms import (
+    Float4Linear,
+    GroupedLinear,
+    Linear,
+    ScaledLinear,
+    chunk_of,
+)
+from slipstream.kernels.weights.quantize import SMALLEST
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform

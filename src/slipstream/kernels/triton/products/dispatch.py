@@ -40,7 +40,7 @@ from slipstream.kernels.triton.products.int4_groupwise import (
     int4_linear,
 )
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
-from slipstream.kernels.weights import (
+from slipstream.kernels.weights.forms import (
     Activations,
     Float4Linear,
     GroupedLinear,

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.quantize import unpack4
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
-from slipstream.kernels.weights import Float4Linear, GroupedLinear
+from slipstream.kernels.weights.forms import Float4Linear, GroupedLinear
+from slipstream.kernels.weights.quantize import unpack4
 from slipstream.platform import platform_of
 
 CHUNK = 128

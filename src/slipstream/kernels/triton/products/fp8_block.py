@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
-from slipstream.kernels.weights import Quantized, TileScaledLinear
+from slipstream.kernels.weights.forms import Quantized, TileScaledLinear
 from slipstream.platform import platform_of
 from slipstream.spec.scheme import FP8_TILE
 

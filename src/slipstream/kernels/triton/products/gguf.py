@@ -28,13 +28,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton import knobs
 
-from slipstream.kernels import gguf_codes
-from slipstream.kernels.gguf_codes import FORMS, CodeForm
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, pairs_of_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
-from slipstream.kernels.weights import BlockLinear, BlockRows, CodedLinear, JoinedLinear, Linear
+from slipstream.kernels.weights import gguf_codes
+from slipstream.kernels.weights.forms import (
+    BlockLinear,
+    BlockRows,
+    CodedLinear,
+    JoinedLinear,
+    Linear,
+)
+from slipstream.kernels.weights.gguf_codes import FORMS, CodeForm
 from slipstream.spec.devices.autotune_table import NUM_COUNTERS
 from slipstream.spec.model import MoESpec
 from slipstream.spec.stored.gguf import TYPES

@@ -33,7 +33,7 @@ from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.hopper_memory import barriers, load_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
 from slipstream.kernels.triton.products.split_k import ArrivalCounters
-from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
+from slipstream.kernels.weights.forms import Activations, Linear, Quantized, ScaledLinear
 
 ROWS = gl.constexpr(64)
 """Outputs of a consumer."""

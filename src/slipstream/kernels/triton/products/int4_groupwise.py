@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
-from slipstream.kernels.weights import GroupedLinear
+from slipstream.kernels.weights.forms import GroupedLinear
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.weights import Activations, Quantized
+from slipstream.kernels.weights.adapters import TILES, LoRATokens, LoRAWeights
+from slipstream.kernels.weights.forms import Activations, Quantized
 from slipstream.spec.scheme import FP8_TILE
 
 

@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.triton.pointwise import quantize
-from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear, SparseCopy
+from slipstream.kernels.weights.forms import (
+    Activations,
+    Linear,
+    Quantized,
+    ScaledLinear,
+    SparseCopy,
+)
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.devices.autotune_table import NEVER, TileTable

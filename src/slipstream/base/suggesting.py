@@ -1,0 +1,39 @@
+"""Calls whose TypeError for an unknown argument names the likely one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from slipstream.base.arguments import unknown_message
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, R]:
+    """Wrap `function`: its TypeError for an unknown keyword argument (a `what`) names the likely
+    one."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            known = [name for name in inspect.signature(function).parameters if name != "self"]
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(unknown_message(name, known, what)) from None
+            raise
+
+    return called
+
+
+def suggesting_init(cls: C, what: str = "argument") -> C:
+    """Apply `suggesting` to the constructor of a class."""
+    initialise: Any = cls.__init__  # type: ignore[misc]
+    cls.__init__ = suggesting(initialise, what)  # type: ignore[misc]
+    return cls

@@ -1,0 +1,192 @@
+"""Prefix cache keys (a chain of hashes over full blocks) and the longest cached prefix.
+
+A block's key covers every token from the start of the sequence to the end of the block, the salts,
+and the cache group of the block. Blocks with equal keys have equal contents, because the hash is
+cryptographic (BLAKE2b, 128 bits).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.request import Request
+from slipstream.messages.media import ImageSpan
+from slipstream.spec.model import CacheGroup
+
+KEY_BYTES = 16
+STRETCH, MAX_STRETCHES = 32, 8192
+"""Blocks whose keys are remembered together, and the number of such stretches.
+
+A conversation's turns hash their common beginning again and again. With blocks of 16 tokens the
+stretches of 4 million tokens take some 30 MB.
+"""
+
+
+def root_key(*salts: str) -> bytes:
+    """Key before the first block. The salts (model, adapter, tenant) keep their prefixes apart."""
+    digest = blake2b(digest_size=KEY_BYTES)
+    for salt in salts:
+        encoded = salt.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def salted(root: bytes, cache_salt: str) -> bytes:
+    """The root key of requests with a salt. A fleet's gateway has the roots without one from its replicas, and salts them."""
+    if not cache_salt:
+        return root
+    # `person`: no salt makes a root that is the key of a block of other requests.
+    return blake2b(root + cache_salt.encode(), digest_size=KEY_BYTES, person=b"cache_salt").digest()
+
+
+def extend_keys(
+    keys: list[bytes],
+    root: bytes,
+    tokens: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    images: Sequence[ImageSpan] = (),
+) -> None:
+    """Append chain keys to `keys` until it has `num_blocks`.
+
+    `tokens` must fill all of these blocks.
+
+    All `images` have the same placeholder tokens. A block that overlaps an image therefore also
+    hashes the image's key and its offset in the block.
+    """
+    key, first = keys[-1] if keys else root, len(keys) * block_size
+    end = num_blocks * block_size
+    if first >= end:
+        return
+    data, size = array("i", tokens[first:end]).tobytes(), 4
+    if not images:
+        each, begin = block_size * size, 0
+        while begin < len(data):  # up to the next multiple of STRETCH blocks
+            stretch = data[begin : begin + (STRETCH - len(keys) % STRETCH) * each]
+            find = _remembered_keys if len(stretch) == STRETCH * each else _keys_after
+            keys += find(keys[-1] if keys else root, stretch, each)
+            begin += len(stretch)
+        return
+    for start in range(first, num_blocks * block_size, block_size):
+        end = start + block_size
+        block = data[(start - first) * size : (end - first) * size]
+        seen = [i for i in images if i.offset < end and start < i.end]
+        block += b"".join(
+            [i.key + (i.offset - start).to_bytes(8, "little", signed=True) for i in seen]
+        )
+        key = blake2b(key + block, digest_size=KEY_BYTES).digest()
+        keys.append(key)
+
+
+def _keys_after(key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
+    """Chain keys of blocks without images, of `each` bytes of `data`, after the block with `key`."""
+    keys = list[bytes]()
+    for begin in range(0, len(data), each):
+        key = blake2b(key + data[begin : begin + each], digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+_remembered_keys = lru_cache(MAX_STRETCHES)(_keys_after)
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """Key of a block of cache group `group`; `key` is the chain's key.
+
+    Every group has keys of its own.
+    """
+    return key + bytes((group,)) if group else key
+
+
+STATE_GROUP = 255
+"""The group of the keys of recurrent states in the tiers. No blocks belong to it."""
+
+
+def state_key(key: bytes) -> bytes:
+    """Key of the recurrent state after a block; `key` is the chain's key."""
+    return group_key(key, STATE_GROUP)
+
+
+def is_state(key: bytes) -> bool:
+    return len(key) > KEY_BYTES and key[KEY_BYTES] == STATE_GROUP
+
+
+def announced_state(key: bytes) -> bytes:
+    """The key under which a router is told of the recurrent state after a block: as long as a block's,
+    and no block's. `key` is the chain's key."""
+    return bytes(255 - byte for byte in key)
+
+
+def longest_hit(
+    pool: BlockPool,
+    request: Request,
+    own: Sequence[int],
+    windows: Mapping[int, CacheGroup],
+    size: int,
+    ends: Callable[[int], bool] | None = None,
+) -> tuple[list[list[int]], int]:
+    """Find the longest cached prefix of a request.
+
+    Returns (block tables by group, number of tokens); the tables are empty on a miss. `own` are the
+    groups that the request's own tokens are written to. With `ends`, only numbers of blocks for which it is true count.
+    """
+    keys, num_tokens = request.block_keys, request.num_tokens
+    extend_keys(
+        keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images
+    )
+    found: dict[int, Sequence[int | None]] = {}
+    for g in own:
+        of_group = [group_key(key, g) for key in keys] if g else keys
+        found[g] = pool.lookups(of_group) if g in windows else pool.chain(of_group)
+    begins, n = usable_prefix(found, windows, num_tokens, size, ends)
+    if not n:
+        return [], 0
+    tables: list[list[int]] = [[] for _ in request.blocks]
+    for g, begin in begins.items():
+        tables[g] = [NULL_BLOCK] * begin + found[g][begin:n]  # type: ignore[operator]
+    return tables, n * size
+
+
+def usable_prefix(
+    found: Mapping[int, Sequence[int | None]],
+    windows: Mapping[int, CacheGroup],
+    num_tokens: int,
+    size: int,
+    ends: Callable[[int], bool] | None = None,
+) -> tuple[dict[int, int], int]:
+    """Number of leading cached blocks that a sequence of `num_tokens` tokens can start with.
+
+    Returns (first needed block of each group, number of blocks). `found` has each group's cached
+    blocks, or None where a block is missing.
+
+    1. A hit of n blocks needs all n blocks of a full group, and those blocks of a window group that
+       later tokens attend to. The longest hit is taken.
+    2. At least two tokens are left to compute. The last token's logits are needed. A single token
+       would run as a decode, whose kernels round differently from a prefill's, and the hit would
+       change the answer.
+    """
+    longest = min(len(blocks) for blocks in found.values())
+    for g, blocks in found.items():
+        if g not in windows and None in blocks:
+            longest = min(longest, blocks.index(None))
+    # runs[n]: length of the run of cached blocks that ends with block n − 1
+    runs = {g: _runs(found[g][:longest]) for g in windows}
+    for n in range(min(longest, (num_tokens - 2) // size), 0, -1):
+        if ends is not None and not ends(n):
+            continue
+        begins = {g: windows[g].first_block(n * size, size) if g in windows else 0 for g in found}
+        if all(runs[g][n] >= n - begins[g] for g in windows):
+            return begins, n
+    return {}, 0
+
+
+def _runs(found: Sequence[int | None]) -> list[int]:
+    """Lengths of the runs of cached blocks that end with block n − 1, for each n from 0 on."""
+    runs = [0]
+    for block in found:
+        runs.append(0 if block is None else runs[-1] + 1)
+    return runs

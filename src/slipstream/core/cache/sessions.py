@@ -1,0 +1,432 @@
+"""Sessions of the prefix cache, and what is learned of their pauses.
+
+1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
+   prompt's last blocks, so no client has to name it. Between two requests it pauses.
+2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
+   pause: of requests with tools and without, after the first turn or a later one. A session has a pace of its own: if its
+   pauses were half as long as others', the next is expected to be, too, as far as sessions were seen to keep their pace.
+3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
+   time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
+   is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
+   age, as under LRU.
+
+4. A session is *returning* once it has paused for half as long as its pace lets expect. With tiers below the device its blocks
+   are then brought back (`KVCacheManager.prefetch`).
+
+`core/cache/cache_value.py` evicts blocks by these rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from math import exp, frexp, inf, log
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from slipstream.core.cache.prefix_cache import KEY_BYTES
+from slipstream.params.cache_hints import NO_HINTS, CacheHints
+
+if TYPE_CHECKING:
+    from slipstream.core.cache.cache_value import Run
+
+EDGES = (0.0, *(0.5 * 2.0**i for i in range(19)))
+"""Ages in seconds at which the buckets of a pause begin, and the end of the last one (a day and a half)."""
+
+NUM_BUCKETS = len(EDGES) - 1
+WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
+
+FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
+"""Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
+
+RATES_AGE = 64
+"""Number of buckets that pauses of a kind reach until its rates are computed again."""
+
+MEMORY = 1024.0
+"""Number of pauses of a kind after which its counts are halved."""
+
+OWN_MEMORY = 8
+"""Number of a session's latest pauses that make its pace."""
+
+FIRST_SLOPE = 0.5
+"""Share of a session's pace that its next pause is expected to keep, before any pause is known."""
+
+SLOPE_WEIGHT = 8.0
+"""Number of pauses that this guess counts as."""
+
+STEP = 1.19
+"""Factor of a session's age after which its cached blocks get a new value."""
+
+MIN_STEP_S = 2.0
+"""Age in seconds that younger sessions count as for that."""
+
+MAX_SESSIONS = 32768
+"""Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
+
+MAX_NAMES = 4096
+"""Maximum number of names (`prompt_cache_key`) whose pauses are remembered."""
+
+RETURNING, RETRY, MAX_WAIT = 0.5, 1.25, 2.0
+"""Shares of the expected pause after which a session's blocks are first and last brought back, and the factor between tries."""
+
+MIN_PAUSES = 4
+"""Least number of pauses of a kind by which the length of the next is expected."""
+
+MAX_KEYS = 1 << 20
+"""Maximum number of keys of pausing sessions that are remembered, 16 bytes each."""
+
+IN_USE = 1e9
+"""Rate of a session with a request that waits or runs."""
+
+HINTED = 4.0
+"""Weight of a session within the time to live that its client asked for."""
+
+Kind: TypeAlias = Literal[
+    "text", "call", "later text", "later call", "shared", "passed", "used", "rest"
+]
+KINDS: tuple[Kind, ...] = (
+    "text",
+    "call",
+    "later text",
+    "later call",
+    "shared",  # a beginning of several sessions
+    "passed",  # blocks behind a window, and earlier states
+    "used",  # the same, after a request began there
+    "rest",  # the end of a chain that its session did not go on from
+)
+
+
+class OwnPace:
+    """Average of a session's last pauses, as the logarithm of seconds."""
+
+    __slots__ = ("count", "mean")
+
+    def __init__(self) -> None:
+        self.count, self.mean = 0, 0.0
+
+    def deviation(self, mean: float) -> float:
+        """Difference from the kind's mean; less while few pauses are known."""
+        return (self.mean - mean) * self.count / (self.count + 2)
+
+
+class Pauses:
+    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace."""
+
+    __slots__ = ("_age", "_rates", "count", "ended", "mean", "products", "reached", "squares")
+
+    def __init__(self) -> None:
+        self._age, self._rates = RATES_AGE, [0.0]
+        self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
+        self.count, self.mean = 0, 0.0
+        # of deviations: the sums of (before times now) and of (before squared)
+        self.products = self.squares = 0.0
+
+    def reach(self, bucket: int) -> None:
+        self._age += 1
+        self.reached[bucket] += 1
+        if self.reached[bucket] > MEMORY:
+            self.reached = [n / 2 for n in self.reached]
+            self.ended = [n / 2 for n in self.ended]
+
+    def end(self, bucket: int, seconds: float, pace: OwnPace) -> None:
+        """Count a pause that ended in a bucket, and learn the session's pace."""
+        self.ended[bucket] += 1
+        length = log(max(seconds, EDGES[1] / 2))
+        if pace.count:
+            before = pace.deviation(self.mean)
+            self.products = 0.99 * self.products + before * (length - self.mean)
+            self.squares = 0.99 * self.squares + before * before
+        self.count = min(self.count + 1, 256)
+        self.mean += (length - self.mean) / self.count
+        pace.count = min(pace.count + 1, OWN_MEMORY)
+        pace.mean += (length - pace.mean) / pace.count
+
+    def length(self, pace: OwnPace) -> float | None:
+        """Seconds that a session of that pace is expected to pause. None: too few pauses are known."""
+        if self.count < MIN_PAUSES:
+            return None
+        return exp(self.mean + pace.deviation(self.mean) * self.slope)
+
+    @property
+    def slope(self) -> float:
+        """Share of the deviation of a session's pauses that its next one is expected to have."""
+        known = self.products + FIRST_SLOPE * SLOPE_WEIGHT
+        return min(1.5, max(0.0, known / (self.squares + SLOPE_WEIGHT)))
+
+    def rates(self) -> Sequence[float]:
+        """`rate` by bucket, up to `RATES_AGE` pauses old."""
+        if self._age >= RATES_AGE:
+            self._age = 0
+            hazards = [
+                (ended + FIRST_HAZARD * FIRST_WEIGHT) / (reached + FIRST_WEIGHT)
+                for ended, reached in zip(self.ended, self.reached, strict=True)
+            ]
+            self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
+        return self._rates
+
+    def rate_at(self, age: float, pace: OwnPace) -> float:
+        """Rate of a session of that pace. If its pauses are half as long as others', it is at half the age as they are."""
+        slower = 1.0
+        if pace.count:
+            slower = exp(pace.deviation(self.mean) * self.slope)
+        at = age / slower
+        i = 0 if at < EDGES[1] else min(frexp(at)[1] + 1, NUM_BUCKETS - 1)
+        rates = self.rates()
+        within = min(1.0, (at - EDGES[i]) / WIDTHS[i])
+        return (rates[i] + (rates[i + 1] - rates[i]) * within) / slower
+
+
+def rate(hazards: Sequence[float], bucket: int) -> float:
+    """Returns per second of keeping, at the best horizon from the beginning of `bucket` on."""
+    best = chance = seconds = 0.0
+    alive = 1.0
+    for i in range(bucket, NUM_BUCKETS):
+        hazard = hazards[i]
+        chance += alive * hazard
+        seconds += alive * WIDTHS[i] * (1 - hazard / 2)
+        alive *= 1 - hazard
+        if chance > best * seconds:
+            best = chance / seconds
+    return best
+
+
+class Session:
+    """One conversation, or whatever else the blocks of some runs wait for."""
+
+    __slots__ = (
+        "bucket",
+        "due",
+        "ends",
+        "hints",
+        "idle_since",
+        "kept",
+        "keys",
+        "kind",
+        "mark",
+        "num_open",
+        "num_turns",
+        "pace",
+        "prefetched",
+        "returns_at",
+        "returns_by",
+        "runs",
+    )
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+        self.pace = OwnPace()
+        self.idle_since, self.bucket = 0.0, 0
+        self.num_open = 0  # requests that wait or run
+        self.num_turns = 0
+        self.runs: dict[Run, None] = {}
+        self.hints: CacheHints = NO_HINTS
+        self.kept: tuple[
+            tuple[float, float], ...
+        ] = ()  # tokens and seconds that are hinted to be kept
+        self.due: tuple[float, int, Session] | None = None  # its entry among the timers
+        self.ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
+        self.mark: Run | None = None  # the state that its next request goes on from
+        self.keys = b""  # of its blocks, one after the other, while they may be brought back
+        self.returns_at = self.returns_by = 0.0  # ages for the next and the last try
+        self.prefetched = 0, 0  # tokens that were brought back: from, to
+
+
+class Sessions:
+    """All sessions of one cache, and what was learned of their pauses.
+
+    `attention_tokens` is the depth at which attention costs as much as the rest of a token.
+    """
+
+    def __init__(self, clock: Callable[[], float], attention_tokens: float) -> None:
+        self.clock, self.attention_tokens = clock, attention_tokens
+        self._kinds = {kind: Pauses() for kind in KINDS}
+        self._by_end: dict[bytes, Session] = {}
+        self._named: dict[
+            tuple[str, str], OwnPace
+        ] = {}  # by salt and name; the most recently used name last
+        self.timers: list[tuple[float, int, Session]] = []
+        self._number = 0
+        self.idle: dict[
+            Session, None
+        ] = {}  # sessions that pause, the one that has paused longest first
+        self.keeps_keys = False  # for `returning`
+        self._num_keys = 0
+        self.returning: list[Session] = []
+        """Pausing sessions with keys whose return is near. Whoever brings their blocks back empties it."""
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    def arrived(self, keys: Sequence[bytes], hints: CacheHints, salt: str = "") -> Session:
+        """Return the session of a request that begins with the blocks of `keys`. It is in use from now on."""
+        self.tick()
+        by_end = self._by_end
+        session = (
+            next((by_end[key] for key in reversed(keys) if key in by_end), None) if by_end else None
+        )
+        if session is None:
+            session = Session("text")
+        if hints.session:
+            session.pace = self._of_name((salt, hints.session))
+        session.hints = hints
+        session.num_turns += 1
+        self.open(session)
+        return session
+
+    def ended(
+        self,
+        session: Session,
+        keys: list[bytes],
+        num_shared: int,
+        num_prompt_blocks: int,
+        calls: bool = False,
+    ) -> None:
+        """Begin a pause of a session, one of whose requests has ended. Others begin with its first `num_shared` blocks.
+        `calls`: a tool's result is due."""
+        self.tick()
+        first = max(num_shared, num_prompt_blocks - 2)
+        ends = (*keys[first:num_prompt_blocks], *keys[num_prompt_blocks:][-1:])
+        self._forget_ends(session)
+        session.ends = ends
+        for end in ends:
+            self._by_end[end] = session
+        kinds: tuple[Kind, Kind] = ("call", "later call") if calls else ("text", "later text")
+        kind = kinds[session.num_turns > 1]
+        session.prefetched = 0, 0
+        if self.keeps_keys and session.num_open == 1 and not session.hints.ends:
+            self._expect(session, kind, keys)
+        self.close(session, kind)
+
+    def _expect(self, session: Session, kind: Kind, keys: Sequence[bytes]) -> None:
+        """Remember the keys of a session's blocks until it returns, if its pace lets expect when."""
+        length = self._kinds[kind].length(session.pace)
+        if length is not None and self._num_keys + len(keys) <= MAX_KEYS:
+            session.keys = b"".join(keys)
+            session.returns_at, session.returns_by = RETURNING * length, MAX_WAIT * length
+            self._num_keys += len(keys)
+
+    def drop_keys(self, session: Session) -> None:
+        """Bring a session's blocks back no more."""
+        self._num_keys -= len(session.keys) // KEY_BYTES
+        session.keys = b""
+
+    def _of_name(self, name: tuple[str, str]) -> OwnPace:
+        self._named[name] = pace = self._named.pop(name, None) or OwnPace()
+        if len(self._named) > MAX_NAMES:
+            del self._named[next(iter(self._named))]
+        return pace
+
+    def _forget_ends(self, session: Session) -> None:
+        for end in session.ends:
+            if self._by_end.get(end) is session:
+                del self._by_end[end]
+        session.ends = ()
+
+    # --- Pauses -------------------------------------------------------------------------------------------------------
+
+    def open(self, session: Session) -> None:
+        """End the session's pause, if it pauses: something uses it."""
+        session.num_open += 1
+        if session.num_open > 1:
+            return
+        if session.due is not None:
+            session.due = None
+            self.drop_keys(session)
+            del self.idle[session]
+            seconds = self.clock() - session.idle_since
+            self._kinds[session.kind].end(session.bucket, seconds, session.pace)
+        self._changed(session)
+
+    def used(self, session: Session) -> None:
+        """End the session's pause: others go on from its end."""
+        if not session.num_open:
+            self.open(session)
+            session.num_open = 0
+
+    def close(self, session: Session, kind: Kind) -> None:
+        """End one use of a session. The last one begins a pause of the given kind."""
+        session.num_open -= 1
+        if session.num_open:
+            return
+        session.kind, session.idle_since, session.bucket = kind, self.clock(), 0
+        self._kinds[kind].reach(0)
+        self.idle[session] = None
+        if len(self.idle) > MAX_SESSIONS:
+            self._forget(next(iter(self.idle)))
+        self._wait(session)
+        self._changed(session)
+
+    def pausing(self, kind: Kind) -> Session:
+        """A session that is not in use."""
+        session = Session(kind)
+        session.num_open = 1
+        self.close(session, kind)
+        return session
+
+    def _wait(self, session: Session) -> None:
+        """Set the timer for the session's next value."""
+        now = self.clock()
+        age = max(now - session.idle_since, MIN_STEP_S)
+        after = EDGES[session.bucket + 1]
+        if session.runs:
+            after = min(after, age * STEP)
+        after = min((s for _, s in session.kept if age < s < after), default=after)
+        if session.keys:
+            after = min(after, session.returns_at)
+        at = session.idle_since + after
+        self._number += 1
+        session.due = at, self._number, session
+        heappush(self.timers, session.due)
+
+    def tick(self) -> None:
+        """Let sessions get older."""
+        timers, now = self.timers, self.clock()
+        while timers and timers[0][0] <= now:
+            due = heappop(timers)
+            session = due[2]
+            if session.due is not due:
+                continue
+            while (
+                session.bucket < NUM_BUCKETS
+                and session.idle_since + EDGES[session.bucket + 1] <= now
+            ):
+                session.bucket += 1
+                if session.bucket < NUM_BUCKETS:
+                    self._kinds[session.kind].reach(session.bucket)
+            if session.keys and session.idle_since + session.returns_at <= now:
+                self.returning.append(session)
+                session.returns_at = max(now - session.idle_since, EDGES[1]) * RETRY
+                if session.returns_at > session.returns_by:
+                    session.returns_at = inf
+            if session.bucket < NUM_BUCKETS:
+                self._wait(session)
+                self._changed(session)
+            else:
+                self._forget(session)
+        if len(timers) > 64 + 4 * len(self.idle):
+            timers[:] = [due for due in timers if due[2].due is due]
+            heapify(timers)
+
+    def _forget(self, session: Session) -> None:
+        """Expect no return of a session any more."""
+        session.due = None
+        self.drop_keys(session)
+        self.idle.pop(session, None)
+        self._forget_ends(session)
+        self._changed(session)
+
+    def _changed(self, session: Session) -> None:
+        for run in session.runs:
+            run.order.revalue(run)
+
+    def rate_of(self, session: Session, depth: float = inf) -> float:
+        """Rate of returns of a session, with the weight of its hints for blocks that end after `depth` tokens."""
+        if session.num_open:
+            return IN_USE
+        hints = session.hints
+        if hints.ends:
+            return 0.0
+        if session.due is None:
+            return FIRST_HAZARD / WIDTHS[-1] * hints.weight
+        age = self.clock() - session.idle_since
+        found = self._kinds[session.kind].rate_at(age, session.pace)
+        lives = any(depth <= end and age < seconds for end, seconds in session.kept)
+        return found * hints.weight * (HINTED if lives else 1.0)

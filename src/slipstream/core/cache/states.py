@@ -1,0 +1,301 @@
+"""Slots of recurrent states: which a request reads and writes, and checkpoints that other requests continue from.
+
+A slot holds one state of every recurrent layer (`kernels/states.py`). Slots come from a `BlockPool`, as blocks do, and slot 0
+is the null slot.
+
+1. A running request has slots of its own. A step reads its state from one slot and writes it to one of its own, mostly the
+   same. A step with guesses writes the state after each token to a slot of its own; the tokens that were right say which
+   is read next. So nothing has to be computed again after a wrong guess.
+2. A *checkpoint* is a slot that is cached under the chained key of the block that ends at its position. A prefix hit is as
+   long as the keys and values *and* a checkpoint allow. Unused ones are overwritten, the least recently used first.
+3. Checkpoints are kept at *marks*: at the end of a prompt, every `interval` tokens of it, where its cached keys and values
+   reach further than a checkpoint (there prompts part), where the caller says so, and every `ANSWER_INTERVAL` tokens of an
+   answer, of which the last one stays.
+4. A request writes only to slots that it alone holds. Nothing is copied: a request goes on from a checkpoint, or from
+   another request's state, by reading that slot once and writing to its own.
+5. No request reads a slot that another writes in the same step. So a checkpoint is cached after the step that writes it is
+   planned, and what a step reads is held as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.core.cache.sessions import Sessions
+from slipstream.core.request import Request
+from slipstream.messages.steps import STATES, StateMark, TableUpdate
+
+ANSWER_INTERVAL = 64
+"""Tokens between the checkpoints of an answer. A larger one saves updates, a smaller one tokens of the next turn."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request's slots."""
+
+    own: list[int] = field(default_factory=list)
+    read: int = NULL_BLOCK
+    """The state after its computed tokens; the null slot before the first. If it is not its own, the request holds it."""
+    marks: list[int] = field(default_factory=list)  # positions in its prompt, ascending
+    guessed: list[int] = field(default_factory=list)  # the slots that a step with guesses writes
+    sent: tuple[int, ...] = ()  # what the worker's row has
+    update: tuple[int, ...] = ()  # what the row has to get with the next step
+    fork: int = NULL_BLOCK
+    """The state before the last prompt token, for requests that share the prompt."""
+    answer_mark: int = NULL_BLOCK  # the last checkpoint of the answer
+    answer_key: bytes = b""
+
+    def take_update(self) -> tuple[TableUpdate, ...]:
+        """Returns what the worker's row lacks."""
+        if not self.update:
+            return ()
+        self.sent, self.update = self.update, ()
+        return (TableUpdate(STATES, 0, self.sent),)
+
+
+class StateSlots:
+    """The slots of one rank's recurrent states.
+
+    `num_slots` includes the null slot. `interval` is the number of tokens between checkpoints in a prompt, `most_guesses` the
+    number of guesses that a step may verify for a request. With `sessions`, checkpoints are evicted by value
+    (`core/cache/cache_value.py`): that of a session is its last one.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        interval: int,
+        most_guesses: int,
+        sessions: Sessions | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_slots)
+        self.order: ValueOrder | None = None
+        if sessions is not None:
+            self.order = ValueOrder(sessions, self.pool, block_size, is_whole=True)
+            self.pool.order = self.order
+        self.block_size = block_size
+        self.interval = -(-interval // block_size) * block_size
+        self.most_guesses = most_guesses
+        self._answer_interval = -(-ANSWER_INTERVAL // block_size) * block_size
+        self._borrowed: list[int] = []  # held until the step that reads them is planned
+        self._made: list[tuple[Request, int, bytes, int]] = []
+        """Checkpoints of the step: requests, positions, keys and slots."""
+        self.offered: list[tuple[int, bytes]] = []
+        """Checkpoints, with their keys, that the tiers below the device may have: of prompts, and the last one of an answer."""
+        self.kept: list[StateMark] = []
+        """The states inside its parts that the step keeps which is being planned."""
+
+    # --- Before a request runs ----------------------------------------------------------------------------------------
+
+    def has(self, keys: Sequence[bytes], num_blocks: int) -> bool:
+        """True if a checkpoint ends the first `num_blocks` blocks."""
+        return self.pool.lookup(keys[num_blocks - 1]) is not None
+
+    def has_room(self, request: Request) -> bool:
+        """True if there are slots for the request, and one more for the checkpoint that it begins with."""
+        held = 0 if request.state is None else len(request.state.own)
+        return self._num_own(request) - held < self.pool.num_free
+
+    def start(self, request: Request, computed: int) -> None:
+        """Gives a request its slots, and the checkpoint after its first `computed` tokens."""
+        state = request.state
+        if state is None:
+            state = request.state = RequestState()
+            if computed:
+                slot = self.pool.lookup(request.block_keys[computed // self.block_size - 1])
+                assert slot is not None, "the hit was looked up before"
+                self._go_on_from(state, slot)
+                if self.order is not None:
+                    self.order.touch([slot], computed)
+        state.own += self.pool.allocate(self._num_own(request) - len(state.own))
+        state.marks = self._marks_of(request, computed)
+        state.sent = ()
+
+    def _num_own(self, request: Request) -> int:
+        """One slot, and one for each guess. Others may take over the state of a guided request, so it has two."""
+        return max(2 if request.guide is not None else 1, 1 + self.most_guesses)
+
+    def _marks_of(self, request: Request, computed: int) -> list[int]:
+        """Positions in the prompt whose states are worth keeping. All end blocks.
+
+        The last one leaves two tokens to compute, as any hit does (`usable_prefix`).
+        """
+        size = self.block_size
+        last = (len(request.token_ids) - 2) // size * size
+        wanted = {last, request.num_hit_tokens}
+        wanted.update(range(self.interval, last - self.interval // 2, self.interval))
+        wanted.update(p // size * size for p in request.spec.marks)
+        return sorted(p for p in wanted if computed < p <= last)
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+        """Decides what a step reads and writes that computes the tokens [computed, end), `num_guesses` of them guesses.
+
+        True if the next step may read and write the same slot.
+        """
+        state = request.state
+        assert state is not None
+        if computed:
+            self._keep_current(request, state, computed)
+        self._keep_inner(request, state, computed, end)
+        read = state.read
+        if read != NULL_BLOCK and read not in state.own:
+            self._borrowed.append(read)
+        if num_guesses:
+            state.guessed = state.own[: 1 + num_guesses]
+            self._send(state, (read, *state.guessed))
+            return False
+        write = self._writable(state)
+        self._send(state, (read, write))
+        state.read = write
+        return write == read
+
+    def next_mark(self, request: Request) -> int:
+        """The position after the next one at which an answer's state may be kept."""
+        return (request.num_computed_tokens // self._answer_interval + 1) * self._answer_interval
+
+    def _send(self, state: RequestState, wanted: tuple[int, ...]) -> None:
+        if wanted != state.sent[: len(wanted)]:
+            state.update = wanted
+
+    @property
+    def _may_keep(self) -> bool:
+        """True if a slot is free besides one that the request may have to write."""
+        return self.pool.num_free > 1
+
+    def may_write(self, request: Request) -> bool:
+        """True if there is a slot for the request's next state: one of its own that nobody else holds, or a free one."""
+        if self.pool.num_free or request.state is None:
+            return True
+        return any(self.pool.ref_counts[slot] == 1 for slot in request.state.own)
+
+    def _writable(self, state: RequestState) -> int:
+        """One of the request's own slots that nobody else holds; the one that it reads if possible."""
+        counts = self.pool.ref_counts
+        if state.read in state.own and counts[state.read] == 1:
+            return state.read
+        for slot in state.own:
+            if counts[slot] == 1 and slot != state.read:
+                return slot
+        (new,) = self.pool.allocate(1)
+        state.own.append(new)
+        return new
+
+    def _keep_current(self, request: Request, state: RequestState, computed: int) -> None:
+        """Makes the state that the step begins with a checkpoint, if there is a mark."""
+        of_prompt = False
+        while state.marks and state.marks[0] <= computed:
+            of_prompt = state.marks.pop(0) == computed
+        of_answer = computed > request.num_prompt_tokens and computed % self._answer_interval == 0
+        if not (of_prompt or of_answer) or not self._may_keep or state.read not in state.own:
+            return
+        key = request.key_at(computed, self.block_size)
+        if key is None or self.pool.lookup(key) is not None:
+            return
+        slot = self._give_up(state)
+        self._cache(request, computed, key, slot)
+        if of_prompt:
+            self.offered.append((slot, key))
+        if of_answer:
+            old, state.answer_mark = state.answer_mark, slot
+            if old != NULL_BLOCK and self.pool.hashes[old] == state.answer_key:
+                self.pool.drop(old)  # the later one is worth more
+            state.answer_key = key
+
+    def _cache(self, request: Request, position: int, key: bytes, slot: int) -> None:
+        """Make a held slot a checkpoint."""
+        session = request.session
+        if self.pool.register(slot, key) and self.order is not None and session is not None:
+            if session.mark is not None:
+                self.order.demote(session.mark)
+            session.mark = self.order.apart(session, [slot], position)
+
+    def _give_up(self, state: RequestState) -> int:
+        """Takes another slot in the place of the one that is read, which the request then holds as it holds others'."""
+        state.own.remove(state.read)
+        state.own += self.pool.allocate(1)
+        return state.read
+
+    def _keep_inner(self, request: Request, state: RequestState, computed: int, end: int) -> None:
+        """Keeps states inside of the tokens that a step computes."""
+        last = request.num_prompt_tokens - 1
+        if request.forks and computed <= last < end and self._may_keep:
+            if computed < last:
+                (state.fork,) = self.pool.allocate(1)
+                self.kept.append(StateMark(request.request_id, last - computed, state.fork))
+            else:
+                state.fork = self._give_up(state) if state.read in state.own else state.read
+                self.pool.hold([state.fork])
+        while state.marks and state.marks[0] < end:
+            position = state.marks.pop(0)
+            key = request.key_at(position, self.block_size)
+            if key is not None and self._may_keep and self.pool.lookup(key) is None:
+                (slot,) = self.pool.allocate(1)
+                self._made.append((request, position, key, slot))
+                self.kept.append(StateMark(request.request_id, position - computed, slot))
+
+    def planned(self) -> tuple[StateMark, ...]:
+        """Returns the states that the step keeps which was just planned; caches them, and lets go of what it reads."""
+        kept = tuple(self.kept)
+        for request, position, key, slot in self._made:
+            self._cache(request, position, key, slot)
+            self.offered.append((slot, key))
+            self.pool.release([slot])
+        self.pool.release(self._borrowed)
+        self._made, self._borrowed, self.kept = [], [], []
+        return kept
+
+    def verified(self, request: Request, num_right: int) -> None:
+        """Goes on from the state after the guesses that were right."""
+        if (state := request.state) is not None and state.guessed:
+            state.read, state.guessed = state.guessed[num_right], []
+
+    # --- Others' states -----------------------------------------------------------------------------------------------
+
+    def share(self, parent: Request, children: Iterable[Request]) -> bool:
+        """Lets `children` begin with the state before the last token of their parent's prompt. False if it was not kept."""
+        state = parent.state
+        if state is None or state.fork == NULL_BLOCK:
+            return False
+        for child in children:
+            child.state = RequestState()
+            self._go_on_from(child.state, state.fork)
+        # not released at once: the step that is being planned writes it, whether or not there is a child left
+        self._borrowed.append(state.fork)
+        state.fork = NULL_BLOCK
+        return True
+
+    def take_over(self, request: Request, source: Request) -> None:
+        """Lets a request go on from the state of another."""
+        assert source.state is not None
+        if request.state is None:
+            request.state = RequestState()
+        self._go_on_from(request.state, source.state.read)
+
+    def _go_on_from(self, state: RequestState, slot: int) -> None:
+        self._let_go(state)
+        state.read = slot
+        if slot != NULL_BLOCK:
+            self.pool.hold([slot])
+
+    def _let_go(self, state: RequestState) -> None:
+        """Releases what the request reads and does not own."""
+        if state.read != NULL_BLOCK and state.read not in state.own:
+            self.pool.release([state.read])
+        state.read = NULL_BLOCK
+
+    def release(self, request: Request) -> None:
+        """Takes back the request's slots. The checkpoints that it made stay cached."""
+        state, request.state = request.state, None
+        if state is not None:
+            self._let_go(state)
+            if state.answer_mark != NULL_BLOCK:
+                self.offered.append((state.answer_mark, state.answer_key))
+            if state.fork != NULL_BLOCK:
+                self.pool.release([state.fork])
+            self.pool.release(state.own)

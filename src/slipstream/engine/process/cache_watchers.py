@@ -1,0 +1,54 @@
+"""Clients of an engine's process that get news of the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.engine.process.operation_messages import CacheEvents
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine_core import EngineCore
+
+
+class CacheWatchers:
+    """The clients of an engine's process that get the news. `send` sends a message to the client of
+    a number."""
+
+    def __init__(self, send: Callable[[CacheEvents, int], None]) -> None:
+        self._send = send
+        self._numbers: set[int] = set()
+        self._last = 0  # the number of the last event
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def begin(self, core: EngineCore) -> None:
+        """Tell all of them what a new core holds."""
+        if self._numbers:
+            core.cache_news.listen(on=True)
+            self.tell(core, whole_to=self._numbers)
+
+    def watch(self, core: EngineCore | None, number: int, *, on: bool) -> None:
+        """Let a client get the news from now on, the whole content first, or no more."""
+        (self._numbers.add if on else self._numbers.discard)(number)
+        if core is not None:
+            core.cache_news.listen(on=bool(self._numbers))
+            if on:
+                self.tell(core, whole_to={number})
+
+    def forget(self, number: int) -> None:
+        self._numbers.discard(number)
+
+    def tell(self, core: EngineCore, whole_to: frozenset[int] | set[int] = frozenset()) -> None:
+        """Send the changes. Those in `whole_to` get the whole content instead."""
+        news, states = core.cache_news, bool(core.config.cache.state_slots)
+        changes = news.changes()
+        if changes is not None:
+            self._last += 1
+            for number in self._numbers - whole_to:
+                told = CacheEvents(self._last, *news.identity(), *changes, has_states=states)
+                self._send(told, number)
+        for number in whole_to:
+            own = self._last, *news.identity(), news.keys()
+            self._send(CacheEvents(*own, whole=True, has_states=states), number)

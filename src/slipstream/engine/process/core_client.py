@@ -1,0 +1,298 @@
+"""The connection to an engine core in another process, and its restart after a crash.
+
+A `CoreLink` is our end of a socket to a core. A `ChildLink` is one to a core that we started. A `CoreClient` keeps one link up:
+
+1. `adopt` waits until the core is ready.
+2. Its messages go to the owner as they come.
+3. When the core dies, the owner gets a callback, and another link is opened. A start that fails is tried again after a growing
+   pause.
+4. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model is at
+   fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import msgspec
+
+from slipstream.base.deaths import describe_exit
+from slipstream.config import EngineArgs
+from slipstream.engine.process.core_messages import Ready, Start, Stop, ToChild, ToParent
+from slipstream.engine.process.core_start import CoreSource, socket_folder, wait_or_kill
+from slipstream.errors import EngineDeadError, SlipstreamError
+from slipstream.messages.start import Failed, Phase
+
+LOOK_S = 0.2
+"""Seconds between two checks whether the core has ended. No message reports that."""
+
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class CoreLink(ABC):
+    """Our end of a socket to an engine core, which connects to `path`."""
+
+    def __init__(self, path: str) -> None:
+        import zmq
+
+        self._zmq = zmq
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Future[None] | None = None  # of who waits in `receive`
+        self._look: asyncio.TimerHandle | None = None  # detects a death that no message reports
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        try:
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(f"ipc://{path}")
+            self._loop.add_reader(self._socket.FD, self._wake)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @abstractmethod
+    def death(self) -> EngineDeadError | None:
+        """Error that says how the core ended. None while it runs."""
+
+    def send(self, message: ToChild) -> bool:
+        """Queue a message without waiting; the queue has no bound. False if the core is not connected yet, or not any more;
+        `receive` then raises."""
+        try:
+            self._socket.send(self._encoder.encode(message), self._zmq.NOBLOCK)
+            sent = True
+        except self._zmq.Again:
+            sent = False
+        # A send may have taken the descriptor's signal that a message has come.
+        if (
+            self._news is not None
+            and cast("int", self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN
+        ):
+            self._wake()
+        return sent
+
+    async def receive(self) -> ToParent:
+        """The next message. EngineDeadError when the core has ended and all its messages were read. One task waits at a time.
+
+        The socket's descriptor reports only messages that came after the last read. So we wait for it only after a read found
+        nothing. A message costs one future. With pyzmq's own coroutines it costs some ten, in every step.
+        """
+        await asyncio.sleep(
+            0
+        )  # what the message before brought is written first, however many wait
+        while (data := self._take()) is None:
+            if self._look is None:
+                self._look = self._loop.call_later(LOOK_S, self._look_again)
+            self._news = self._loop.create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
+            if (
+                self._look is None
+                and (death := self.death()) is not None
+                and (data := self._take()) is None
+            ):
+                raise death
+            if data is not None:
+                break
+        return self._decoder.decode(data)
+
+    def _take(self) -> bytes | None:
+        try:
+            data: bytes = self._socket.recv(self._zmq.NOBLOCK)
+            return data
+        except self._zmq.Again:
+            return None
+
+    def _wake(self) -> None:
+        if self._news is None:  # take the signal, or the loop would spin until `receive` is called
+            self._socket.getsockopt(self._zmq.EVENTS)
+        elif not self._news.done():
+            self._news.set_result(None)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._wake()
+
+    async def end(self, *, at_once: bool = False) -> None:
+        """Close the link. Where the core is our child it ends, with `at_once` without finishing what it does."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+        if self._look is not None:
+            self._look.cancel()
+        self._socket.close()
+
+
+class ChildLink(CoreLink):
+    """An engine process that we started. The caller must `end` it, whatever happens next."""
+
+    def __init__(self) -> None:
+        self._folder = socket_folder()
+        path = f"{self._folder.path}/engine"
+        # The process comes before the folder: if we are killed, it is there to remove it.
+        command = [sys.executable, "-m", "slipstream.engine.process.core_process", f"ipc://{path}"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        try:
+            self._folder.make()
+            super().__init__(path)
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            self._folder.remove()
+            raise
+
+    @classmethod
+    async def start(cls, args: EngineArgs) -> ChildLink:
+        """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
+        raises."""
+        child = cls()
+        try:
+            while not child.send(Start(args)) and child.process.poll() is None:
+                await asyncio.sleep(0.005)
+        except BaseException:
+            await child.end(at_once=True)
+            raise
+        child._folder.remove()  # both ends are open: the socket's name is not needed any more
+        return child
+
+    def death(self) -> EngineDeadError | None:
+        code = self.process.poll()
+        return (
+            None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
+        )
+
+    async def end(self, *, at_once: bool = False) -> None:
+        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
+        or with `at_once`, the process is killed at once: one that starts reads no messages, and has nothing to finish."""
+        assert self.process.stdin is not None
+        try:
+            if at_once:
+                self.process.kill()
+            elif self.process.poll() is None:
+                self.send(Stop())
+            await asyncio.to_thread(wait_or_kill, self.process, 5.0)
+        finally:
+            self.process.kill()  # nothing, if it has ended
+            self.process.stdin.close()
+            await super().end(at_once=at_once)
+            self._folder.remove()
+
+
+class Owner(Protocol):
+    """Interface of the object that owns a CoreClient."""
+
+    def core_ready(self, ready: Ready) -> None: ...
+    def core_said(self, message: ToParent) -> None: ...
+    def core_died(self, reason: str, *, final: bool) -> None:
+        """Fail all that waits for the core; `final`: there will be no other."""
+
+
+class CoreClient:
+    """Keeps a link to an engine core. One task, `_read`, owns the link from the end of `adopt` to `stop`."""
+
+    def __init__(self, owner: Owner, source: CoreSource) -> None:
+        self.link: CoreLink | None = None  # to a core that is ready
+        self.down_reason = ""
+        self.num_restarts = 0
+        self.stopping = False
+        self.reader: asyncio.Task[None] | None = None
+        self._owner, self._source = owner, source
+
+    @property
+    def is_alive(self) -> bool:
+        return self.link is not None and self.link.death() is None
+
+    async def adopt(
+        self, link: CoreLink, progress: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        """Wait until the core is ready. Its errors are raised here as they are, and the link is ended."""
+        try:
+            while not isinstance(message := await link.receive(), Ready):
+                if isinstance(message, Phase):
+                    progress(message.name)
+                elif isinstance(message, Failed):
+                    raise message.as_error
+            self.link, self.down_reason = link, ""
+            self._owner.core_ready(message)
+        except BaseException as error:
+            self.link = None
+            await link.end(
+                at_once=not isinstance(error, Exception)
+            )  # cancelled: the start is given up
+            raise
+
+    def watch(self) -> None:
+        self.reader = asyncio.create_task(self._read())
+
+    def refuse(self) -> None:
+        """Take no more requests."""
+        self.stopping, self.down_reason = True, "the engine is shutting down"
+
+    async def stop(self) -> None:
+        self.refuse()
+        if self.reader is not None:
+            self.reader.cancel()
+            await asyncio.wait([self.reader])  # it ends the link of a restart under way
+        link, self.link = self.link, None
+        self._owner.core_died(self.down_reason, final=True)
+        if link is not None:
+            await link.end()
+
+    async def start_again(self) -> None:
+        """Open another link after `stop`, or after a death that no restart followed. Errors as of `adopt`."""
+        await self.stop()  # nothing, unless the death was not seen yet
+        self.stopping = False
+        await self.adopt(await self._source.connect())
+        self.watch()
+
+    async def _read(self) -> None:
+        """Take the core's messages as they come. When it dies, log it and open another link. An unexpected error counts as the
+        core's death: if it ended this task, every request would wait for ever."""
+        deaths = 0
+        while not self.stopping:
+            try:
+                link = self.link or await self._restart()
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, Failed):
+                        raise EngineDeadError(f"the engine failed: {message.message}")
+                    self._owner.core_said(message)
+                    deaths = 0
+            except Exception as error:
+                deaths += 1
+                pause = None if self.stopping else self._source.pause(deaths, error)
+                await self._mark_dead(error, final=pause is None)
+            if pause is None:
+                return
+            if pause:
+                await asyncio.sleep(pause)
+
+    async def _mark_dead(self, error: Exception, *, final: bool) -> None:
+        """The core died, could not start, or sent what can't be handled. Fail all that waits, and end the link."""
+        then = "it stays down" if final else "it will start again"
+        foreseen = isinstance(error, SlipstreamError)
+        reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"
+        _logger.error(
+            "the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error
+        )
+        link, self.link = self.link, None
+        self.down_reason = f"{reason} ({then})"
+        self._owner.core_died(reason, final=final)
+        if link is not None:
+            await link.end()
+
+    async def _restart(self) -> CoreLink:
+        self.num_restarts += 1
+        await self.adopt(await self._source.connect())
+        assert self.link is not None
+        _logger.info("the engine is up again (start %d)", self.num_restarts)
+        return self.link

@@ -1,0 +1,146 @@
+"""The messages between a front end (or its supervisor) and the process of an engine core. msgpack carries them."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TypeAlias
+
+import msgspec
+
+from slipstream.config import EngineArgs
+from slipstream.engine.process.operation_messages import (
+    AdaptersChanged,
+    Answered,
+    CacheEvents,
+    KnowAdapters,
+    LoadAdapter,
+    Sleep,
+    UnloadAdapter,
+    WakeUp,
+    WatchCache,
+)
+from slipstream.messages.beams import BeamsOutput, BeamsRequest
+from slipstream.messages.outputs import EngineOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.start import Failed, Phase, Started
+from slipstream.messages.stats import EngineStats
+from slipstream.messages.texts import TextsRequest, VectorOutput
+from slipstream.params.lora_request import LoRARequest
+
+
+class Start(msgspec.Struct, tag=True):
+    args: EngineArgs
+
+
+class Add(msgspec.Struct, tag=True):
+    requests: list[EngineRequest]
+
+
+class AddTexts(msgspec.Struct, tag=True):
+    request: TextsRequest
+
+
+class AddBeams(msgspec.Struct, tag=True):
+    request: BeamsRequest
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class GetStats(msgspec.Struct, tag=True):
+    pass
+
+
+class Attach(msgspec.Struct, tag=True):
+    """Connect to the client that listens at `path`. It may send requests from now on. `number`
+    names it in later messages."""
+
+    number: int
+    path: str
+
+
+class Detach(msgspec.Struct, tag=True):
+    """Cancel all requests of a client that is gone. An unknown number is ignored."""
+
+    number: int
+
+
+class Stop(msgspec.Struct, tag=True):
+    pass
+
+
+_Question: TypeAlias = GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache
+
+
+ToChild: TypeAlias = (
+    Start | Add | AddTexts | AddBeams | Abort | _Question | KnowAdapters | Attach | Detach | Stop
+)
+
+
+class Ready(Started, tag=True):
+    """The core can take requests. Sent after the start, and each time after it woke up."""
+
+    adapters: list[LoRARequest] = msgspec.field(default_factory=list)
+    processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
+
+
+class Outputs(msgspec.Struct, tag=True, gc=False):
+    """The outputs of a step. Most requests have one token and nothing else: these come first, as two arrays."""
+
+    request_ids: list[str] = []
+    token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
+    tokens: list[TokenOutput] = []
+    vectors: list[VectorOutput] = []
+    beams: list[BeamsOutput] = []
+
+    @classmethod
+    def of(cls, outputs: list[EngineOutput]) -> Outputs:
+        request_ids: list[str] = []
+        token_ids: list[int] = []
+        tokens: list[TokenOutput] = []
+        vectors: list[VectorOutput] = []
+        beams = [output for output in outputs if isinstance(output, BeamsOutput)]
+        told: set[str] = (
+            set()
+        )  # whose news are among `tokens`: what comes later must stand behind them
+        for output in outputs:
+            if not isinstance(output, TokenOutput):
+                if isinstance(output, VectorOutput):
+                    vectors.append(output)
+                continue
+            request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, _ = output
+            if (
+                drafted
+                or reason
+                or cached
+                or logprobs
+                or of_prompt
+                or len(ids) != 1
+                or request_id in told
+            ):
+                told.add(request_id)
+                tokens.append(output)
+            else:
+                request_ids.append(request_id)
+                token_ids.append(ids[0])
+        return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors, beams)
+
+
+class Rejected(msgspec.Struct, tag=True):
+    """The scheduler refused a request; all requests of its Add are refused with it."""
+
+    request_ids: list[str]
+    error: str
+    message: str
+    field: str | None
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+    asked: bool  # the answer to a GetStats; else a heartbeat
+
+
+ToParent: TypeAlias = (
+    Phase | Ready | Outputs | Rejected | Stats | Answered | AdaptersChanged | CacheEvents | Failed
+)

@@ -1,0 +1,43 @@
+"""The engine core in its own process: `python -m slipstream.engine.process.core_process ADDRESS`.
+
+HTTP, tokenising and detokenising never delay a step. If the engine crashes, the server survives and answers with an error.
+Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
+standard input closes, so it never outlives its parent. `core_loop.py` has the loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import sys
+import threading
+
+from slipstream.costs.hardware import bound_spinning
+from slipstream.engine.process.core_loop import CoreProcess
+
+
+def end_with_parent(folder: str) -> None:
+    """Exit when the parent's end of our standard input closes. A parent that was killed left the folder of its sockets."""
+    while os.read(
+        0, 1
+    ):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> int:
+    gc.disable()  # a start makes objects that all stay; `_serve` says when cycles are looked for
+    bound_spinning()
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder = os.path.dirname(sys.argv[1].removeprefix("ipc://"))
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
+    return CoreProcess(sys.argv[1]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A core's start: where its socket is, when it is started again, its settings once it is ready."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.config import EngineArgs, EngineConfig, resolve
+from slipstream.engine.process.core_messages import Ready
+from slipstream.engine.temporary import OwnedFolder
+from slipstream.errors import ConfigError, ModelError
+from slipstream.spec.description import ModelDescription
+
+if TYPE_CHECKING:
+    from slipstream.engine.process.core_client import CoreLink
+
+MAX_FAST_DEATHS = 3
+MAX_RESTART_PAUSE_S = 30.0
+
+_SOCKET_PATH_BYTES = 103
+"""The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
+
+
+def restart_pause(deaths: int, error: Exception) -> float | None:
+    """Seconds to wait before the next start after so many deaths in a row, the last by `error`; None: there is none."""
+    if deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError):
+        return None
+    return min(2.0**deaths, MAX_RESTART_PAUSE_S) if deaths > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSource:
+    """The way to get a link to a core: `connect`. `id_prefix` begins the ids of requests, so that several processes can use one
+    core."""
+
+    connect: Callable[[], Awaitable[CoreLink]]
+    pause: Callable[[int, Exception], float | None] = restart_pause
+    id_prefix: str = ""
+
+
+def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:
+    """Configuration that a core runs with. Its memory limits are those of the core's own ledger."""
+    config, ledger = resolve(args, description, ready.device), ready.ledger
+    return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes, ledger.num_states)
+
+
+def socket_folder() -> OwnedFolder:
+    """A folder for sockets, which the caller makes. ConfigError if its path is too long for a socket in it."""
+    folder = OwnedFolder()
+    if len(os.fsencode(folder.path + "/engine")) > _SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"the folder for temporary files, {tempfile.gettempdir()}, has too long a path for a Unix socket "
+            f"({_SOCKET_PATH_BYTES} bytes with the socket's name); set TMPDIR to a shorter one"
+        )
+    return folder
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """The process's return code."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -1,0 +1,81 @@
+"""Messages about an engine core that serves: its sleep, its adapters, news of its cache."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.params.lora_request import LoRARequest
+
+
+class Sleep(msgspec.Struct, tag=True):
+    """Take no more requests, finish those there are, then give memory back (`Asleep`). Answered is the answer, as to WakeUp. It
+    has the question's `ticket`: a later question may be answered first."""
+
+    level: int
+    ticket: int
+
+
+class WakeUp(msgspec.Struct, tag=True):
+    """`soon`: a request waits. Sizes of steps are then prepared whenever there is nothing to do, not before the answer."""
+
+    ticket: int
+    soon: bool = False
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Serve the adapter in the folder `path` by this name. The reply is Answered, once all front ends that serve have got
+    AdaptersChanged and said so: whichever the client asks next knows the adapter."""
+
+    name: str
+    path: str
+    ticket: int
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """Requests that run end as they would; the adapter's memory goes when the last has ended and others need it."""
+
+    name: str
+    ticket: int
+
+
+class KnowAdapters(msgspec.Struct, tag=True):
+    """Requests go by the AdaptersChanged of this version now. The first, of version 0, says that who sends it serves."""
+
+    version: int
+
+
+class WatchCache(msgspec.Struct, tag=True):
+    """Tell which blocks the prefix cache holds, with CacheEvents: all of them now, changes after each step. Or no more."""
+
+    on: bool
+
+
+class AdaptersChanged(msgspec.Struct, tag=True):
+    """The adapters that are served by name, all of them. The answer is KnowAdapters."""
+
+    adapters: list[LoRARequest]
+    version: int
+
+
+class Answered(msgspec.Struct, tag=True):
+    """The reply to a command: done, or the error."""
+
+    ticket: int
+    error: str = ""
+    kind: str = "RequestError"
+    field: str | None = None
+
+
+class CacheEvents(msgspec.Struct, tag=True):
+    """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. Of a model with several KV groups, only
+    the first group's keys are sent. With `has_states` requests go on from checkpoints of recurrent states alone, whose keys
+    (`announced_state`) are among the others. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
+
+    number: int
+    block_size: int
+    root_key: bytes  # of requests without adapter and salt
+    adapters: dict[str, bytes]  # the root keys of those that were used, by name
+    stored: bytes
+    removed: bytes = b""
+    whole: bool = False
+    has_states: bool = False

@@ -1,0 +1,165 @@
+"""Requests of a front end besides answers: vectors and scores, beam searches, pictures of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from slipstream.engine.beams import BeamSearchOutput
+from slipstream.engine.process.core_client import CoreClient, CoreLink
+from slipstream.engine.process.core_messages import AddBeams, AddTexts, Outputs
+from slipstream.engine.process.core_operations import CoreOperations
+from slipstream.engine.process.streams import PendingTexts
+from slipstream.engine.requests.pooled import TextsAnswer
+from slipstream.engine.requests.prepared_beams import PreparedBeams, prepare_beams
+from slipstream.engine.requests.processor import InputProcessor, in_thread_if_long, num_characters
+from slipstream.engine.requests.texts import PreparedTexts
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.vision.picture_files import PictureFile
+from slipstream.engine.vision.pictures import PreparedPicture
+from slipstream.errors import EngineError
+from slipstream.messages.beams import BeamsOutput
+from slipstream.messages.texts import TextTask
+from slipstream.outputs import Vectors
+from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
+from slipstream.params.prompts import Prompt
+from slipstream.params.search import BeamSearchParams
+
+T = TypeVar("T")
+
+
+class OtherRequests(CoreOperations):
+    """Requests whose outputs come to `take_others`, and the pictures of prompts."""
+
+    tokenizer: Tokenizer | None
+    _input: InputProcessor
+
+    def __init__(self, core: CoreClient) -> None:
+        super().__init__(core)
+        self._texts: dict[str, PendingTexts] = {}
+        self._beams: dict[str, asyncio.Future[BeamsOutput]] = {}
+
+    def _running_child(self) -> CoreLink:
+        """The link to the core. EngineDeadError if there is none."""
+        raise NotImplementedError
+
+    def _abort(self, keys: list[str]) -> None:
+        """Cancel engine requests."""
+        raise NotImplementedError
+
+    def check_pictures(self, count: int) -> None:
+        """Raise RequestError if a prompt can't have `count` pictures."""
+        self._input.prompts.media.check_pictures(count)
+
+    async def measure_picture(self, data: bytes) -> PictureFile:
+        """A picture's file, which is known to be one and how many pixels it has; for `prepare_picture`."""
+        self._input.prompts.media.check_pictures(1)
+        assert self._input.pictures is not None
+        return await asyncio.wrap_future(self._input.pictures.measure(data))
+
+    async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:
+        """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
+        `detail` is OpenAI's: "low" reads it smaller."""
+        self._input.prompts.media.check_pictures(1)
+        assert self._input.pictures is not None
+        return await asyncio.wrap_future(self._input.pictures.submit(source, detail))
+
+    async def embed(
+        self,
+        prompts: Sequence[Prompt | tuple[str, str]],
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        truncate_to: int | None = None,
+        task: TextTask = "embed",
+        num_queries: int | None = None,
+    ) -> Vectors:
+        """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`), or what another `task`
+        gives. For late interaction `num_queries` of the texts are queries. `truncate_to` cuts texts at so many tokens; −1 means
+        the context. The texts are one request: a RequestError comes before it is queued, an error of one text is an
+        error of all, and cancelling the caller cancels the request."""
+
+        def prepare() -> PreparedTexts:
+            return self._input.texts.prepare(
+                prompts, options, truncate_to=truncate_to, task=task, num_queries=num_queries
+            )
+
+        prepared = await in_thread_if_long(
+            prepare, sum(map(num_characters, prompts)), self.tokenizer
+        )
+        waiting = PendingTexts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
+        if not prepared.prompts:
+            return waiting.answer.vectors()
+        child = self._running_child()
+        if options.reserve is not None:
+            options.reserve(sum(map(len, prepared.token_ids)), 0)
+        request_id = prepared.request.request_id
+        self._texts[request_id] = waiting
+        try:
+            child.send(AddTexts(prepared.request))
+            await waiting.done
+        finally:
+            if self._texts.pop(request_id, None) is not None:
+                self._abort([request_id])
+        return waiting.answer.vectors()
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> BeamSearchOutput:
+        """`LLM.beam_search` of one prompt. The search runs in the engine's process; cancelling the caller cancels it.
+        Each beam's tokens count, for its owner's share and for `options.reserve`."""
+
+        def prepare() -> PreparedBeams:
+            return prepare_beams(
+                self._input, prompt, params, options, truncate_prompt_tokens=truncate_prompt_tokens
+            )
+
+        prepared = await in_thread_if_long(prepare, num_characters(prompt), self.tokenizer)
+        if options.reserve is not None:
+            options.reserve(
+                len(prepared.request.prompt_token_ids), params.beam_width * params.max_tokens
+            )
+        child = self._running_child()
+        request_id, done = prepared.request.request_id, asyncio.get_running_loop().create_future()
+        self._beams[request_id] = done
+        try:
+            child.send(AddBeams(prepared.request))
+            return prepared.answer(await done, self.tokenizer)
+        finally:
+            if self._beams.pop(request_id, None) is not None:
+                self._abort([request_id])
+
+    def take_others(self, message: Outputs) -> None:
+        for found in message.beams:
+            search = self._beams.pop(found.request_id, None)
+            if search is not None and not search.done():
+                search.set_result(found)
+        for output in message.vectors:
+            texts = self._texts.get(output.request_id)
+            if texts is None:
+                continue
+            try:
+                texts.answer.take(output)
+            except EngineError as error:
+                texts.fail(error)
+            if texts.answer.finished:
+                del self._texts[output.request_id]
+                texts.end()
+
+    def fail_other(self, request_id: str, error: Exception) -> None:
+        """End a request that the core refused. Does nothing if it was cancelled meanwhile."""
+        if (search := self._beams.pop(request_id, None)) is not None:
+            if not search.done():
+                search.set_exception(error)
+        elif (texts := self._texts.pop(request_id, None)) is not None:
+            texts.fail(error)
+
+    def fail_others(self, error: Exception) -> None:
+        """End all of them: the core has died."""
+        for request_id in (*self._texts, *self._beams):
+            self.fail_other(request_id, error)

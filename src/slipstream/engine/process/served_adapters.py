@@ -1,0 +1,113 @@
+"""The adapters that an engine's process serves by name, and which front ends know of the last changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.engine.process.core_messages import ToParent
+from slipstream.engine.process.operation_messages import (
+    AdaptersChanged,
+    Answered,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from slipstream.errors import AdapterError
+from slipstream.params.lora_request import LoRARequest
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine_core import EngineCore
+
+KNOW_S = 10.0
+"""Seconds that a front end has to say that it knows of a change."""
+
+
+@dataclass(slots=True)
+class _Change:
+    """A change of which some front ends have not said to know. Then the one that asked for it is answered."""
+
+    asked_by: int
+    ticket: int
+    version: int
+    unaware: set[int]
+    until: float
+
+
+class ServedAdapters:
+    """Adapters by name. `send` sends a message to the front end of a number."""
+
+    def __init__(self, send: Callable[[ToParent, int], None]) -> None:
+        self._send = send
+        self._by_name: dict[str, LoRARequest] = {}
+        self._last_id = 0  # the highest id given
+        self._version = 0
+        self._serving: set[int] = set()  # the front ends that have said KnowAdapters
+        self.changes: list[_Change] = []  # that are not answered yet
+
+    @property
+    def all(self) -> list[LoRARequest]:
+        return list(self._by_name.values())
+
+    def begin(self, requests: Iterable[LoRARequest]) -> None:
+        """Serve the adapters that the core has loaded at its start."""
+        self._by_name = {request.name: request for request in requests}
+        self._last_id = len(self._by_name)
+
+    def change(self, core: EngineCore, message: LoadAdapter | UnloadAdapter) -> AdaptersChanged:
+        """Load or unload an adapter. Returns what all front ends are to know. AdapterError names what is wrong."""
+        known = self._by_name.get(message.name)
+        if isinstance(message, UnloadAdapter):
+            if known is None:
+                raise AdapterError(f"no adapter is served as {message.name!r}", field="lora_name")
+            core.unload_adapter(known.id)
+            del self._by_name[message.name]
+        else:
+            if known is not None:
+                raise AdapterError(
+                    f"an adapter is served as {message.name!r} already; unload it first",
+                    field="lora_name",
+                )
+            request = LoRARequest(message.name, self._last_id + 1, message.path)
+            core.load_adapter(request)
+            self._last_id += 1
+            self._by_name[message.name] = request
+        self._version += 1
+        return AdaptersChanged(self.all, self._version)
+
+    def answer_later(self, ticket: int, asked_by: int) -> None:
+        """Answer a change once all front ends know of it. The one that asked reads the change before the answer."""
+        unaware, until = self._serving - {asked_by}, time.monotonic() + KNOW_S
+        self.changes.append(_Change(asked_by, ticket, self._version, unaware, until))
+        self.answer()
+
+    def know(self, number: int, version: int) -> None:
+        """Note that a front end serves, and knows of the changes up to `version`."""
+        self._serving.add(number)
+        self._note(number, version)
+
+    def forget(self, number: int) -> None:
+        """Expect nothing of a front end that has gone."""
+        self._serving.discard(number)
+        self._note(number, self._version)
+
+    def _note(self, number: int, version: int) -> None:
+        for change in self.changes:
+            if change.version <= version:
+                change.unaware.discard(number)
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer the changes of which all know, and those of which somebody has not heard in time."""
+        now, left = time.monotonic(), list[_Change]()
+        for change in self.changes:
+            if not change.unaware:
+                self._send(Answered(change.ticket), change.asked_by)
+            elif now < change.until:
+                left.append(change)
+            else:
+                late = f"{len(change.unaware)} of the front ends said nothing for {KNOW_S:g} s"
+                late = f"the change is made, but {late}, and may not know of it; see /health"
+                self._send(Answered(change.ticket, late, "EngineError"), change.asked_by)
+        self.changes = left

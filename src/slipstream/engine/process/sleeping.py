@@ -1,0 +1,70 @@
+"""The sleep of an engine core in its process: who asked for it, and who for its end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.config import EngineArgs
+from slipstream.engine.process.core_messages import ToParent
+from slipstream.engine.process.operation_messages import Answered, Sleep, WakeUp
+from slipstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from slipstream.engine.asleep import Asleep
+    from slipstream.engine.engine_core import EngineCore
+
+
+class Sleeper:
+    """Questions of front ends about sleep. `send` sends a message to the front end of a number."""
+
+    def __init__(self, send: Callable[[ToParent, int], None]) -> None:
+        self._send = send
+        self.asleep: Asleep | None = None  # the core, while it sleeps
+        self.to_sleep: list[tuple[int, Sleep]] = []  # with the front ends that sent it
+        self.to_wake: list[tuple[int, WakeUp]] = []
+
+    def fall_asleep(self, core: EngineCore, args: EngineArgs) -> list[tuple[int, Sleep]]:
+        """Take the core, to whose owner it is gone, to the level that was asked for. Returns whom to answer."""
+        from slipstream.engine.asleep import Asleep
+
+        asked, self.to_sleep = self.to_sleep, []
+        self.asleep = Asleep(core, args, max(message.level for _, message in asked))
+        gc.unfreeze()
+        return asked
+
+    def wake(self) -> EngineCore:
+        assert self.asleep is not None
+        core, self.asleep = self.asleep.wake(), None
+        return core
+
+    def answer_woken(self) -> None:
+        woken, self.to_wake = self.to_wake, []
+        for number, question in woken:
+            self._send(Answered(question.ticket), number)
+
+    def take_sleep(self, core: EngineCore | None, message: Sleep, number: int) -> None:
+        from slipstream.engine.asleep import Asleep
+
+        try:
+            if core is not None:
+                Asleep.check(core, message.level)
+                self.to_sleep.append((number, message))
+            elif self.asleep is not None and message.level > self.asleep.level:
+                raise RequestError(
+                    f"it sleeps at level {self.asleep.level}; wake it up first", field="level"
+                )
+            else:
+                self._send(Answered(message.ticket), number)
+        except RequestError as error:
+            self._send(Answered(message.ticket, error.message, field=error.field), number)
+
+    def take_wake_up(self, core: EngineCore | None, message: WakeUp, number: int) -> None:
+        for other, sleep in self.to_sleep:
+            self._send(Answered(sleep.ticket, "it was woken before it slept"), other)
+        self.to_sleep.clear()
+        if core is None:
+            self.to_wake.append((number, message))
+        else:
+            self._send(Answered(message.ticket), number)

@@ -1,0 +1,1 @@
+"""Turns what users ask for into requests of the engine core."""

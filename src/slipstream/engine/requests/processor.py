@@ -1,0 +1,295 @@
+"""Turns a user's request into engine requests.
+
+`InputProcessor` checks a prompt and its SamplingParams, and rejects what could not work before anything is queued. `prompts.py`
+tokenises prompts, `texts.py` prepares the texts of embedding calls. `output.py` converts the other way. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slipstream.config import EngineConfig
+from slipstream.engine.grammars.grammar import check
+from slipstream.engine.model_files import default_sampling, end_tokens
+from slipstream.engine.requests.choices import check_answer, fork
+from slipstream.engine.requests.prompts import PromptReader
+from slipstream.engine.requests.reasoning_budgets import with_reasoning
+from slipstream.engine.requests.sampler_params import Breakers, with_functions, with_words
+from slipstream.engine.requests.texts import TextsProcessor
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tools import Formats
+from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
+from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture, placed
+from slipstream.errors import (
+    AdapterError,
+    ContextLengthError,
+    RequestError,
+)
+from slipstream.messages.media import AudioWindow
+from slipstream.messages.requests import EngineRequest, pack_ids
+from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
+from slipstream.spec.description import ModelDescription
+
+INLINE_CHARS = 16_384
+"""More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
+
+_T = TypeVar("_T")
+
+
+_CLIENT_THREADS = max(2, NUM_CORES)
+MAX_CHARS = 16 * 2**20
+"""Characters that are tokenised or rendered at a time, half of them for one client. A character
+that is a token of its own takes some 270 bytes."""
+
+_texts = FairThreads(
+    "texts",
+    max(32, 4 * _CLIENT_THREADS),
+    per_client=_CLIENT_THREADS,
+    max_weight=MAX_CHARS,
+    client_weight=MAX_CHARS // 2,
+    trim_weight=2**20,
+)
+
+
+async def in_thread_if_long(
+    work: Callable[[], _T], num_characters: int, tokenizer: Any = None
+) -> _T:
+    """Result of `work`, which renders or tokenises `num_characters` characters. Long work runs in a
+    thread, so that the tokens of other requests hardly wait for it. With a `tokenizer` that has a
+    time limit all work does: a short text can take all of that time."""
+    if num_characters <= INLINE_CHARS and not getattr(tokenizer, "has_time_limit", False):
+        return work()
+    return await _texts.run(work, weight=num_characters)
+
+
+def _listed(data: Any) -> list[Any]:
+    found = data.get("image", ()) if isinstance(data, dict) else ()
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def num_characters(prompt: Prompt | tuple[str, str]) -> int:
+    """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
+    prepared yet counts as a long text, so that their preparation runs in a thread."""
+    if isinstance(prompt, dict):
+        if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
+            return INLINE_CHARS + 1  # pictures are waited for
+        prompt = prompt.get("prompt", "")  # type: ignore[assignment]
+    return (
+        sum(map(len, prompt))
+        if isinstance(prompt, tuple)
+        else len(prompt)
+        if isinstance(prompt, str)
+        else 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A user's request, checked: its engine requests, one for each answer that is drawn, the first of which the others fork
+    from. Engine requests have ids of their own, never used twice, so that late news of a cancelled request can't reach another
+    of the same name."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]  # an encoder's, if the model has one
+    sampling: SamplingParams
+    engine_requests: tuple[EngineRequest, ...]
+    hides_logprobs: bool = False  # the request has no log-probabilities of answers
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        description: ModelDescription | None = None,
+        ids: Iterator[str] | None = None,
+        takes_adapters: bool = False,
+        in_process: bool = True,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
+        """Prepares requests for one model. Without a `description` the model is a decoder that is
+        not asked for vectors. `ids` yields the ids of engine requests. `in_process` says that the
+        model runs in this process, so that a request can hold functions. `pictures` is None for a
+        model that takes none."""
+        self.tokenizer = tokenizer
+        self.description = description
+        self._writes = description is None or description.spec.generates
+        encoder = None if description is None else description.spec.encoder
+        self._reads_audio = encoder is not None and encoder.audio is not None
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.takes_adapters = takes_adapters
+        self.in_process = in_process
+        self._breakers = Breakers(tokenizer, vocab_size)
+        self.pictures = pictures
+        self._ids = ids or map(str, itertools.count())
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, description, pictures)
+        self.texts = TextsProcessor(self.prompts, self._ids)
+
+    @classmethod
+    def for_model(
+        cls,
+        description: ModelDescription,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        ids: Iterator[str] | None = None,
+        in_process: bool = True,
+    ) -> InputProcessor:
+        """An answer ends at any end token that the model's files or the tokenizer name."""
+        default_sampling(description)  # wrong ones are found at the start
+        vision, images, pictures = description.spec.vision, description.images, None
+        if vision is not None and images is not None and config.images is not None:
+            pictures = PictureProcessor(vision, images, config.images.max_images)
+        return cls(
+            tokenizer,
+            vocab_size=description.spec.vocab_size,
+            max_model_len=config.model.max_model_len,
+            eos_token_ids=end_tokens(description, tokenizer),
+            description=description,
+            ids=ids,
+            takes_adapters=config.lora is not None,
+            in_process=in_process and config.parallel.num_ranks == 1,
+            pictures=pictures,
+        )
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        grammar_checked: bool = False,
+        formats: Formats = Formats(),  # noqa: B008 - it is frozen
+    ) -> PreparedRequest:
+        """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit. With
+        `grammar_checked` the grammar was checked before, which can take seconds. `formats` says how the model writes its
+        reasoning, for a budget of a prompt without a chat template."""
+        spec = None if self.description is None else self.description.spec
+        if spec is not None and not self._writes:
+            use = (
+                "/rerank, LLM.rerank"
+                if spec.classifier
+                else "/v1/embeddings, LLM.embed or `slipstream embed`"
+            )
+            raise RequestError(
+                f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}",
+                field="model",
+            )
+        if options.lora_request is not None and not self.takes_adapters:
+            raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
+        audio: AudioWindow | None = None
+        pictures: Sequence[PreparedPicture] = ()
+        if self._reads_audio or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
+            audio = self.prompts.media.audio_of(prompt)
+            prompt, pictures = self.prompts.media.parted(prompt)
+        any_length = sampling.truncate_prompt_tokens is not None
+        special = options.add_special_tokens
+        text, tokens, packed = self.prompts.tokens(
+            prompt, special, any_length=any_length, pictures=pictures
+        )
+        salt = options.cache_salt
+        images = placed(tokens, pictures, self.prompts.media.vision, salt) if pictures else ()
+        if images and any_length:
+            raise RequestError(
+                "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
+            )
+        if sampling.truncate_prompt_tokens is not None:
+            tokens = self.prompts.last(tokens, sampling, text is not None and special)
+            packed = pack_ids(tokens)
+        encoded: tuple[int, ...] = ()
+        shown = tokens
+        if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
+            encoded = (0,) * spec.encoder.audio.num_states
+        elif spec is not None and spec.encoder is not None:
+            encoded, tokens = tuple(tokens), [spec.encoder.start_token_id]
+            packed = pack_ids(tokens)
+            if len(encoded) > self.max_model_len:
+                raise self.prompts.too_long(len(encoded))
+        if encoded and sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "an encoder's prompt has no log-probabilities (echo needs them)",
+                field="prompt_logprobs",
+            )
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            raise self._too_long(len(tokens))
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if max_tokens > room:
+            raise self._too_long(len(tokens), max_tokens)
+        if sampling.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit",
+                field="min_tokens",
+            )
+        self.prompts.check_ids("logit_bias", sampling.logit_bias)
+        self.prompts.check_ids("stop_token_ids", sampling.stop_token_ids)
+        if sampling.structured_outputs is not None:
+            if self.tokenizer is None:
+                message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
+                raise RequestError(message, field="structured_outputs")
+            if not grammar_checked:
+                check(sampling.structured_outputs, salt)
+        if sampling.thinking_token_budget is not None:
+            sampling = with_reasoning(sampling, tokens, formats, self.tokenizer)
+        if (
+            sampling.bad_words
+            or sampling.bad_words_token_ids
+            or sampling.allowed_token_ids is not None
+        ):
+            sampling = with_words(sampling, self.tokenizer, self.prompts)
+        if sampling.dry_multiplier:
+            sampling = self._breakers.put(sampling)
+        if sampling.logits_processors:
+            sampling = with_functions(sampling, in_process=self.in_process)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop"
+            )
+        hides_logprobs = sampling.best_of is not None and sampling.logprobs is None
+        if hides_logprobs:  # they say which answers are the best
+            sampling = dataclasses.replace(sampling, logprobs=0)
+        if options.answer_token_ids:
+            check_answer(self.prompts, options.answer_token_ids, sampling, max_tokens)
+        first = EngineRequest.of(
+            options,
+            request_id=next(self._ids),
+            prompt_token_ids=packed,
+            sampling=sampling
+            if sampling.num_drawn == 1
+            else dataclasses.replace(sampling, n=1, best_of=None),
+            eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
+            max_tokens=max_tokens,
+            encoder_token_ids=encoded,
+            audio=audio,
+            images=images,
+            marks=self.prompts.borders(tokens),
+        )
+        others = (fork(first, i) for i in range(1, sampling.num_drawn))
+        request_id = options.request_id or f"request-{first.request_id}"
+        return PreparedRequest(request_id, text, shown, sampling, (first, *others), hides_logprobs)
+
+    def _too_long(self, num_prompt: int, max_tokens: int | None = None) -> ContextLengthError:
+        """Begins with the words by which OpenAI's clients know this error."""
+        what = f"This model's maximum context length is {self.max_model_len} tokens. However, "
+        if max_tokens is None:
+            what += f"the prompt has {num_prompt} tokens, and at least one is for the answer; shorten the prompt"
+        else:
+            what += (
+                f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the prompt, and max_tokens is "
+                f"{max_tokens}); ask for at most {self.max_model_len - num_prompt} tokens, or shorten the prompt"
+            )
+        error = ContextLengthError(what, field="prompt" if max_tokens is None else "max_tokens")
+        error.lengths = (num_prompt, max_tokens, self.max_model_len)
+        return error

@@ -1,0 +1,184 @@
+"""Tokenises prompts: text, token ids, pictures. A prompt that this model can't take is a RequestError. No torch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.vision.pictures import (
+    PictureProcessor,
+    PreparedPicture,
+    expanded,
+    with_pictures,
+)
+from slipstream.engine.vision.prompt_media import MediaReader
+from slipstream.errors import ContextLengthError, RequestError
+from slipstream.messages.requests import pack_ids
+from slipstream.params.prompts import Prompt
+from slipstream.params.sampling import SamplingParams
+from slipstream.spec.description import ModelDescription
+
+MAX_BORDERS = 2
+"""Messages at whose beginnings a prompt's states are kept."""
+
+
+class PromptReader:
+    """`tokenizer` None: prompts are token ids. `pictures`: of a model that takes some."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        description: ModelDescription | None,
+        pictures: PictureProcessor | None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.description = description
+        self.media = MediaReader(description, pictures)
+
+    def last(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
+        """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
+        limit = sampling.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
+        assert limit is not None
+        before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
+        return (
+            tokens
+            if len(tokens) <= limit
+            else [*before, *tokens[len(tokens) - limit + len(before) :]]
+        )
+
+    def borders(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Positions where the last two messages of a conversation begin, for models with recurrent states.
+
+        A chat prompt ends with the special token that begins the answer's turn. The same token begins the other turns. The
+        next request of the conversation may have another last message, so the states before it are worth keeping.
+        """
+        spec = None if self.description is None else self.description.spec
+        if self.tokenizer is None or spec is None or not spec.is_recurrent:
+            return ()
+        special, found, opener = self.tokenizer.special_ids, list[int](), None
+        for i in range(len(tokens) - 1, 0, -1):
+            if opener is None and tokens[i] in special:
+                opener = tokens[i]
+            elif tokens[i] == opener:
+                found.append(i)
+                if len(found) == MAX_BORDERS:
+                    break
+        return tuple(found)
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        add_special_tokens: bool,
+        *,
+        any_length: bool = False,
+        pictures: Sequence[PreparedPicture] = (),
+    ) -> tuple[str | None, list[int], bytes]:
+        """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`)."""
+        given: Any = prompt
+        if (
+            isinstance(given, dict)
+            and set(given) == {"prompt"}
+            and isinstance(given["prompt"], str)
+        ):
+            prompt = given["prompt"]  # vLLM's other way to say a text
+        if isinstance(prompt, str):
+            prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
+            self.check_text(prompt, any_length=any_length)
+            assert self.tokenizer is not None
+            text = prompt
+            tokens = [*self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)]
+            packed = pack_ids(tokens)
+        elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
+            given = given["prompt_token_ids"]
+            text, (tokens, packed) = None, self.read_ids("prompt_token_ids", given)
+            if pictures:
+                tokens = [*expanded(tokens, pictures, self.media.vision, self.tokenizer)]
+                packed = pack_ids(tokens)
+        else:
+            got = (
+                f"a dict of {', '.join(map(str, given))}"
+                if given and isinstance(given, dict)
+                else type(prompt).__name__
+            )
+            raise RequestError(
+                f'a prompt is a string, {{"prompt": "…"}} or {{"prompt_token_ids": [...]}}, got {got}',
+                field="prompt",
+            )
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        return text, tokens, packed
+
+    def check_text(self, text: str, *, any_length: bool = False) -> None:
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
+                field="prompt",
+            )
+        # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
+        if len(text) > self.max_model_len * 128 and not any_length:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters, far more than the context of {self.max_model_len} tokens; shorten it",
+                field="prompt",
+            )
+
+    def check_ids(self, name: str, ids: Collection[int]) -> None:
+        """Raise RequestError if not all are tokens of this model."""
+        if ids:
+            self.read_ids(name, [*ids])
+
+    def read_ids(self, name: str, given: Any) -> tuple[list[int], bytes]:
+        """Token ids as a list and packed (`TokenIds`). RequestError if not all are tokens of this model."""
+        import msgspec  # here: who only counts tokens needs no messages
+
+        # without a loop in Python: a step of the engine waits for the first 16,384
+        try:
+            ids = msgspec.convert(given, list[int])
+            if (packed := self._in_vocabulary(ids)) is not None:
+                return ids, packed
+        except msgspec.ValidationError:
+            try:
+                ids = list(given)
+            except TypeError:
+                raise RequestError(f"{name} is a list of ints, got {given!r}", field=name) from None
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool):
+                hint = "; `tolist()` of an array gives ints" if hasattr(token, "tolist") else ""
+                raise RequestError(
+                    f"{name}: {token!r} is not a token id, which is an int{hint}", field=name
+                )
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})",
+                    field=name,
+                )
+        return ids, pack_ids(ids)
+
+    def _in_vocabulary(self, ids: list[int]) -> bytes | None:
+        """The ids packed; None if one is not in the vocabulary."""
+        try:
+            packed = struct.pack(f"{len(ids)}I", *ids)  # half of the time of `min` and `max`
+        except struct.error:
+            return None
+        largest = int(np.frombuffer(packed, np.uint32).max(initial=0))
+        return packed if largest < self.vocab_size else None
+
+    def too_long(self, num_tokens: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}; shorten it"
+            + (
+                " or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
+                if self.description and self.description.spec.is_encoder
+                else ""
+            ),
+            field="prompt",
+        )

@@ -1,0 +1,1 @@
+"""Tensors of the KV cache: shapes, blocks, and the format of 4-bit caches."""

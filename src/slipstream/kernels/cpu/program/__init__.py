@@ -1,0 +1,1 @@
+"""Programs of the C++ kernels: their operators, and the lowering of recorded ops to them."""

@@ -1,0 +1,1 @@
+"""The sampler of CPUs, over NumPy arrays. No torch."""

@@ -1,0 +1,1 @@
+"""Weights: their formats, quantization to them and back, and adapters."""

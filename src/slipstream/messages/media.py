@@ -1,0 +1,58 @@
+"""Pictures and audio of a request. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan:
+    """A run of placeholders in a prompt, replaced by the embeddings of a picture or of one of its
+    tiles.
+
+    `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
+    uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
+    `gap`: tokens of text behind each row, which belong to the span (Pixtral).
+    """
+
+    offset: int  # the first placeholder's position
+    rows: int  # rows of tokens, one after the other
+    columns: int
+    key: bytes
+    height: int
+    width: int
+    pixels: bytes = field(repr=False)
+    gap: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.rows * (self.columns + self.gap)
+
+    def num_embeddings(self, count: int) -> int:
+        """The embeddings among the first `count` tokens of the span."""
+        if not self.gap:
+            return count
+        rows, rest = divmod(count, self.columns + self.gap)
+        return rows * self.columns + min(rest, self.columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioWindow:
+    """A window of audio for an encoder: its log-mel spectrogram, float32 [mels, num_frames] in the machine's byte order."""
+
+    num_mel_bins: int
+    data: bytes = field(repr=False)
+
+    def frames(self) -> npt.NDArray[np.float32]:
+        """Rows [num_frames, mels · 3]: each frame with the one before and the one after it, zeros outside the window."""
+        import numpy as np
+
+        spectrogram = np.frombuffer(self.data, np.float32).reshape(self.num_mel_bins, -1)
+        padded = np.pad(spectrogram, ((0, 0), (1, 1)))
+        around = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)  # [mels, frames, 3]
+        return np.ascontiguousarray(around.transpose(1, 0, 2)).reshape(spectrogram.shape[1], -1)

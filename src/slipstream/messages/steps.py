@@ -1,0 +1,237 @@
+"""Plans of steps, from the scheduler to the worker, and their results. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self, TypeAlias
+
+from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs
+from slipstream.messages.media import AudioWindow, ImageSpan
+from slipstream.messages.requests import EngineRequest, TokenIds
+from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
+from slipstream.params.lora_request import LoRARequest
+from slipstream.params.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that enters the worker, or comes back after preemption (then `token_ids` has its
+    answer so far).
+
+    `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has none of
+    these: its blocks hold `num_encoder_tokens` already.
+    """
+
+    request_id: str
+    token_ids: TokenIds
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    pooled: bool = False
+    encoder_token_ids: tuple[int, ...] = ()
+    num_encoder_tokens: int = 0
+    audio: AudioWindow | None = None
+    lora: LoRARequest | None = None
+    mirostat_mu: float | None = None  # state of its sampler, if it was here before
+    images: tuple[ImageSpan, ...] = ()
+    rank: int = 0  # its rank, if requests are distributed
+
+    @classmethod
+    def of(
+        cls,
+        spec: EngineRequest,
+        token_ids: TokenIds,
+        *,
+        encodes: bool,
+        mirostat_mu: float | None,
+        rank: int,
+    ) -> Self:
+        """Make it from an engine's request, whose known tokens are `token_ids`. `encodes`: the
+        encoder runs in the request's first step."""
+        return cls(
+            request_id=spec.request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=spec.num_prompt_tokens,
+            sampling=spec.sampling,
+            eos_token_ids=spec.eos_token_ids,
+            pooled=spec.pooled,
+            encoder_token_ids=spec.encoder_token_ids if encodes else (),
+            num_encoder_tokens=len(spec.encoder_token_ids),
+            audio=spec.audio if encodes else None,
+            lora=spec.lora,
+            mirostat_mu=mirostat_mu,
+            images=spec.images,
+            rank=rank,
+        )
+
+
+STATES = -1
+"""The group of a `TableUpdate` of a request's state slots: the one to read, then those to write (`RowTable.states`)."""
+
+
+class StateMark(NamedTuple):
+    """A step keeps a recurrent state: after the first `num_tokens` tokens of a request's part, in `slot`."""
+
+    request_id: str
+    num_tokens: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """New entries of a request's block table: these blocks replace or extend `group`'s table from
+    `index` on.
+
+    Used for blocks that are appended, that replace shared ones (copy on write), or that are
+    released (the null block).
+    """
+
+    group: int
+    index: int
+    block_ids: tuple[int, ...]
+
+
+FROM_MODEL = -1
+"""Placeholder for a draft that the worker's draft model will propose."""
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens +
+    num_tokens).
+
+    The last `num_sampled` of these positions are sampled: none while a prompt is incomplete, one
+    for a decode, one more for each guess. `drafts` are the last tokens to compute; the worker has
+    all others. A draft at a sampled position is a guess: the result has the sampled tokens up to
+    the first that differs from the guess after its position. Other drafts are forced by a grammar
+    or chosen by a beam search, and known to be right.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    num_sampled: int
+    table_updates: tuple[TableUpdate, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+
+class SharedPrefix(NamedTuple):
+    """Decodes [first, end) of a step that begin with the same blocks of `num_tokens` tokens. A
+    kernel may read these once."""
+
+    first: int
+    end: int
+    num_tokens: int
+
+
+class StepShape(NamedTuple):
+    """The properties of a step that decide how it runs (`worker/inputs/step_shape.py`)."""
+
+    num_tokens: int
+    num_decodes: int  # sequences of one token at the front
+    num_prompts: int  # sequences after these
+    num_prompt_tokens: int
+    only_drafts: bool  # all prompts sample at each token: they verify drafts
+    num_keys_again: int  # number of keys that they read more often than a mixed graph does
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The work of one step, as a difference to the worker's state.
+
+    1. The rows of `released` requests are dropped.
+    2. Rows for `new` ones are made.
+    3. `block_copies` (source, target) are carried out.
+    4. The tables of `scheduled` requests are updated.
+    5. Every request in `scheduled` is computed. Those with num_tokens == 1 come first.
+
+    If requests are distributed over ranks, a rank gets its part of the plan
+    (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts.
+    `copy_ranks` says in whose cache each of `block_copies` is (empty: all are in rank 0's).
+    `largest` has the largest numbers of all parts, because all ranks must run the step in the same
+    way; a part may have no request at all. `unmasked` are requests whose tokens need no mask from
+    the host any more.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledRequest, ...]
+    new: tuple[NewRequest, ...] = ()
+    released: tuple[str, ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
+    shared: tuple[SharedPrefix, ...] = ()
+    copy_ranks: tuple[int, ...] = ()
+    largest: StepShape | None = None
+    state_marks: tuple[StateMark, ...] = ()
+    unmasked: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32
+    [rows, words] in the machine's byte order: token t's is bit t % 32 of word t // 32."""
+
+    positions: tuple[int, ...]  # indices among the N sampled ones, in plan order
+    bits: bytes | bytearray
+    which: tuple[int, ...] | None = None  # row of bits of each position; None: the i-th has row i
+
+
+Plan: TypeAlias = StepPlan | TextsPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """Mirostat's state of a request after this step's token."""
+
+    request_id: str
+    mirostat_mu: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A failure of the request's own function. Its token of this step is invalid."""
+
+    request_id: str
+    error: str
+
+
+Extra: TypeAlias = (
+    SampledLogprobs | PromptLogprobs | PooledVector | TextVectors | SamplerState | RequestFailure
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a plan.
+
+    `token_ids` are the new tokens of all requests that sample, in plan order. `num_tokens` is the
+    number of each request's tokens, from one to its `num_sampled` (None: one each). `is_cold`: the
+    step captured a graph, ran op by op because its graph is not captured yet, or its drafter caught
+    up on missed tokens. The next step of its size will be faster.
+    """
+
+    step_id: int
+    token_ids: Sequence[int] = ()
+    num_tokens: Sequence[int] | None = None
+    extras: tuple[Extra, ...] = ()
+    is_cold: bool = False
+
+    @property
+    def tokens_of_each(self) -> list[tuple[int, ...]]:
+        """The new tokens of each request that sampled."""
+        if self.num_tokens is None:
+            return [(token,) for token in self.token_ids]
+        ends = [0, *accumulate(self.num_tokens)]
+        return [tuple(self.token_ids[begin:end]) for begin, end in pairwise(ends)]
+
+
+class StepTime(NamedTuple):
+    """The time of a step in which every token is sampled."""
+
+    num_seqs: int
+    num_tokens: int
+    seconds: float

@@ -1,0 +1,77 @@
+"""The messages of requests for vectors and scores. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from slipstream.messages.finish_reason import FinishReason
+
+TextTask: TypeAlias = Literal["embed", "token_embed", "sparse_embed"]
+"""An encoder's output for a text: one vector, or a classifier's scores; a row for each token; or weights of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextsRequest:
+    """The texts of one call that asks for a vector or score of each: one request for any number of
+    texts.
+
+    Tokens and lengths are int32 arrays in the machine's byte order: lists of Python integers would
+    take longer than an encoder's step.
+    """
+
+    request_id: str
+    token_ids: bytes  # [T], the texts one after the other
+    lengths: bytes  # [N], none of them 0
+    # [N]: tokens of the first text of each pair, for models that distinguish the two.
+    num_first: bytes = b""
+    arrival: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    task: TextTask = "embed"
+
+
+@dataclass(frozen=True, slots=True)
+class TextsPlan:
+    """A step of an encoder: whole texts, none of which is kept. Arrays are int32 as in
+    `TextsRequest`."""
+
+    step_id: int
+    token_ids: bytes  # [T]
+    lengths: bytes  # [S]
+    num_first: bytes = b""  # [S], or empty: no text is a pair
+    task: TextTask = "embed"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class PooledVector:
+    """The result of a complete pooled request: its vector or scores, float32 in the machine's byte
+    order."""
+
+    request_id: str
+    vector: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextVectors:
+    """Vectors of a TextsPlan: float32 [S, E] in the machine's byte order; with `per_token` [T, E]."""
+
+    vectors: bytes
+    per_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOutput:
+    """New output of a request for vectors or scores: for `num_texts` of its texts from `first_text`
+    on, or for their tokens. float32 in the machine's byte order; empty at the end of a request that failed."""
+
+    request_id: str
+    vectors: bytes = b""
+    first_text: int = 0
+    num_texts: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None

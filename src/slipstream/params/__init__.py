@@ -1,0 +1,1 @@
+"""Parameters from users: prompts, how answers are drawn, options of serving a request. No torch."""

@@ -1,0 +1,56 @@
+"""Options of serving a request. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from slipstream.base.suggesting import suggesting_init
+from slipstream.errors import RequestError
+from slipstream.params.cache_hints import NO_HINTS, CacheHints
+from slipstream.params.lora_request import LoRARequest
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An owner and its weight: requests of one priority get served tokens in proportion to their
+    owners' weights."""
+
+    owner: str
+    weight: float = 1.0
+
+
+Reserve: TypeAlias = Callable[[int, int], None]
+"""Called with the tokens of a prompt and of its longest answer before a request is queued. It may
+raise."""
+
+
+@suggesting_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of serving a request: everything but its prompt and the parameters of its answer.
+
+    `reserve` is called before the request is queued; an exception from it ends the request.
+    `answer_token_ids` continues an answer that another engine began; its sink gets these tokens
+    first.
+    """
+
+    request_id: str | None = None  # None: one is made up
+    priority: int = 0  # lower goes first
+    deadline_s: float | None = None  # from now
+    add_special_tokens: bool = True  # add the tokenizer's own around a text prompt
+    cache_salt: str = ""  # requests share cached prefixes only within one salt
+    cache_hints: CacheHints = NO_HINTS
+    lora_request: LoRARequest | None = None
+    share: Share | None = None  # None: shares equally with weight 1
+    client: str = ""  # the grammars of one client are compiled one after the other
+    reserve: Reserve | None = None
+    answer_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise RequestError("deadline_s must be above 0", field="deadline_s")
+
+
+DEFAULT_OPTIONS = RequestOptions()

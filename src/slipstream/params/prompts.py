@@ -1,0 +1,34 @@
+"""Prompts, as users give them. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Required, TypeAlias, TypedDict
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is already tokenised."""
+
+    prompt_token_ids: list[int]
+
+
+class TextPrompt(TypedDict):
+    """A prompt that is text, as vLLM writes it."""
+
+    prompt: str
+
+
+class PicturesPrompt(TypedDict, total=False):
+    """A prompt with pictures, as in vLLM: a text or tokens, and {"image": a picture or a list of
+    pictures}.
+
+    A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
+    the model's placeholder for each. A speech model takes {"audio": a file's bytes, samples at 16 kHz,
+    or (samples, rate)}, of one window at most.
+    """
+
+    prompt: str
+    prompt_token_ids: list[int]
+    multi_modal_data: Required[dict[str, Any]]
+
+
+Prompt: TypeAlias = str | TokensPrompt | TextPrompt | PicturesPrompt

@@ -1,0 +1,24 @@
+"""Images of a request in a step: which of them it computes. No torch."""
+
+from __future__ import annotations
+
+from slipstream.messages.media import ImageSpan
+from slipstream.messages.steps import ScheduledRequest
+from slipstream.worker.inputs.rows import Row
+
+
+def image_parts(row: Row, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:
+    """Images with placeholders in a step, as (image, first, last + 1) of the image's tokens."""
+    begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
+    return [
+        (image, max(begin - image.offset, 0), min(end, image.end) - image.offset)
+        for image in row.images
+        if image.offset < end and begin < image.end
+    ]
+
+
+def needs_images(row: Row, share: ScheduledRequest) -> bool:
+    """True if a step's part of the request has placeholders, or tokens with three positions."""
+    if not row.images or share.num_computed_tokens >= row.images[-1].end:
+        return False
+    return row.places is not None or bool(image_parts(row, share))
