@@ -769,14 +769,14 @@ class Grammars:
         )
         if pending:
             wait(pending.values(), PATIENCE_S)
-            for one in begun:
+            for one in [one for one in begun if one[0].request_id in pending]:
                 s, state, row, _ = one
-                if (mask := pending[s.request_id]).done():
-                    state.take_mask(mask.result())
+                if (coming := pending[s.request_id]).done():
+                    state.take_mask(coming.result())
                     ended |= self._own_masks([one], bits, drafts)
                 else:
                     bits[row] = -1
-                    self._late[s.request_id] = state, mask
+                    self._late[s.request_id] = state, coming
                     late.append(s)  # type: ignore[union-attr]
         for (s, _), state, tokens in zip(found, states, forced, strict=True):
             if tokens and s.request_id not in ended:
