@@ -19,7 +19,7 @@ from slipstream.messages.beams import LikeliestTokens
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput, tokens_of
 from slipstream.messages.requests import EngineRequest
-from slipstream.messages.steps import FROM_MODEL, StepPlan
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.executor import Executor, Launched
 
 
@@ -70,12 +70,14 @@ class MaskingGrammars(Listener):
 
     @property
     def is_waiting(self) -> bool:  # type: ignore[override]
-        return self._grammars.is_compiling
+        return self._grammars.is_compiling or self._grammars.is_late
 
     def prepare(self) -> list[EngineOutput]:
-        """Let requests run whose grammars are compiled now."""
+        """Let requests run whose grammars are compiled, or whose late masks are there, now."""
         outputs: list[EngineOutput] = []
-        for request_id, error in self._grammars.compiled() if self.is_waiting else ():
+        for request_id in self._grammars.arrived() if self._grammars.is_late else ():
+            self._scheduler.requests.release(request_id)
+        for request_id, error in self._grammars.compiled() if self._grammars.is_compiling else ():
             if error is None:
                 self._scheduler.requests.release(request_id)
             else:
@@ -93,8 +95,10 @@ class MaskingGrammars(Listener):
                 name: tuple(next(proposed) if t == FROM_MODEL else t for t in own)
                 for name, own in drafts.items()
             }
-        mask, ended = self._grammars.masks(step.plan, drafts)
+        late: list[ScheduledRequest] = []
+        mask, ended = self._grammars.masks(step.plan, drafts, self._scheduler.may_take_back, late)
         self._executor.constrain(step, mask)
+        self._scheduler.take_back(step.plan, late)
         return [
             output for request_id, error in ended.items() for output in self._end(request_id, error)
         ]

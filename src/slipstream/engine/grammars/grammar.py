@@ -23,7 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -114,6 +114,13 @@ CACHED_CLASSES = 8
 """Vocabularies of byte classes that are kept."""
 
 MAX_MASK_THREADS = 32
+
+SLOW_S, PATIENCE_S = 0.003, 0.002
+"""Seconds from which on a mask is slow, and seconds that a step waits for slow masks. An answer whose mask was slow finds its
+next ones in a thread of their own."""
+
+MAX_SLOW, MAX_SLOW_THREADS = 32, 4
+"""Answers that find their masks so, at a time."""
 
 MAX_MASK_BYTES = 64 << 20
 """Bytes of the masks that are kept for schemas."""
@@ -524,6 +531,8 @@ class Grammars:
         self._reasoning: dict[object, ReasoningVocabulary] = {}
         self._counters: dict[tuple[ReasoningMarkers, int], ReasoningCounter] = {}
         self.overloaded: set[str] = set()
+        self._slow: ThreadPoolExecutor | None = None
+        self._late: dict[str, tuple[GrammarState, Future[Bits]]] = {}
 
     def begin(self, request: EngineRequest) -> bool:
         """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
@@ -582,6 +591,7 @@ class Grammars:
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
+            self._late.pop(request_id, None)
             if state is not None and state.lane is not None:
                 state.lane[0].give(state.lane[1])
             if (pending := self._pending.pop(request_id, None)) is not None and all(
@@ -657,17 +667,37 @@ class Grammars:
         state.settle()
         return None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether masks are missing that steps did not wait for."""
+        return bool(self._late)
+
+    def arrived(self) -> list[str]:
+        """Requests whose late masks are there now."""
+        found = [name for name, (_, mask) in self._late.items() if mask.done()]
+        for name in found:
+            state, mask = self._late.pop(name)
+            state.take_mask(mask.result())
+        return found
+
     def is_over(self, request_id: str) -> bool:
         """Whether nothing is ruled out for the request any more."""
         state = self._states.get(request_id)
         return state is not None and not state.has_matcher and state.budget is None
 
     def masks(
-        self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
+        self,
+        plan: StepPlan,
+        drafts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        may_wait: Callable[[ScheduledRequest], bool] = lambda s: False,
+        late: list[ScheduledRequest] | None = None,
     ) -> tuple[TokenMask, dict[str, str | None]]:
         """Masks of the tokens that a step samples, and the requests that can't go on. The latter
         have the reason, or None if they are complete. All tokens of earlier steps must be accepted
         before.
+
+        Requests that `may_wait`, and whose mask takes long, are put into `late`: what the step
+        samples for them must be thrown away, and they be held until their mask has `arrived`.
 
         `drafts` are the forced tokens, then the guessed ones, of requests that have some. The first
         token is sampled after the last forced one.
@@ -717,11 +747,51 @@ class Grammars:
             )
             if mask is None
         ]
-        ended = self._own_masks(own, bits, drafts)
+        begun = []
+        if late is not None and sum([s.num_sampled > 0 for s in plan.scheduled]) > 1:
+            begun = [
+                one
+                for one in own
+                if one[1].is_slow and one[1].needs_matcher and not one[3] and may_wait(one[0])
+            ][:MAX_SLOW]
+        pending = self._begin_slow(begun)
+        ended = self._own_masks(
+            [one for one in own if one[0].request_id not in pending], bits, drafts
+        )
+        if pending:
+            wait(pending.values(), PATIENCE_S)
+            for one in [one for one in begun if one[0].request_id in pending]:
+                s, state, row, _ = one
+                if (coming := pending[s.request_id]).done():
+                    state.take_mask(coming.result())
+                    ended |= self._own_masks([one], bits, drafts)
+                else:
+                    bits[row] = -1
+                    self._late[s.request_id] = state, coming
+                    late.append(s)  # type: ignore[union-attr]
         for (s, _), state, tokens in zip(found, states, forced, strict=True):
             if tokens and s.request_id not in ended:
                 state.rollback(len(tokens))
         return TokenMask(tuple(positions), memory, which=tuple(which)), ended
+
+    def _begin_slow(
+        self, own: Iterable[tuple[ScheduledRequest, GrammarState, int, Sequence[int]]]
+    ) -> dict[str, Future[Bits]]:
+        """Begin the masks of states whose last one was slow. Those in error are left out."""
+        found = dict[str, Future[Bits]]()
+        for s, state, _, _ in own:
+            with contextlib.suppress(GrammarError):
+                matcher = state.matcher
+                if self._slow is None:
+                    self._slow = ThreadPoolExecutor(MAX_SLOW_THREADS, "slow masks")
+                found[s.request_id] = self._slow.submit(self._slow_mask, state, matcher)
+        return found
+
+    def _slow_mask(self, state: GrammarState, matcher: LLMatcher) -> Bits:
+        mask, begin = np.zeros(-(-self.num_rows // 32), np.int32), time.perf_counter()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        state.is_slow = time.perf_counter() - begin > SLOW_S
+        return mask
 
     def _own_masks(
         self,
@@ -731,16 +801,21 @@ class Grammars:
     ) -> dict[str, str | None]:
         """Write the masks of requests that share none, each from its row on. Returns what `masks` does."""
         ended: dict[str, str | None] = {}
-        matchers = list[tuple["LLMatcher", int]]()
+        matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
             bits[row + 1 : row + s.num_sampled].fill(-1)  # behind a wrong guess anything is allowed
             try:
                 if not state.write_known(bits[row]):
                     matchers.append((state.matcher, row))
+                    asked.append(state)
             except GrammarError as error:
                 ended[s.request_id] = str(error)
         if matchers:
+            begin = time.perf_counter()
             self._compute(matchers, bits)
+            if time.perf_counter() - begin > SLOW_S:
+                for state in asked:
+                    state.is_slow = True
         for s, state, row, tokens in own:
             try:
                 if s.request_id in ended:

@@ -152,6 +152,7 @@ class GrammarState:
         self.untaken: list[int] = []
         self._spots: list[Spot | None] = []  # before each token since the last `settle`
         self._is_borrowed = False
+        self.is_slow = False  # its last mask took long
         self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
         self._answer: list[int] = []
         self._allowed: Bits | None = None  # as a mask
@@ -235,6 +236,16 @@ class GrammarState:
             self.known = self.shared.complete(mask, accepts=False)
         self._incomplete = mask
         return mask
+
+    @property
+    def needs_matcher(self) -> bool:
+        """Whether the matcher must find the mask of this position."""
+        is_free = self.budget is not None and self.budget.is_reasoning
+        return self.has_matcher and not is_free and self.known is self._incomplete is None
+
+    def take_mask(self, mask: Bits) -> None:
+        """Take the mask that the matcher has written for this position."""
+        self._incomplete = mask
 
     def write_free(self, into: Bits) -> bool:
         """Write the mask of a place where the grammar has no say: within reasoning, or without one.

@@ -29,7 +29,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.messages.steps import StepPlan
+from slipstream.messages.steps import StepPlan, TokenMask
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
@@ -268,14 +268,24 @@ class StepGraphs(GraphStore, Forward):
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
     def _drawn(self, output: Output, size: Size) -> Output:
-        """Draw and write the sampled tokens by a graph, if one does what their requests want."""
+        """Draw and write the sampled tokens by a graph, if one does what their requests want.
+
+        With a grammar this is done once the masks are there.
+        """
         if self._ends is not None and output.sampled.requests:
-            before = self._ends.num_captured
-            drawn = self._ends.run(output.sampled, sum(size))
-            self.num_cold += self._ends.num_captured - before
-            if drawn is not None:
-                output.tokens, output.logprobs = drawn
+            if self.rows.wanted("grammar", output.sampled.names):
+                output.end = partial(self._end, output, size)
+            else:
+                self._end(output, size)
         return output
+
+    def _end(self, output: Output, size: Size, mask: TokenMask | None = None) -> None:
+        assert self._ends is not None
+        before = self._ends.num_captured
+        drawn = self._ends.run(output.sampled, sum(size), mask)
+        self.num_cold += self._ends.num_captured - before
+        if drawn is not None:
+            output.tokens, output.logprobs = drawn
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)

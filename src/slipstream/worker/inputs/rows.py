@@ -344,9 +344,11 @@ class RowTable:
         """True if the requests want only the index of the largest logit."""
         return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
 
-    def is_drawn(self, request_ids: Sequence[str]) -> bool:
-        """True if the requests want nothing but tokens of the model's own logits."""
-        return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS if want != "draw")
+    def changes_logits(self, request_ids: Sequence[str]) -> bool:
+        """True if one of the requests wants other logits than the model's own, masks aside."""
+        return any(
+            self.wanted(want, request_ids) for want in ("penalties", "bias", "allowed", "chain")
+        )
 
     def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
         """True if one of the requests wants the option."""
