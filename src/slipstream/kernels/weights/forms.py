@@ -75,7 +75,7 @@ class Linear:
     sparse: SparseCopy | None = None
 
     ROWS: ClassVar[dict[str, tuple[int, int]]] = {"weight": (0, 1), "bias": (0, 1)}
-    """For each tensor: the dimension that has the weight's rows, and the rows of an element of it."""
+    """Places of rows: by tensor, the dimension that has the weight's rows, and the rows of an element."""
 
     @property
     def out_features(self) -> int:
