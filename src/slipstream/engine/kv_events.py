@@ -36,8 +36,8 @@ class PublishingCacheEvents(Listener):
         self._forgotten: list[bytes] = []
         self._number = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._socket.linger = 0
-        self._socket.sndhwm = 100_000  # batches that wait for a slow reader
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 100_000)  # batches that wait for a slow reader
         try:
             self._socket.bind(settings.endpoint)
         except zmq.ZMQError as error:

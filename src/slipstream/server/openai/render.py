@@ -3,11 +3,12 @@ vLLM answers them. llm-d's endpoint picker asks for them, to find prompts in cac
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.params.prompts import TokensPrompt
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
@@ -36,8 +37,7 @@ class Rendering:
             if isinstance(prompt, str):
                 tokens = await text_tokens(self.state, prompt)
             else:
-                assert "prompt_token_ids" in prompt
-                tokens = list(prompt["prompt_token_ids"])
+                tokens = list(cast("TokensPrompt", prompt)["prompt_token_ids"])
             found.append({"token_ids": tokens})
         return json_response(found)
 
