@@ -452,7 +452,7 @@ def test_schemathesis(shared):
 
     schema = schemathesis.openapi.from_url(shared.url + "/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) == 86
+    assert len(operations) == 88
     for operation in operations:
         if "{id}" in operation.path or operation.method == "post":
 
