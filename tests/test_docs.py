@@ -21,7 +21,6 @@ import pytest
 
 from slipstream.cli.main import build_parser
 from slipstream.hub import DEFAULT_MODEL, MODELS, machine_folder
-from tests.preloaded import Preloaded
 from tests.test_imports import FILES, parsed
 from tests.waiting import PATIENCE_S
 
@@ -48,17 +47,6 @@ SERVER_COMMANDS = [
     for line in code.splitlines()
     if line.startswith("slipstream ")
 ]
-
-
-@pytest.fixture(scope="module")
-def preloaded(tmp_path_factory):
-    """The same of all processes of the session."""
-    session = tmp_path_factory.getbasetemp()
-    process = Preloaded(
-        (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "preloaded"
-    )
-    yield process
-    process.close()
 
 
 @pytest.fixture

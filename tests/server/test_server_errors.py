@@ -461,7 +461,7 @@ def test_schemathesis(shared):
     for operation in operations:
         if "{id}" in operation.path or operation.method == "post":
 
-            @settings(max_examples=25, suppress_health_check=list(HealthCheck), database=None)
+            @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
             @given(case=operation.as_strategy())
             def check(case):
                 case.call_and_validate(checks=[not_a_server_error])

@@ -57,11 +57,9 @@ class StepsInFlight:
         self.last_id = 0
         self.num_certain = 0  # certain tokens in all results so far
         self.participants = participants
-        self._requests, self._tiers, self._block_size = (
-            requests,
-            requests.kv.tiers,
-            requests.kv.block_size,
-        )
+        self._requests = requests
+        self._tiers = requests.kv.tiers
+        self._block_size = requests.kv.block_size
         self._pace, self._clock = pace, clock
 
     @property
@@ -104,10 +102,8 @@ class StepsInFlight:
         if self._tiers is not None:
             self._tiers.rates.ended(plan.step_id, self._clock())
         outputs: list[StepOutput] = []
-        step, extras = (
-            self.by_id.pop(plan.step_id, NOTHING),
-            Extras(result.extras) if result.extras else None,
-        )
+        step = self.by_id.pop(plan.step_id, NOTHING)
+        extras = Extras(result.extras) if result.extras else None
         size, finish, now = self._block_size, self._requests.finish, self._clock()
         is_plain = extras is None and not step.guesses and not step.certain
         dropped = step.dropped

@@ -63,9 +63,10 @@ class MaskingGrammars(Listener):
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
         self._grammars, self._scheduler, self._executor = grammars, scheduler, executor
+        self._forced = ForcedTokens(grammars.forced)
 
     def joined(self) -> None:
-        self._scheduler.join(ForcedTokens(self._grammars.forced))
+        self._scheduler.join(self._forced)
 
     @property
     def is_waiting(self) -> bool:  # type: ignore[override]
@@ -145,7 +146,7 @@ class MaskingGrammars(Listener):
                     self._end(output.request_id, None)
                 elif self._grammars.is_over(output.request_id):
                     self._grammars.forget([output.request_id])
-                    self._scheduler.requests.unmask(output.request_id)
+                    self._forced.unmask(output.request_id)
         return found
 
     def _end(

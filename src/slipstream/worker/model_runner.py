@@ -142,9 +142,8 @@ class ModelRunner(Runner):
             # A grammar's mask waits for the drafts, so they are copied to the host while the
             # forward runs. Without a grammar the copy is launched after the forward, so that the
             # GPU does not wait for its launch.
-            if not batch.has_grammar and self.draft.has_kept_drafts(drafted, rows):
-                later = partial(self.draft.kept_drafts, drafted)
-            else:
+            later = None if batch.has_grammar else self.draft.kept_drafts(drafted, rows)
+            if later is None:
                 drafts = self.platform.to_host(self.draft.tokens_of(drafted, rows))
                 copied = self.platform.record()
         output = self.forwards.run(batch)

@@ -44,11 +44,7 @@ from slipstream.engine.grammars.reasoning import (
     ReasoningVocabulary,
     counter,
 )
-from slipstream.engine.grammars.regex_states import (
-    ClassVocabulary,
-    RegexStates,
-    automaton_of,
-)
+from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
 from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
@@ -128,7 +124,6 @@ MAX_SLOW, MAX_SLOW_THREADS = 32, 4
 
 MAX_MASK_BYTES = 64 << 20
 """Bytes of the masks that are kept for schemas."""
-
 
 T = TypeVar("T")
 
@@ -380,11 +375,9 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
         message = _invalid(_compose(params))
         if message is None:
             message = None if params.around is None else _invalid(compose(params))
-            return (
-                None
-                if message is None
-                else (f"around can't be enforced: {message}", "structured_outputs.around")
-            )
+            if message is None:
+                return None
+            return (f"around can't be enforced: {message}", "structured_outputs.around")
         if name == "json":
             schema = json.loads(given)
             options = promise(schema)
@@ -525,16 +518,14 @@ class Grammars:
         self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
             OrderedDict()
         )
-        self._shared: dict[
-            tuple[tuple[int, ...], ...], SharedMasks
-        ] = {}  # by the ends of answers and of the model
+        # by the ends of answers and of the model
+        self._shared: dict[tuple[tuple[int, ...], ...], SharedMasks] = {}
         self._lock = threading.Lock()
         self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._num_threads = min(MAX_MASK_THREADS, max(1, available_cores() - 1))
-        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
-            OrderedDict()
-        )  # by the request's salt, too, as in `check`
+        # by the request's salt, too, as in `check`
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
         self._reasoning: dict[object, ReasoningVocabulary] = {}
@@ -868,9 +859,9 @@ class Grammars:
         """Find the masks that positions share with others: those of an expression's states, and those inside strings."""
         rows: dict[RegexStates | SchemaStates, list[GrammarState]] = {}
         for state in states:
-            if state.known is None and (spot := state.spot) is not None and not spot.is_known:
-                assert state.regex is not None
-                rows.setdefault(state.regex, []).append(state)
+            spot, of = state.spot, state.regex
+            if state.known is None and spot is not None and of is not None and not spot.is_known:
+                rows.setdefault(of, []).append(state)
         for new in rows.values():
             find_masks(new, self._compute)
         if any(isinstance(found, SchemaStates) for found in rows):
@@ -906,8 +897,7 @@ class Grammars:
         lengths = number = None
         if lanes is not None:
             number, (matcher, by_length) = lanes.take(self._num_threads)
-        if by_length is not None:
-            assert self._lengths is not None
+        if by_length is not None and self._lengths is not None:
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
         if (shared := self._shared.get((ends, self._ends))) is None:
@@ -937,11 +927,17 @@ class Grammars:
             found = self._counters[markers, budget] = counter(markers, self._tokenizer, budget)
         return found
 
+    @property
+    def _texts_read(self) -> tuple[list[bytes], Sequence[int]]:
+        """Texts of the vocabulary's tokens, and which of them are special."""
+        if self._read is None:
+            raise GrammarError("the vocabulary is not read yet")
+        return self._read.tokens, self._read.special_token_ids
+
     def _texts_of(self, counts: ReasoningCounter) -> ReasoningVocabulary:
         key = counts.marker, counts.ends.texts
         if (found := self._reasoning.get(key)) is None:
-            assert self._read is not None
-            found = ReasoningVocabulary(counts, self._read.tokens, self._read.special_token_ids)
+            found = ReasoningVocabulary(counts, *self._texts_read)
             self._reasoning[key] = found
         return found
 
@@ -964,10 +960,7 @@ class Grammars:
             counts = None if isinstance(states, SchemaStates) else _counts(params)
             with self._lock:
                 if counts is not None and self._lengths is None:
-                    assert self._read is not None
-                    self._lengths = LengthVocabulary(
-                        self._read.tokens, self._read.special_token_ids, self.num_rows
-                    )
+                    self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
@@ -1012,10 +1005,7 @@ class Grammars:
         key = frozenset(automaton.sets)
         with self._lock:
             if (classes := self._classes.get(key)) is None:
-                assert self._read is not None
-                vocabulary = ClassVocabulary(
-                    self._read.tokens, self._read.special_token_ids, self.num_rows, key
-                )
+                vocabulary = ClassVocabulary(*self._texts_read, self.num_rows, key)
                 library = _llguidance()
                 tokenizer = library.LLTokenizer(
                     library.TokenizerWrapper(OwnTokens(vocabulary.bytes)),
@@ -1035,8 +1025,7 @@ class Grammars:
     def _states_of_schema(self, grammar: str) -> SchemaStates | None:
         with self._lock:
             if self._texts is None:
-                assert self._read is not None
-                self._texts = TokenTexts(self._read.tokens, self._read.special_token_ids)
+                self._texts = TokenTexts(*self._texts_read)
         language = language_of(grammar, self._texts.longest)
         if language is None:
             return None

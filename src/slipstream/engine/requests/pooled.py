@@ -107,10 +107,8 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
     if not vectors.prompts:
         return []
     found = rows(vectors, dimensions)
-    data, width = (
-        vectors.data if found.nbytes == len(vectors.data) else found.tobytes(),
-        4 * found.shape[1],
-    )
+    data = vectors.data if found.nbytes == len(vectors.data) else found.tobytes()
+    width = 4 * found.shape[1]
     return [
         EmbeddingOutput(prompt=prompt, prompt_token_ids=ids, data=data[width * i : width * (i + 1)])
         for i, (prompt, ids) in enumerate(

@@ -28,6 +28,7 @@ from slipstream.kernels.layouts import (
 )
 from slipstream.kernels.positions import distance_buckets
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
+from slipstream.kernels.weights.forms import CodedLinear, Float4Linear
 from slipstream.spec.model import (
     Activation,
     AlibiSpec,
@@ -569,6 +570,10 @@ class RecordingOps:
 
 
 def _inner(table: Any) -> int:
-    """Returns the width of a table, which is a tensor or a product's weight."""
-    shape: Sequence[int] = getattr(table, "weight", table).shape
+    """Returns the width of a table, which is a tensor or a product's weight. A packed weight says it
+    itself, since its tensors have other shapes."""
+    first = getattr(table, "parts", (table,))[0]
+    if isinstance(first, CodedLinear | Float4Linear):
+        return first.inner
+    shape: Sequence[int] = getattr(first, "weight", first).shape
     return shape[1]

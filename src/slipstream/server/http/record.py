@@ -77,6 +77,8 @@ ROUTES = _QUIET | {
     "/v1/responses/input_tokens",
     "/tokenize",
     "/detokenize",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
     "/openapi.json",
     "/docs",
     "/status",

@@ -47,6 +47,7 @@ _NEEDS_NO_ENGINE = frozenset(
     {
         *("/tokenize", "/detokenize", "/apply-template", "/props", "/slots", "/api/show"),
         *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+        *("/v1/chat/completions/render", "/v1/completions/render"),
     }
 )
 """Routes that a model answers while it sleeps, once it has been loaded."""

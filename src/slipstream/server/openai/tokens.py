@@ -166,6 +166,13 @@ async def without_mixes(
     return made
 
 
+async def text_tokens(state: ServerState, text: str) -> list[int]:
+    """The tokens of a prompt with the tokenizer's special ones."""
+    tokenizer = _tokenizer(state, "prompt")
+    encoding = partial(_encode, state, tokenizer, text, "prompt", add_special_tokens=True)
+    return await in_thread_if_long(encoding, len(text), tokenizer)
+
+
 async def text_prompt(
     state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False
 ) -> Prompt:
