@@ -142,8 +142,9 @@ def run(args: argparse.Namespace) -> int:
             f"{option} belongs to --workload agents, and has no effect here; leave it out",
             field=given[0],
         )
-    settings, names = engine_args(args), [f.name for f in dataclasses.fields(PlanOptions)]
-    study = prepare(settings, PlanOptions(**{name: getattr(args, name) for name in names}))
+    settings = engine_args(args)
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(PlanOptions)}
+    study = prepare(settings, PlanOptions(**options))
     measured = None
     if args.measure:
         from slipstream.optimize.step_table import measure

@@ -39,9 +39,11 @@ def plan_models(
             raise ConfigError(message, field="models_memory")
         how = ServedModels(args=settings, device=device, memory_bytes=memory)
         link = min(link, hardware.host_bytes_s or link)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    sizes: dict[str, int] = {}
     for name, model in models.items():
         served = how.serve(name, model)
+        sizes[name] = served.num_bytes
         _, ledger = estimate(served.args, served.description, how.device, with_steps=True)
         rows.append(
             {
@@ -56,7 +58,6 @@ def plan_models(
                 "swap_s": ledger.weights_bytes / link,
             }
         )
-    sizes = {row["model"]: row["total_bytes"] for row in rows}
     return {
         "device": how.device.name,
         "memory_bytes": how.memory_bytes,

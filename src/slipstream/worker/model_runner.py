@@ -258,7 +258,7 @@ class ModelRunner(Runner):
             if tokens is None:
                 drawn = None if own is None else forward.drawn(own, self.rows, sampled, mask)
                 if drawn is None:
-                    logits, params = ready or (forward.logits(own), None)
+                    logits, params = ready or (forward.logits(output.sampled_states), None)
                     drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
                 tokens, logprobs = drawn.tokens, drawn.logprobs
                 extras += drawn.extras
