@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import place, preloaded  # noqa: F401
+from tests.test_docs import place  # noqa: F401
 from tests.test_tutorials import SERVES, answers, free_port
 from tests.waiting import PATIENCE_S, wait_for
 
