@@ -39,6 +39,7 @@ def save(path: Path, name: str, **parts: Any) -> None:
     """Write a record with versions, machine, commit and command. Of an absolute path only its last part is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = json.loads(json.dumps(document(name, **parts), default=plain))
+    del made["definitions"]  # docs/benchmarking.md has them
     path.write_text(lines(without_folders(made)) + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")
 

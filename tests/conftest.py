@@ -145,6 +145,19 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory):
+    """Tools whose commands are forks of one process, the same of all processes of the session: tests/preloaded.py."""
+    from tests.preloaded import Preloaded
+
+    session = tmp_path_factory.getbasetemp()
+    process = Preloaded(
+        (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "preloaded"
+    )
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def by_torch(monkeypatch):
     """Engines of this process run their steps by torch, on a CPU too: for tests that look at tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,37 @@ def test_a_flag_of_vllm_is_refused_with_what_it_means_here(flag, said):
         build_parser(["serve"]).parse_args(["serve", "m", flag, "1"])
     assert said in caught.value.message
     assert "enable-lora" not in caught.value.message
+
+
+def _surface():
+    """Names of vLLM 0.33 that no setting here has: arguments of LLM and EngineArgs, and flags of `vllm serve`."""
+    text = (Path(__file__).parent / "data" / "vllm_surface.txt").read_text()
+    parts = [part.split() for part in text.split("# ")[1:]]
+    return {kind: names for kind, *names in parts}
+
+
+def test_every_argument_and_flag_of_vllm_is_known_or_refused_with_what_it_means_here():
+    surface, parser = _surface(), build_parser(["serve"])
+    assert [len(names) for names in surface.values()] == [17, 144, 181]
+    unknown = []
+    for name in surface["LLM"] + surface["EngineArgs"]:
+        with pytest.raises(TypeError) as caught:
+            EngineArgs(model="m", **{name: 1})
+        ours = SETTINGS.get(name, name)
+        meant = (NEEDLESS.get(name, ours), f"--{ours}".replace("_", "-"))
+        if (ours == name and name not in {*NEEDLESS, *OF_SERVE}) or not any(
+            one in str(caught.value) for one in meant
+        ):
+            unknown.append(name)
+    for name in surface["serve"]:
+        flag = f"--{name}".replace("_", "-")
+        try:
+            parser.parse_args(["serve", "m", flag, "1"])
+        except UsageError as error:
+            ours = f"--{SETTINGS.get(name)}".replace("_", "-")
+            if NEEDLESS.get(name, f"did you mean {ours}?") not in error.message:
+                unknown.append(flag)
+    assert not unknown
 
 
 def test_the_table_names_each_setting_once_and_only_settings_that_exist():

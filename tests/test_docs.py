@@ -21,14 +21,15 @@ import pytest
 
 from slipstream.cli.main import build_parser
 from slipstream.hub import DEFAULT_MODEL, MODELS, machine_folder
-from tests.preloaded import Preloaded
 from tests.test_imports import FILES, parsed
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SERVED = {ROOT / "docs" / "server.md", *(ROOT / "docs" / "server").glob("*.md")}
-TUTORIALS = set((ROOT / "docs" / "tutorials").glob("*.md"))  # tests/test_tutorials.py
+TUTORIALS = {  # tests/test_tutorials.py and test_howtos.py
+    page for folder in ("tutorials", "howto") for page in (ROOT / "docs" / folder).glob("*.md")
+}
 DOCS = [path for path in PAGES if path not in SERVED | TUTORIALS and path.name != "CONTRIBUTING.md"]
 NOT_RUN = ("./quickstart",)  # .ci/run does, from a fresh clone
 EXAMPLES = [
@@ -48,17 +49,6 @@ SERVER_COMMANDS = [
     for line in code.splitlines()
     if line.startswith("slipstream ")
 ]
-
-
-@pytest.fixture(scope="module")
-def preloaded(tmp_path_factory):
-    """The same of all processes of the session."""
-    session = tmp_path_factory.getbasetemp()
-    process = Preloaded(
-        (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "preloaded"
-    )
-    yield process
-    process.close()
 
 
 @pytest.fixture

@@ -34,8 +34,9 @@ def free_port():
 
 
 @pytest.fixture
-def reader(tmp_path):
-    """A folder, and the environment of a terminal in it."""
+def reader(tmp_path, preloaded):
+    """A folder, and the environment of a terminal in it. Commands are forks of one process (tests/preloaded.py), and
+    servers, which end by signals, processes of their own."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, words in (("slipstream", "-m slipstream "), ("python", "")):
@@ -46,7 +47,8 @@ def reader(tmp_path):
     )
     return tmp_path, {
         **os.environ,
-        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PATH": f"{preloaded.tools}:{os.environ['PATH']}",
+        "FRESH": str(tools),
         "PYTHONPATH": source,
     }
 
@@ -71,7 +73,7 @@ def test_a_tutorial_works_from_top_to_bottom(page, reader, tiny_model):
                 code = code.replace("smollm2", str(tiny_model))
             if code.startswith(SERVES):
                 option = "" if "--port" in code or "fleet" in code else f" --port {port}"
-                words = ["sh", "-ec", f"exec {code.strip()}{option}"]
+                words = ["sh", "-ec", f'PATH="$FRESH:$PATH"; exec {code.strip()}{option}']
                 server = subprocess.Popen(words, cwd=folder, env=environment)
                 servers.append(server)
                 wait_for(lambda: answers(port) or servers[-1].poll() is not None, code)

@@ -57,7 +57,7 @@ def changed(args: argparse.Namespace) -> Path:
 
 def write_gguf(path: Path, c: dict[str, Any]) -> Path:
     """A GGUF file of a Llama's shape in Q4_K_M's types: the header, and a hole of the tensors' size."""
-    from slipstream.spec.stored.gguf import TYPES
+    from slipstream.spec.stored.gguf_types import TYPES
 
     types = {quant.name: (number, quant) for number, quant in TYPES.items()}
     n, hidden, mlp = c["num_hidden_layers"], c["hidden_size"], c["intermediate_size"]

@@ -36,7 +36,7 @@ from slipstream.model.load.random_weights import _random_rows
 from slipstream.model.stored import gguf_quants
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
-from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.gguf_types import TYPES
 
 FLOAT4 = ("nvfp4", "mxfp4-all")
 TYPES_BY_NAME = {quant.name: quant for quant in TYPES.values()}

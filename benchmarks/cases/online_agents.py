@@ -5,12 +5,14 @@
     python benchmarks/online.py --study agents --variants cache_eviction=value cache_eviction=lru \
         --vllm SITE --turns uniform:6-7 --task-tokens lognormal:8000:0.9 --turn-tokens lognormal:300:0.9 --answer-tokens 60 \
         --pause lognormal:3:0.6 --subagent-rate 0.001 --system-tokens 2000
+    python benchmarks/online.py --study agents --together --variants cache_eviction=value cache_eviction=lru --vllm SITE …
     python benchmarks/online.py --study agents --config tiny --context 2048 --quantization none --kv-cache-dtype auto \
         --sessions 6 --turns 4 --turn-tokens 150 --answer-tokens 12 --pause 0.05 --variants none --output agents.json
 
 The default is for an H200: Llama-3.1-8B's shape in FP8 with random weights, 64 sessions of up to 64k tokens with pauses of
 some seconds, and a cache for a third of them. A variant's run takes about three minutes. A variant is `NAME=VALUE`, several
 joined by commas, of engine settings; `none` changes nothing. Each has a server of its own, one after the other, in `--rounds`.
+With `--together` all servers start first, which takes less time; they share the device's memory.
 `--vllm` is a folder with vLLM for PYTHONPATH: its server takes its turn, with an FP8 cache of as many bytes.
 `--url` is a server that runs already (vLLM with `--enable-prompt-tokens-details`), and takes its turn with the same sessions.
 `--measure` first measures this machine's steps of the model, for the simulator.
@@ -19,12 +21,14 @@ joined by commas, of engine settings; `none` changes nothing. Each has a server 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--variants", nargs="+", default=["none"])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--together", action="store_true", help="start all servers first")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--vllm", metavar="SITE", help="a folder of installed packages with vLLM")
     parser.add_argument("--vllm-max-num-seqs", type=int, default=64)
@@ -125,24 +130,40 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             found = {"results": prediction(made, cache, workload, users)}
             predicted.append({"variant": f"{variant}, simulated", "cache_share": share, **found})
     turns = [*args.variants, *(["vllm"] if args.vllm else []), *([args.url] if args.url else [])]
-    for round_, (share, cache), variant in itertools.product(
-        range(args.rounds), sizes.items(), turns
-    ):
+    runs = [*itertools.product(range(args.rounds), sizes.items(), turns)]
+    if args.together and len(runs) > len(turns):
+        raise SystemExit("--together: give one round and one --cache-share")
+
+    def server(variant: str, cache: int) -> Any:
         if variant == args.url:
-            named = ["--served-model-name", args.url_model] if args.url_model else []
-            found = measured(args.url, [*bench, *named])
-        elif variant == "vllm":
-            with vllm(args, folder, cache) as (url, _):
-                found = measured(url, [*bench, "--api", "completions"])
-        else:
-            own = {**settings_of(variant), "kv_cache_bytes": cache}
-            more = [w for n, v in own.items() for w in ("--" + n.replace("_", "-"), str(v))]
-            with served([*words, *more], folder / "log") as (url, _):
-                found = measured(url, bench)
-        row = {"variant": variant, "cache_share": share, "round": round_, **found}
-        rows.append(row)
-        settings = {key: value for key, value in vars(args).items() if key != "output"}
-        save(settings=settings, cache_bytes=sizes, end_tokens=ends, predicted=predicted, rows=rows)
+            return contextlib.nullcontext((variant, 0.0))
+        if variant == "vllm":
+            return vllm(args, folder, cache)
+        own = {**settings_of(variant), "kv_cache_bytes": cache}
+        more = [w for n, v in own.items() for w in ("--" + n.replace("_", "-"), str(v))]
+        return served([*words, *more], folder / f"{turns.index(variant)}.log")
+
+    named = ["--served-model-name", args.url_model] if args.url_model else []
+    special = {"vllm": ["--api", "completions"], args.url: named}
+    with contextlib.ExitStack() as stack:
+        servers = [server(variant, cache) for _, (_, cache), variant in runs]
+        if args.together:
+            with ThreadPoolExecutor() as pool:
+                started = [*pool.map(stack.enter_context, servers)]
+            servers = [contextlib.nullcontext(each) for each in started]
+        for (round_, (share, _), variant), entered in zip(runs, servers, strict=True):
+            with entered as (url, start_s):
+                found = measured(url, [*bench, *special.get(variant, [])])
+            row = {"variant": variant, "cache_share": share, "round": round_, "start_s": start_s}
+            rows.append(row | found)
+            settings = {key: value for key, value in vars(args).items() if key != "output"}
+            save(
+                settings=settings,
+                cache_bytes=sizes,
+                end_tokens=ends,
+                predicted=predicted,
+                rows=rows,
+            )
     columns = ("", "cache", "hits", "could be", "turns/min", "out tok/s", "turn p50, s")
     columns += ("TTFT p50 · p99, ms", "tok/s/user")
     print_table("sessions of agents", columns, map(shown, [*predicted, *rows]))
@@ -154,6 +175,9 @@ def vllm(args: argparse.Namespace, folder: Path, cache: int) -> Any:
     words += f" --kv-cache-dtype {args.kv_cache_dtype} --kv-cache-memory-bytes {cache}"
     words += f" --max-num-seqs {args.vllm_max_num_seqs} --enable-prompt-tokens-details"
     words += "" if args.quantization == "none" else f" --quantization {args.quantization}"
+    words += (
+        " --gpu-memory-utilization 0.4" if args.together else ""
+    )  # which must be free at its start
     off = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
     env = {**os.environ, "PYTHONPATH": args.vllm, "VLLM_PLUGINS": "", **dict.fromkeys(off, "1")}
     env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_HOST_IP": "127.0.0.1"}

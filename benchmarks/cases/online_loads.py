@@ -68,7 +68,7 @@ def served(
                 urllib.request.urlopen(url + ready, timeout=2).close()
                 break
             if process.poll() is not None or time.monotonic() - begin > 300:
-                raise SystemExit(log.read_text()[-3000:])
+                raise SystemExit(log.read_text())
             time.sleep(0.2)
         yield url, time.monotonic() - begin
     finally:

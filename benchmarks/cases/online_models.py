@@ -116,27 +116,38 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def resident(process: psutil.Process) -> int:
-    """Bytes of the engines' own memory."""
-    total = 0
-    for engine in engines(process):
-        with contextlib.suppress(psutil.Error, OSError, IndexError):
-            status = Path(f"/proc/{engine.pid}/status").read_text("ascii")
-            total += int(status.split("RssAnon:")[1].split()[0]) * 1024
-    return total
+def resident(process: psutil.Process) -> tuple[int, int]:
+    """Bytes of the engines' own memory, and what one look at each after the other adds up to.
+
+    Between two looks a model can leave one process and another come into the next, which counts
+    both. So each process is looked at twice, and its smaller number counts: of one that changes one
+    way, no more than it held between the two rounds."""
+    there = engines(process)
+    first, second = (
+        {engine.pid: _anonymous(engine.pid) for engine in order} for order in (there, there)
+    )
+    return sum(min(first[pid], second[pid]) for pid in first), sum(first.values())
+
+
+def _anonymous(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        status = Path(f"/proc/{pid}/status").read_text("ascii")
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+    return 0
 
 
 def at_random(
     args: argparse.Namespace, http: httpx.Client, process: psutil.Process
 ) -> dict[str, Any]:
     names = [f"m{i}" for i in range(len(args.models))]
-    rng, peak, done = random.Random(0), 0, threading.Event()
+    rng, peak, peak_once, done = random.Random(0), 0, 0, threading.Event()
     num_kills, lost = 0, list[str]()
 
     def watch() -> None:
-        nonlocal peak
+        nonlocal peak, peak_once
         while not done.wait(0.1):
-            peak = max(peak, resident(process))
+            found, once = resident(process)
+            peak, peak_once = max(peak, found), max(peak_once, once)
 
     def one(job: tuple[int, str]) -> float:
         nonlocal num_kills
@@ -172,6 +183,7 @@ def at_random(
         "seconds": round(seconds, 1),
         "answer_s": {"p50": took[len(took) // 2], "p99": took[int(0.99 * len(took))]},
         "peak_engines_mib": round(peak / 2**20),
+        "peak_of_one_look_mib": round(peak_once / 2**20),
     }
 
 

@@ -320,7 +320,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         metavar="X",
-        help="like --forced, of the model's own layer: a verification of 1, 2, … drafts is said to yield X, … tokens; 0 leaves a number out",
+        help="like --forced, of the model's own layer: a verification of 1, 2, … drafts is said to yield "
+        "X, … tokens; 0 leaves a number out",
     )
     parser.add_argument(
         "--op-by-op",

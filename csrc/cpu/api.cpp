@@ -83,8 +83,11 @@ const Set sets[] = {
     {kernels_avxvnni, has_avxvnni},
 #endif
 #if defined(SLIPSTREAM_AVX512)
-    {kernels_avx512, has_avx512},   {kernels_avx512vnni, has_vnni},
-    {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
+    {kernels_avx512, has_avx512},
+#if defined(SLIPSTREAM_AVX512_BETWEEN)
+    {kernels_avx512vnni, has_vnni}, {kernels_avx512vbmi2, has_vbmi2},
+#endif
+    {kernels_avx512bf16, has_bf16},
 #endif
 #if defined(SLIPSTREAM_AMX)
     {kernels_amx, has_amx, amx_right},

@@ -27,9 +27,12 @@ struct LinearArgs {
 };
 
 struct DrawParams {  // ss_draw_params
-    double u;
+    int64_t seed, position;
+    const uint32_t* mask;
+    int32_t* logprobs;
+    int64_t token;
     float temperature, top_p, min_p;
-    int32_t top_k;
+    int32_t top_k, mask_words, num_top;
 };
 
 struct Activated {  // ACT_CLAMPED_SWIGLU and ACT_XIELU alone have alpha and limit
@@ -194,7 +197,7 @@ struct Kernels {
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     float (*largest)(const float* x, int64_t size);
     int64_t (*argmax)(const float* x, int64_t size);
-    int64_t (*draw)(const DrawParams&, const float* x, int64_t size, float* scratch);  // 2 · size + 32 floats
+    int64_t (*draw)(const DrawParams&, const float* x, int64_t size, float* scratch);  // 3 · size + 80 floats
     float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
     int64_t (*ceiling_macs)(int32_t what);
     int64_t (*decode_scratch)(const AttentionArgs&, int64_t tokens);  // floats

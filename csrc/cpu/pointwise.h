@@ -163,7 +163,9 @@ static float largest(const float* x, int64_t size) {
 
 static int64_t argmax(const float* x, int64_t size) {  // the first of equals
     const float best = largest(x, size);
-    for (int64_t i = 0; i < size; i++)
+    int64_t i = 0;
+    while (i + 64 <= size && largest(x + i, 64) != best) i += 64;
+    for (; i < size; i++)
         if (x[i] == best) return i;
     return 0;
 }

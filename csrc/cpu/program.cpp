@@ -165,7 +165,7 @@ struct Argmax : RowOp {
 struct Draw : RowOp {
     int32_t x, params, out;
     int64_t size;
-    int64_t scratch_floats(Program&) override { return 2 * size + 32; }
+    int64_t scratch_floats(Program&) override { return 3 * size + 80; }
     void row(Program& p, int64_t t, float* scratch) override {
         *(int64_t*)p.row(out, t) = p.kernels().draw(*(const DrawParams*)p.row(params, t), (float*)p.row(x, t), size, scratch);
     }

@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 34  // changes with any declaration in this file
+#define SS_ABI 35  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -171,11 +171,16 @@ SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t ki
                                  const float* bias);
 
 typedef struct {  // how a row's token is drawn
-    double u;  // in (0, 1)
+    int64_t seed, position;  // a number in (0, 1) comes of these alone
+    const uint32_t* mask;  // bits of the tokens that may be drawn, mask_words of them; null: all may
+    int32_t* logprobs;  // where the log-probabilities of the logits go, without the mask; null: they are not wanted
+    int64_t token;  // at least 0: this one, and none is drawn
     float temperature, top_p, min_p;  // 0 is greedy, 1 is off, 0 is off
     int32_t top_k;  // 0 is off
+    int32_t mask_words, num_top;
 } ss_draw_params;
-// A token of each row of logits, int64. `params` has a row's ss_draw_params.
+// A token of each row of logits, int64. `params` has a row's ss_draw_params. Log-probabilities are the token's and its rank, then
+// the ids of the num_top likeliest tokens and theirs: 2 + 2 · num_top words.
 SS_API void ss_add_draw(ss_program*, int32_t x, int32_t params, int32_t out, int64_t size);
 
 typedef struct {

@@ -118,23 +118,37 @@ def first_line(error: Exception) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The pip command that adds an extra to this installation. It names the source that the
-    installation came from, because the name alone is another's on the package index."""
+    """The command that adds an extra to this installation, by the tool that made it. It names the
+    source that the installation came from, because the name alone is another's on the package
+    index."""
     import json
+    import sys
     from importlib.metadata import PackageNotFoundError, distribution
+    from pathlib import Path
     from urllib.parse import unquote, urlsplit
 
     try:
-        recorded = distribution("slipstream").read_text("direct_url.json")  # PEP 610
+        installed = distribution("slipstream")
+        recorded = installed.read_text("direct_url.json")  # PEP 610
     except PackageNotFoundError:
         recorded = None
     if recorded is None:
         return f"pip install '.[{extra}]' in a clone of Slipstream, or with its wheel's name for the dot"
+    prefix, command, more = Path(sys.prefix), "pip install", ""
+    if (prefix / "pipx_metadata.json").exists():
+        command = "pipx install --force"
+    elif (prefix / "uv-receipt.toml").exists():
+        command = "uv tool install --force"
+    elif "archive-v0" in prefix.parts:  # an environment that uvx makes for a command
+        command, more = "uvx --from", " slipstream"
+    elif installed.read_text("INSTALLER") == "uv":  # which leaves pip out
+        command = "uv pip install"
     found = json.loads(recorded)
+    source = f"slipstream[{extra}] @ {found['url']}"
     if "dir_info" in found:
-        editable = "-e " if found["dir_info"].get("editable") else ""
-        return f"pip install {editable}'{unquote(urlsplit(found['url']).path)}[{extra}]'"
-    return f"pip install 'slipstream[{extra}] @ {found['url']}'"
+        command += " -e" if found["dir_info"].get("editable") else ""
+        source = f"{unquote(urlsplit(found['url']).path)}[{extra}]"
+    return f"{command} '{source}'{more}"
 
 
 def missing_torch(error: Exception) -> ConfigError | None:

@@ -324,7 +324,32 @@ def test_doctor_names_each_absent_extra_with_its_command():
         (None, "pip install '.[x]' in a clone of Slipstream"),
     ],
 )
-def test_advice_to_install_an_extra_names_the_source(monkeypatch, recorded, told):
-    source = type("Distribution", (), {"read_text": lambda self, name: recorded})
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: source())
+def test_advice_to_install_an_extra_names_the_source(monkeypatch, tmp_path, recorded, told):
+    of_pip(monkeypatch, tmp_path, recorded)
     assert install_command("x").startswith(told)
+
+
+def of_pip(monkeypatch, prefix, recorded, installer="pip"):
+    files = {"direct_url.json": recorded, "INSTALLER": installer}
+    source = type("Distribution", (), {"read_text": lambda self, name: files[name]})
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: source())
+    monkeypatch.setattr("sys.prefix", str(prefix))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "mark", "told"),
+    [
+        ("venv", None, "uv pip install 'slipstream[x] @ file:///s.whl'"),
+        ("venv", "pipx_metadata.json", "pipx install --force 'slipstream[x] @ file:///s.whl'"),
+        ("venv", "uv-receipt.toml", "uv tool install --force 'slipstream[x] @ file:///s.whl'"),
+        ("archive-v0/abc", None, "uvx --from 'slipstream[x] @ file:///s.whl' slipstream"),
+    ],
+)
+def test_advice_to_install_an_extra_is_for_the_tool_that_installed(
+    monkeypatch, tmp_path, prefix, mark, told
+):
+    (folder := tmp_path / prefix).mkdir(parents=True)
+    if mark is not None:
+        (folder / mark).touch()
+    of_pip(monkeypatch, folder, '{"url": "file:///s.whl", "archive_info": {}}', "uv")
+    assert install_command("x") == told

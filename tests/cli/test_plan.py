@@ -170,3 +170,33 @@ def test_a_model_without_attention_gains_states_by_more_memory(tmp_path, capsys)
     words = ("plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:60/8", "--no-search")
     assert main([*words]) == 0
     assert " more states" in capsys.readouterr().out
+
+
+def test_several_models_on_a_device_and_which_fit_together(capsys):
+    words = [f"{name}={CONFIG}" for name in "abc"]
+    options = (
+        "--gpu",
+        "h200",
+        "--quantization",
+        "fp8",
+        "--max-model-len",
+        "2048",
+        "--kv-cache-bytes",
+        "1GiB",
+    )
+    code, found = plan(capsys, *words, *options)
+    assert code == 0
+    assert (found["all_fit"], found["together"]) == (True, [["a", "b", "c"]])
+    row = found["models"][0]
+    parts = row["weights_bytes"] + row["kv_bytes"] + row["rest_bytes"]
+    assert parts == row["total_bytes"] > 7 * 2**30
+    assert 2 < row["swap_s"] < 5
+    memory = str(int(2.5 * row["total_bytes"]))
+    code, found = plan(capsys, *words, *options, "--models-memory", memory)
+    assert (found["all_fit"], found["together"]) == (False, [["a", "b"], ["a", "c"], ["b", "c"]])
+    assert main(["plan", *words, *options, "--models-memory", memory]) == 0
+    assert f"--models-memory {memory}" in capsys.readouterr().out.splitlines()[-1]
+    code, found = plan(capsys, *words, *options, "--models-memory", "1GiB")
+    assert (code, "needs" in json.dumps(found)) == (2, True)
+    code, found = plan(capsys, *words, *options, "--rate", "3")
+    assert (code, "plan of one model" in json.dumps(found)) == (2, True)

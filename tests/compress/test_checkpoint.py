@@ -22,7 +22,7 @@ from slipstream.compress.checkpoint import (
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.model.stored.packing import unpack_words
+from slipstream.model.stored.parts import unpack_words
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
@@ -131,8 +131,11 @@ def test_tensors_of_a_packed_weight_with_zero_points(names):
     for name in names.of(target):
         module, at = name.removesuffix(".weight"), names.places[name]
         shape = tensors[f"{module}.weight_shape"].tolist()
-        codes = unpack_words(tensors[f"{module}.weight_packed"], 4, shape[1])
-        zeros = unpack_words(tensors[f"{module}.weight_zero_point"].T.contiguous(), 4, shape[0]).T
+        words, zero_words = (
+            tensors[f"{module}.{part}"].numpy() for part in ("weight_packed", "weight_zero_point")
+        )
+        codes = torch.from_numpy(unpack_words(words, 4, shape[1]))
+        zeros = torch.from_numpy(unpack_words(zero_words.T, 4, shape[0])).T
         begin = at.start or 0
         rows = slice(begin, begin + shape[0])
         assert torch.equal(codes, made.codes[rows])

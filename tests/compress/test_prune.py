@@ -102,7 +102,10 @@ HEADS_REFUSED = HEADS_REFUSED | {"minimax"}
 VARIANTS = [n for n, (f, _) in CASES.items() if f in tiny_models.RECURRENT and n != f]
 
 
-@pytest.fixture(scope="module", params=[n for n in CASES if n not in VARIANTS])
+PRUNED = [n for n in CASES if n not in VARIANTS]
+
+
+@pytest.fixture(scope="module", params=PRUNED)
 def case(request, tmp_path_factory):
     """(name, checkpoint)"""
     family, overrides = CASES[request.param]
@@ -111,7 +114,15 @@ def case(request, tmp_path_factory):
     return request.param, folder
 
 
-@pytest.mark.parametrize("part", ["heads", "channels", "hidden", "layers"])
+def parts():
+    """All parts of each family. Of its variants two by turns, and the others where time is no matter."""
+    for i, name in enumerate(PRUNED):
+        for j, part in enumerate(("heads", "channels", "hidden", "layers")):
+            is_quick = name == CASES[name][0] or j % 2 == i % 2
+            yield pytest.param(name, part, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case", "part"), parts(), indirect=["case"])
 def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
     """A written checkpoint has Slipstream's logits. Families whose configs can't express the pruned model refuse."""
     name, folder = case

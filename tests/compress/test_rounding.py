@@ -19,7 +19,7 @@ from slipstream.compress.quantize.rounding import (
     round_weight,
 )
 from slipstream.compress.recipe import parse
-from slipstream.model.stored.packing import block_numbers, numbers, pack_words, unpack_words
+from slipstream.model.stored.packing import numbers, pack_words
 from slipstream.spec.scheme import WeightFormat
 
 F32, CPU = torch.float32, torch.device("cpu")
@@ -47,7 +47,7 @@ def output_error(made, weight, stats):
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("num_codes", [1, 31, 32, 33, 96, 100])
-def test_words_come_back(bits, num_codes):
+def test_words_are_those_of_compressed_tensors(bits, num_codes):
     codes = torch.randint(
         -(1 << bits - 1),
         1 << bits - 1,
@@ -57,7 +57,6 @@ def test_words_come_back(bits, num_codes):
     words = pack_words(codes, bits)
     assert words.dtype == torch.int32
     assert words.shape == (5, -(-num_codes * bits // 32))
-    assert torch.equal(unpack_words(words, bits, num_codes), codes.to(torch.int8))
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
@@ -396,7 +395,6 @@ def test_words_of_many_rows_are_made_some_at_a_time(monkeypatch):
     whole = pack_words(codes, 3)
     monkeypatch.setattr("slipstream.model.stored.packing.ROWS_AT_ONCE", 3)
     assert torch.equal(pack_words(codes, 3), whole)
-    assert torch.equal(unpack_words(whole, 3, 40), codes.to(torch.int8))
 
 
 def test_numbers_of_codes():
@@ -408,8 +406,3 @@ def test_numbers_of_codes():
     one = torch.tensor([[0.5]])
     assert numbers(codes, one, None).tolist() == [[-4.0, 3.5, 0.0, 0.5], [1.0, 1.5, 2.0, 2.5]]
     assert numbers(codes[:1], one, zeros[:1, :1]).tolist() == [[-4.5, 3.0, -0.5, 0.0]]
-    scales = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    blocks = block_numbers(
-        torch.ones(5, 7), scales, 3, 2
-    )  # the last row and column of blocks are cut off
-    assert blocks.tolist() == [[1, 1, 2, 2, 3, 3, 4]] * 3 + [[5, 5, 6, 6, 7, 7, 8]] * 2

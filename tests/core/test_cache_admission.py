@@ -220,6 +220,31 @@ def test_a_cached_session_goes_before_a_new_one_and_a_shorter_one_before_a_longe
     assert names == ["turn", "shorter", "alike", "new"]
 
 
+def test_of_costly_requests_the_earlier_turn_goes_first():
+    e = engine(4 * 54 + 2 * 44)
+    full(e)
+    busy(e)
+    for token, name in ((8, "later"), (9, "early")):
+        e.scheduler.add(request(name, [token] * PROMPT, 2, arrival=e.now))
+    e.scheduler.requests.by_id["later"].session.num_turns = 4
+    e.scheduler.abort(["long"])
+    e.run()
+    order = [s.request_id for plan in e.plans for s in plan.scheduled]
+    assert order.index("early") < order.index("later")
+
+
+def test_chunks_of_prompts_are_short_next_to_decodes_while_the_cache_is_too_small():
+    """Twelve sessions, a cache for four and one for all: steps with decodes have two chunks, or all they may."""
+    found = {}
+    for blocks in (4 * 44, 12 * 60):
+        e = engine(blocks, mixed_chunk=16, max_num_batched_tokens=512)
+        Sessions(e, 12, 4, lambda: 1.0).run()
+        steps = [[s.num_tokens for s in plan.scheduled] for plan in e.plans]
+        found[blocks] = {sum(n for n in step if n > 1) for step in steps if 1 in step}
+    assert max(found[4 * 44]) == 2 * 16
+    assert max(found[12 * 60]) > 256
+
+
 def test_priority_goes_first_and_other_owners_do_not_wait_for_room():
     e = engine(4 * 54 + 2 * 44)
     full(e)

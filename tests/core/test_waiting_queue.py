@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.make import make_scheduler
+from slipstream.core.queue import Account, WaitingQueue
+from slipstream.core.request import Request, Status
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import StepResult
 from slipstream.params.options import Share
@@ -175,6 +178,92 @@ def test_without_owners_it_is_by_arrival():
     for _ in range(20):
         load.step()
     assert order == [str(i) for i in range(10)]
+
+
+def waiting(share, order):
+    spec = EngineRequest(
+        request_id="",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(),
+        max_tokens=1,
+        arrival=0.0,
+        share=share,
+    )
+    return Request(spec, order, b"", 1)
+
+
+def test_an_owner_whose_count_began_again_is_not_kept_behind_by_what_ended():
+    queue = WaitingQueue()
+    old, other, new = (waiting(Share(o, 1.0), (0, 0.0, i)) for i, o in enumerate("aba"))
+    queue.enter(old)
+    old.account.charge(100)
+    queue.push(old)
+    queue.leave(old)
+    old.status = Status.FINISHED  # nobody is active now
+    queue.enter(other)
+    queue.enter(new)
+    other.account.charge(50)
+    queue.push(other)
+    queue.push(new)
+    assert queue.first() is new
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), num_owners=st.integers(1, 9))
+def test_first_and_heads_are_those_of_the_lowest_rank_whatever_happened(seed, num_owners):
+    """Pushed, popped, pushed again, ended, charged, and all owners idle: the heap gives what a search gives."""
+    rng, queue, number = random.Random(seed), WaitingQueue(), itertools.count()
+    everyone: list[Request] = []
+    for _ in range(200):
+        kind = rng.choice(["enter", "enter", "push", "pop", "end", "charge", "first", "clear"])
+        waits = [r for r in everyone if r.status is Status.WAITING]
+        runs = [r for r in everyone if r.status is Status.RUNNING]
+        if kind == "enter":
+            share = Share(f"o{rng.randrange(num_owners)}", rng.choice([1.0, 3.0]))
+            request = waiting(share, (rng.randrange(3), rng.random(), next(number)))
+            queue.enter(request)
+            queue.push(request)
+            everyone.append(request)
+        elif kind == "push" and runs:
+            request = rng.choice(runs)
+            request.status = Status.WAITING
+            queue.push(request)
+        elif kind == "pop" and waits:
+            request = queue.pop(rng.choice([rng.choice(waits), queue.first()]))
+            request.status = Status.RUNNING
+        elif (kind == "end" and everyone) or kind == "clear":
+            for request in [rng.choice(everyone)] if kind == "end" else [*everyone]:
+                request.status = Status.FINISHED
+                queue.leave(request)
+                everyone.remove(request)
+        elif kind == "charge" and everyone:
+            rng.choice(everyone).account.charge(rng.randrange(20))
+        best: dict = {}
+        for r in everyone:
+            if r.status is Status.WAITING and (
+                r.account not in best or r.order < best[r.account].order
+            ):
+                best[r.account] = r
+        wanted = sorted(best.values(), key=lambda r: (r.order[0], r.account.served, r.order))
+        if rng.random() < 0.5:
+            assert queue.first() is (wanted[0] if wanted else None)
+        if rng.random() < 0.5:
+            most = rng.randrange(1, 5)
+            assert queue.heads(most) == wanted[:most]
+        assert {*queue} == {r for r in everyone if r.status is Status.WAITING}
+
+
+def test_the_next_request_is_found_without_a_look_at_every_owner(monkeypatch):
+    load = Load(small_scheduler(), {f"o{i}": 1.0 for i in range(1000)}, lambda n: (4, 200))
+    for owner in load.owners:
+        load.add(owner)
+    load.step()
+    ranked, rank = [], Account.rank
+    monkeypatch.setattr(Account, "rank", lambda self: ranked.append(self) or rank(self))
+    for _ in range(10):
+        load.step()
+        load.scheduler.next_wakeup()
+    assert 0 < len(ranked) < 100
 
 
 def test_owners_who_ask_for_nothing_are_not_looked_at():

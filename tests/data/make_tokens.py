@@ -16,9 +16,12 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 CHUNK = 10_000
+NUM_CHUNKS = 7
+JOINT = "␟"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 # Every name in engine/gguf_tokenizer.py.
 PRE = (  # noqa: SIM905 (shorter)
@@ -76,7 +79,7 @@ def corpus() -> str:
         parts.append(word + rng.choice(spaces))
         if rng.randrange(40) == 0:
             parts.append(rng.choice(TEXTS) + "\n")
-    return "".join(parts)
+    return "".join(parts)[: CHUNK * NUM_CHUNKS]
 
 
 def chunks(text: str) -> list[str]:
@@ -128,10 +131,9 @@ def byte_level_vocabulary(text: str) -> dict[str, object]:
         *alphabet,
         *dict.fromkeys(m.replace(" ", "") for m in merges),
     ]
-    types = [CONTROL, CONTROL, USER_DEFINED] + [NORMAL] * (len(tokens) - 3)
     # Tokens without their merges: only Llama 3's names still find these.
     merges = [m for i, m in enumerate(merges) if i < 600 or i % 10]
-    return {"model": "gpt2", "tokens": tokens, "token_type": types, "merges": merges} | IDS
+    return {"tokens": JOINT.join(tokens), "merges": JOINT.join(merges)}
 
 
 def sentencepiece_vocabulary(text: str) -> dict[str, object]:
@@ -154,13 +156,28 @@ def sentencepiece_vocabulary(text: str) -> dict[str, object]:
         "<|user|>",
         *(t for t, _ in pieces),
     ]
-    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [USER_DEFINED] + [NORMAL] * len(pieces)
-    scores = [0.0] * 260 + [-float(i) for i in range(len(pieces))]
+    return {"tokens": JOINT.join(tokens)}
+
+
+def fields(kept: dict[str, object]) -> dict[str, object]:
+    """A GGUF file's fields of a vocabulary as it is kept: byte level, which has merges, or SentencePiece's."""
+    tokens = str(kept["tokens"]).split(JOINT)
+    if "merges" in kept:
+        types = [CONTROL, CONTROL, USER_DEFINED] + [NORMAL] * (len(tokens) - 3)
+        merges = str(kept["merges"]).split(JOINT)
+        ids = {"bos_token_id": 0, "eos_token_id": 1}
+        return {"model": "gpt2", "tokens": tokens, "token_type": types, "merges": merges} | ids
+    num_pieces = len(tokens) - 260
+    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [USER_DEFINED] + [NORMAL] * num_pieces
+    scores = [0.0] * 260 + [-float(i) for i in range(num_pieces)]
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores} | ids
 
 
-IDS = {"bos_token_id": 0, "eos_token_id": 1}
+def golden_tokens() -> dict[str, Any]:
+    """What small_vocabularies.json holds: two vocabularies as fields of GGUF files, and llama.cpp's tokens by them."""
+    found = json.loads((HERE / "small_vocabularies.json").read_text(encoding="utf-8"))
+    return found | {kind: fields(found[kind]) for kind in ("byte_level", "sentencepiece")}
 
 
 def golden(path: Path, text: str, *, bos: bool = False) -> list[list[object]]:
@@ -192,7 +209,11 @@ def main(model: str) -> None:
     )
     # No token may spell the name of a control token: llama.cpp takes that for a mistake in the file, and mends it.
     plain = text.replace("<|", "< |")
-    byte_level, pieces = byte_level_vocabulary(plain), sentencepiece_vocabulary(plain)
+    kept = {
+        "byte_level": byte_level_vocabulary(plain),
+        "sentencepiece": sentencepiece_vocabulary(plain),
+    }
+    byte_level, pieces = map(fields, kept.values())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.gguf"
         pre = {p: golden(write_gguf(path, byte_level | {"pre": p}), text, bos=True) for p in PRE}
@@ -201,12 +222,7 @@ def main(model: str) -> None:
             str(p): golden(write_gguf(path, pieces | {"add_space_prefix": p}), text, bos=True)
             for p in (True, False)
         }
-    found = {
-        "byte_level": byte_level,
-        "sentencepiece": pieces,
-        "pre": pre,
-        "add_space_prefix": prefix,
-    }
+    found = {**kept, "pre": pre, "add_space_prefix": prefix}
     save("small_vocabularies.json", {"llama_cpp_python": __version__} | found)
 
 

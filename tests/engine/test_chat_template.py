@@ -97,9 +97,8 @@ ONLY_SLOW = {"loops", "loops over nothing", "select", "count", "in"}
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_hostile_template_is_stopped(monkeypatch, name):
-    seconds = (
-        MAX_SECONDS / 4
-    )  # a template that pays makes little in it; one that does not makes too much at once
+    # A template that pays makes little in it; one that does not makes too much at once.
+    seconds = MAX_SECONDS / 4
     monkeypatch.setattr(chat_template, "MAX_SECONDS", seconds)
     begin, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(

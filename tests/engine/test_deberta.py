@@ -50,6 +50,7 @@ def test_pairs_have_transformers_scores(tmp_path, family):
         assert output.score == pytest.approx(score.item(), abs=1e-5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_eight_bits_and_two_ranks_give_nearly_the_same_vectors(tmp_path):
     tiny_models.build_encoder(tmp_path, "deberta-v3", hidden_size=64, noise=0.02)
     tiny_models.write_wordpiece(tmp_path)

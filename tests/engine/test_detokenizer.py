@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.text.detokenizer import IncrementalDetokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
-from tests.data.make_tokens import write_gguf
+from tests.data.make_tokens import golden_tokens, write_gguf
 
-GOLDEN = json.loads(
-    (Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8")
-)
+GOLDEN = golden_tokens()
 KINDS = ("bytes", "spaces", "no_prefix")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
 """SentencePiece can't tell ▁ from a space."""

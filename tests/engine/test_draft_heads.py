@@ -172,8 +172,12 @@ def test_drafts_go_on_from_blocks_of_a_disk(setup, tmp_path):
     assert sorted(found[0]) == sorted(found[1])
 
 
+BOTH = [*((kind, "cpu") for kind in HEADS), *((kind, "torch") for kind in draft_heads.BY_KIND)]
+"""Other ways of writing a head down are other ways of reading one, and none of computing."""
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize(("any_setup", "kernels"), sorted(BOTH), indirect=["any_setup"])
 def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
     """Drafts are compared after prompts in chunks, after rejections, and of several requests at once."""
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -175,12 +175,12 @@ def test_forced_is_what_the_masks_leave(tiny_model, monkeypatch):
     grammars = llm.core.grammars
     masks, seen = grammars.masks, 0
 
-    def noted(plan, drafts):
+    def noted(plan, drafts, *late):
         nonlocal seen
         assert not drafts
         state = grammars._states[plan.scheduled[0].request_id]
         forced = state.forced()
-        mask, ended = masks(plan, drafts)
+        mask, ended = masks(plan, drafts, *late)
         if forced and not ended:
             bits = np.frombuffer(mask.bits, np.uint8)
             assert np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist() == [forced[0]]

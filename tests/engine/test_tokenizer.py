@@ -16,11 +16,11 @@ from slipstream.engine.text.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.hub import list_cached
 from tests import tiny_models
-from tests.data.make_tokens import CHUNK, PRE, chunks, digest, write_gguf
+from tests.data.make_tokens import CHUNK, PRE, chunks, digest, golden_tokens, write_gguf
 
 DATA = Path(__file__).parent.parent / "data"
 TEXT = (DATA / "tokenizer_corpus.txt").read_bytes().decode()
-GOLDEN = json.loads((DATA / "small_vocabularies.json").read_text(encoding="utf-8"))
+GOLDEN = golden_tokens()
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
 """SentencePiece can't tell ▁ from a space."""
 

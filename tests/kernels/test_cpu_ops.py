@@ -49,7 +49,8 @@ from slipstream.kernels.weights.forms import (
 from slipstream.kernels.weights.quantize import dequantize as dequantize_linear
 from slipstream.kernels.weights.quantize import pack4, round_linear
 from slipstream.model.stored.gguf_quants import dequantize
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
+from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.stored.gguf_types import CPU_BLOCK_BYTES
 from tests.kernels.cases import (
     Shape,
     attention_options,

@@ -19,15 +19,13 @@ from slipstream.kernels.weights.forms import (
     JoinedLinear,
     Linear,
 )
-from slipstream.kernels.weights.gguf_codes import FORMS
 from slipstream.model.load.loader import load_model
 from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.parameters import parameters
-from slipstream.spec.scheme import GPU_BLOCK_BYTES
-from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.gguf_types import FORMS, TYPES
 from tests import tiny_models
 from tests.kernels.for_hopper import run_for_hopper
 from tests.model.harness import CPU, run
@@ -81,7 +79,7 @@ def test_product_and_rows_of_every_type_are_those_of_its_values(kind):
     w = ops.pack_weight(linear_of((rows, inner), piece, bias=bias))
     assert isinstance(w, CodedLinear)
     own_bytes = sum(x.nbytes for x in (w.weight, w.high, w.factors, w.d) if x is not None)
-    assert own_bytes >= rows * inner * FORMS[kind].bytes_of_256 // 256
+    assert own_bytes >= rows * inner * FORMS[kind].bytes_of_256() // 256
     assert ops.forms_of(w) == [(kind, own_bytes + bias.nbytes)]
     dense = torch.empty_like(values)
     dense[torch.from_numpy(order).long()] = values
@@ -310,7 +308,3 @@ def test_instructions_give_the_numbers_of_a_units_codes(kind):
             code |= ((more >> np.uint64(above * i)) & np.uint64(2**above - 1)) << np.uint64(width)
         wanted = gguf_codes.book(form)[code] if form.book != "linear" else code + 128.0
         np.testing.assert_array_equal(found[i], wanted)
-
-
-def test_bytes_that_are_planned_are_those_of_the_forms():
-    assert {kind: form.bytes_of_256 for kind, form in FORMS.items()} == GPU_BLOCK_BYTES

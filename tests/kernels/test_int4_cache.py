@@ -66,14 +66,29 @@ def test_what_is_written_is_read_within_half_a_step(dim):
         x[:, slots - 16].transpose(0, 1) for x in int4_cache.read(kv, torch.tensor([1, 2, 3]), dim)
     )
     wanted = int4_cache.rotated((k - kv.fold[1]) * kv.fold[0])
-    halves = wanted.unflatten(-1, (2, -1)).abs().amax(-1, keepdim=True)
-    # a scale is rounded up by an eighth at most
-    assert ((keys - wanted).unflatten(-1, (2, -1)).abs() <= halves * (1.13 / 32)).all()
     turned = int4_cache.rotated(v)
-    assert ((values - turned).abs() <= turned.abs().amax(-1, keepdim=True) * (1.13 / 16)).all()
     assert (values[3] == 0).all()
-    assert (keys - wanted).square().mean().sqrt() < 0.06 * wanted.square().mean().sqrt()
-    assert (values - turned).square().mean().sqrt() < 0.13 * turned.square().mean().sqrt()
+    assert (keys - wanted).square().mean().sqrt() < 0.055 * wanted.square().mean().sqrt()
+    assert (values - turned).square().mean().sqrt() < 0.115 * turned.square().mean().sqrt()
+    # a number of which no scale cuts anything off is within half a step
+    largest = turned.abs().amax(-1, keepdim=True)
+    inside = turned.abs() < 0.7 * largest
+    assert ((values - turned).abs() <= largest * (1.13 / 16))[inside].all()
+
+
+def test_a_scale_has_the_least_error_of_those_tried(monkeypatch):
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+
+    def errors():
+        codes, scales = int4_cache._rounded(x, 4, 1)
+        return (int4_cache._numbers(codes, scales, 4) - x).square().sum(1), scales
+
+    chosen, scales = errors()
+    monkeypatch.setattr(int4_cache, "CANDIDATES", 1)
+    largest, first = errors()
+    assert (chosen <= largest).all()
+    assert chosen.sum() < 0.9 * largest.sum()
+    assert set((first.int() - scales.int()).unique().tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

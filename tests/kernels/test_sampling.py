@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cpu.sampling import logprobs, row_draw, sampling
+from slipstream.kernels.cpu.sampling import row_draw, sampling
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.plain.reference import ReferenceOps, apply_bias_and_penalties, draw, uniform
+from slipstream.kernels.plain.reference import apply_bias_and_penalties, draw, uniform
 
 
 def one(weights, u):
@@ -48,24 +48,6 @@ def test_the_same_numbers_for_a_seed():
         torch.from_numpy(sampling.uniform(seeds.numpy(), counters.numpy())),
         uniform(seeds, counters),
     )
-
-
-@pytest.mark.parametrize("num_top", [0, 1, 5, 97])
-def test_log_probabilities(num_top):
-    torch.manual_seed(num_top)
-    logits, tokens = 4 * torch.randn(7, 97), torch.randint(97, (7,))
-    found = logprobs.best_logprobs(logits.numpy(), tokens.numpy(), num_top)
-    for ours, theirs in zip(
-        found, ReferenceOps().best_logprobs(logits, tokens, num_top), strict=True
-    ):
-        torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=2e-6)
-
-
-def test_of_equal_tokens_the_lower_stands_first():
-    _, rank, ids, _ = logprobs.best_logprobs(
-        np.array([[0.0, 2.0, 1.0, 2.0, 2.0]], np.float32), np.array([4]), 2
-    )
-    assert (rank.tolist(), ids.tolist()) == ([1], [[1, 3]])
 
 
 def penalised(**changes) -> list[list[float]]:
@@ -122,13 +104,3 @@ def test_nucleus_of_a_flat_distribution_is_found_beyond_the_first_tokens(top_p):
         row_draw.least_of_top_p(np.random.default_rng(0).permutation(weights), top_p)
         == weights[last]
     )
-
-
-@pytest.mark.parametrize("vocab", [5, 640, 1000])
-def test_log_probabilities_of_long_rows_with_ties(vocab):
-    rng = np.random.default_rng(vocab)
-    logits = rng.integers(-3, 4, (20, vocab)).astype(np.float32)
-    logits[3, : vocab // 2] = -np.inf
-    *_, ids, values = logprobs.best_logprobs(logits, rng.integers(0, vocab, 20), 5)
-    assert ids.tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :5].tolist()
-    assert (values[:, :-1] >= values[:, 1:]).all()

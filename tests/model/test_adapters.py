@@ -57,8 +57,6 @@ def test_family(family, tmp_path):
         expected = peft(torch.tensor([TOKENS])).logits[0]
     assert difference(without, expected) > 1e-2
     model = load(tmp_path / "base")
-    assert difference(run(model, TOKENS), without) < near
-    model = load(tmp_path / "base")
     assert (
         difference(run(adapted(model, layout_of(model), tmp_path / "lora"), TOKENS), expected)
         < near

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from slipstream.errors import CheckpointError
 from slipstream.kernels.arrays import to_tensor
 from slipstream.model.stored.gguf_quants import dequantize, dequantize_tensor
-from slipstream.spec.stored.gguf import TYPES, GGUFFile
+from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.gguf_types import TYPES
 
 QUANTS = {t.name: number for number, t in TYPES.items()}
 

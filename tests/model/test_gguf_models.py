@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -35,11 +34,10 @@ from slipstream.spec.model import (
 from slipstream.spec.parameters import parameters
 from slipstream.spec.stored.gguf import GGUFFile
 from tests import tiny_models
+from tests.data.make_tokens import golden_tokens
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import CPU, Paged, is_program, load, run
 from tests.model.test_gguf import resident_kib
-
-ROOT = Path(__file__).parents[2]
 
 
 def write(path, tensors, architecture="llama", **metadata):
@@ -1687,9 +1685,7 @@ def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
         opened.append(path)
         reading(self, path)
 
-    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())[
-        "byte_level"
-    ]
+    tokens = golden_tokens()["byte_level"]
     sizes = dict(hidden_size=32, intermediate_size=64, vocab_size=len(tokens["tokens"]))
     tiny_models.write(tmp_path / "hf", "llama", **sizes)
     spec = read_spec(tmp_path / "hf").spec

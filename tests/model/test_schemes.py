@@ -151,7 +151,20 @@ def unrounded(folder):
     return dense.spec, outputs(dense)
 
 
-@pytest.mark.parametrize("scheme", list(SCHEMES))
+WHOLE = ("llama", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "t5")
+"""Of each kind of layer a family. Each of the others has three schemes, by turns, and the rest where time is no matter."""
+
+
+def pairs():
+    """Every family with every scheme."""
+    for i, family in enumerate(EVERY):
+        quick = {(i + step) % len(SCHEMES) for step in (0, 3, 6)}
+        for j, scheme in enumerate(SCHEMES):
+            marks = () if j in quick or family in WHOLE else pytest.mark.slow
+            yield pytest.param(family, scheme, marks=marks)
+
+
+@pytest.mark.parametrize(("folder", "scheme"), pairs(), indirect=["folder"])
 def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
     """What comes out is near the unrounded, and the ledger says what is held."""
     spec, dense = unrounded

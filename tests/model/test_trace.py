@@ -29,6 +29,7 @@ from slipstream.kernels.tracing.recording import (
     RecordingOps,
     Value,
 )
+from slipstream.kernels.weights.forms import CodedLinear, JoinedLinear, Linear
 from slipstream.model.compile_step import compile_program
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.step_program import StepProgram
@@ -286,6 +287,18 @@ def test_what_a_layer_is_lowered_to(family, tmp_path):
     embeddings = 0 if family == "bert" else 1
     if family not in ("deepseek_v2", "flan-t5"):
         assert len(names) == embeddings + 2 * len(layer) + (family != "bert")
+
+
+def test_a_table_is_as_wide_as_what_it_embeds():
+    """Tensors of packed weights have other shapes, and a torch tensor has a method named `inner`."""
+    packed = CodedLinear(
+        weight=torch.zeros(4, 1, 8, 32), bias=None, factors=torch.zeros(1, 2, 32), type="Q4_K",
+        rows=32, inner=256, dtype=torch.bfloat16,
+    )  # fmt: skip
+    joined = JoinedLinear(weight=packed.weight, bias=None, parts=(packed, packed))
+    dense = torch.zeros(32, 256)
+    for table in (packed, joined, dense, Linear(weight=dense, bias=None)):
+        assert RecordingOps().embed("tokens", table).width == 256
 
 
 def test_the_recorder_has_the_ops_parameters():

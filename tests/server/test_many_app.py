@@ -310,6 +310,36 @@ def test_a_load_is_a_request_of_its_key(tmp_path, capsys):
         assert (found, server.slots["b"].state) == ([200, 429], "unloaded")
 
 
+def test_a_key_over_its_limits_loads_no_model_by_any_route(tmp_path, capsys):
+    file = str(tmp_path / "keys.json")
+    assert main(["keys", "add", file, "--requests-per-minute=1", "--json"]) == 0
+    own = {"authorization": f"Bearer {json.loads(capsys.readouterr().out)['key']}"}
+    body = {"prompt": "hi", "max_tokens": 2}
+    with serving(keys_file=file) as server, server.http(headers=own) as http:
+        found = [http.post("/v1/completions", json=body | {"model": name}) for name in "ab"]
+        assert [answer.status_code for answer in found] == [200, 429]
+        assert [server.slots[name].state for name in "ab"] == ["loaded", "unloaded"]
+
+
+def test_only_an_admin_unloads_by_keep_alive(tmp_path, capsys):
+    file = str(tmp_path / "keys.json")
+    keys = []
+    for role in ("user", "admin"):
+        assert main(["keys", "add", file, f"--role={role}", "--json"]) == 0
+        keys.append({"authorization": f"Bearer {json.loads(capsys.readouterr().out)['key']}"})
+    with serving(model("a"), keys_file=file) as server, server.http() as http:
+        load, gone = {"model": "a"}, {"model": "a", "keep_alive": 0}
+        assert http.post("/api/generate", json=load, headers=keys[0]).status_code == 200
+        refused = http.post("/api/generate", json=gone, headers=keys[0])
+        assert (refused.status_code, "admin" in refused.text) == (403, True)
+        used = {"prompt": "hi", "stream": False, "options": {"num_predict": 1}}
+        assert http.post("/api/generate", json=gone | used, headers=keys[0]).status_code == 200
+        slot = server.slots["a"]
+        assert (slot.state, slot.keep_alive_s) == ("loaded", slot.model.keep_alive_s)
+        assert http.post("/api/generate", json=gone, headers=keys[1]).status_code == 200
+        assert slot.state != "loaded"
+
+
 def test_a_path_is_not_pulled(http, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for name in (str(tmp_path), f"{tmp_path}/../{tmp_path.name}"):

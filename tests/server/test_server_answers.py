@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -20,13 +18,11 @@ from slipstream.messages.logprobs import PromptLogprobs, TokenLogprobs
 from slipstream.messages.outputs import TokenOutput
 from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
-from tests.data.make_tokens import write_gguf
+from tests.data.make_tokens import golden_tokens, write_gguf
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
-GOLDEN = json.loads(
-    (Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8")
-)
+GOLDEN = golden_tokens()
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEMPLATED = "user:hello\nassistant:"
 
@@ -438,6 +434,26 @@ def test_tokenize_and_detokenize(shared):
         assert http.post(
             "/detokenize", json={"tokens": [0, 97], "skip_special_tokens": True}
         ).json() == {"prompt": "a", "content": "a"}
+
+
+def test_rendered_prompts_are_those_that_the_same_body_is_answered_for(shared):
+    chat = {"model": "fake", "messages": MESSAGES}
+    several = {"model": "fake", "prompt": ["ab", [1, 2], ["a", 7]]}
+    with shared.http() as http:
+        found = http.post("/v1/chat/completions/render", json=chat).json()
+        assert bytes(found["token_ids"]).decode() == TEMPLATED
+        usage = http.post("/v1/chat/completions", json=chat | {"max_tokens": 1}).json()["usage"]
+        assert usage["prompt_tokens"] == len(found["token_ids"])
+        found = http.post("/v1/completions/render", json=several).json()
+        assert [one["token_ids"] for one in found] == [[0, 97, 98], [1, 2], [0, 97, 7]]
+        plain = {"model": "fake", "prompt": "ab", "add_special_tokens": False}
+        found = http.post("/v1/completions/render", json=plain).json()
+        assert found == [{"token_ids": [97, 98]}]
+        for path, body in (("chat/completions", chat), ("completions", several)):
+            asked = f"/v1/{path}/render"
+            assert http.post(asked, json=body | {"model": "other"}).status_code == 404
+            refused = http.post(asked, json=body | {"truncate_prompt_tokens": 2})
+            assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_without_a_tokenizer_token_ids_still_work(serve):

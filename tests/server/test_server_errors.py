@@ -241,11 +241,6 @@ def test_tokenize_errors(http):
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
-        (
-            "/tokenize",
-            {"messages": CHAT["messages"], "add_special_tokens": True},
-            "add_special_tokens",
-        ),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a" * 600 * 128}, "prompt"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
@@ -457,11 +452,11 @@ def test_schemathesis(shared):
 
     schema = schemathesis.openapi.from_url(shared.url + "/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) == 84
+    assert len(operations) == 88
     for operation in operations:
         if "{id}" in operation.path or operation.method == "post":
 
-            @settings(max_examples=25, suppress_health_check=list(HealthCheck), database=None)
+            @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
             @given(case=operation.as_strategy())
             def check(case):
                 case.call_and_validate(checks=[not_a_server_error])

@@ -77,7 +77,7 @@ def test_a_client_that_reads_slowly_is_not(serve, monkeypatch):
         ("GET", "/v1/completions", 405, "it takes POST"),
         ("PUT", "/v1/files", 405, "it takes GET, POST"),
         ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
-        ("POST", "/responses", 404, "did you mean /v1/responses?"),
+        ("POST", "/v1/response", 404, "did you mean /v1/responses?"),
         ("POST", "/v1/v1/embeddings", 404, "did you mean /v1/embeddings?"),
         ("GET", "/secret-of-a-client", 404, "see /openapi.json"),
     ],

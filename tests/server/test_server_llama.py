@@ -161,3 +161,22 @@ def test_cohere_embeds(ask):
     assert (
         ask("/v2/embed", status=400, texts=DOCS, output_dimension=3)["param"] == "output_dimension"
     )
+
+
+def test_texts_as_objects_chosen_fields_and_counts(ask):
+    whole = ask("/completion")
+    assert ask("/completion", prompt={"prompt_string": "The cat"})["content"] == whole["content"]
+    both = ask("/completion", prompt=["The cat", {"prompt_string": "The cat"}])
+    assert both[0]["content"] == both[1]["content"] == whole["content"]
+    chosen = ask("/completion", response_fields=["content", "generation_settings/n_predict", "no"])
+    assert chosen == {"content": whole["content"], "generation_settings/n_predict": 4}
+    last = whole["content"][-1]
+    assert last not in ask("/completion", logit_bias=[[last, False]])["content"]
+    assert last not in ask("/completion", logit_bias={last: -100})["content"]
+    refused = {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}
+    assert ask.http.post("/completion", json=refused).status_code == 400
+    one = ask("/completion", n_predict=1)["timings"]
+    assert (one["predicted_n"], one["predicted_per_second"]) == (1, 0.0)
+    said = {"messages": SAID}
+    counted = ask.http.post("/chat/completions/input_tokens", json=said).json()["input_tokens"]
+    assert counted > 2

@@ -96,6 +96,68 @@ def test_bad_objectives(tmp_path, capsys, words, named):
     assert named in capsys.readouterr().err
 
 
+@pytest.fixture
+def composed(folder, capsys):
+    words = ["monitoring", str(folder), "--compose", "--target", "llm.example:80", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["compose"].endswith("compose.monitoring.yaml")
+    return folder, yaml.safe_load((folder / "compose.monitoring.yaml").read_text())
+
+
+def test_containers_get_the_files_where_they_look_for_them(composed):
+    folder, found = composed
+    mounted = {}
+    for service in found["services"].values():
+        assert re.fullmatch(r"[\w./]+:v?\d+\.\d+\.\d+", service["image"])
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service["volumes"]:
+            source, target = volume.split(":")[:2]
+            if source.startswith("./"):
+                assert (folder / source).is_file()
+                mounted[target] = folder / source
+            else:
+                assert source in found["volumes"]
+    assert not re.search("password|secret", json.dumps(found), re.I)
+    prometheus = yaml.safe_load(mounted["/etc/prometheus/prometheus.yml"].read_text())
+    assert prometheus["scrape_configs"][0]["static_configs"] == [{"targets": ["llm.example:80"]}]
+    for name in prometheus["rule_files"]:
+        assert f"/etc/prometheus/{name}" in mounted
+    places = "/etc/grafana/provisioning"
+    (source,) = yaml.safe_load(mounted[f"{places}/datasources/slipstream.yml"].read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["type"] == board()["templating"]["list"][0]["query"]
+    (provider,) = yaml.safe_load(mounted[f"{places}/dashboards/slipstream.yml"].read_text())[
+        "providers"
+    ]
+    boards = [target for target in mounted if target.startswith(provider["options"]["path"] + "/")]
+    assert [json.loads(mounted[target].read_text()) for target in boards] == [board()]
+    grafana = found["services"]["grafana"]["environment"]
+    assert grafana["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == boards[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--target", "a:1"], "--compose"), (["--compose", "--target", "http://a"], "HOST:PORT")],
+)
+def test_a_target_that_is_none_is_refused(tmp_path, capsys, words, said):
+    assert main(["monitoring", str(tmp_path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@needs_promtool
+def test_promtool_accepts_the_configuration(composed):
+    folder, _ = composed
+    told = subprocess.run(
+        ["promtool", "check", "config", "prometheus.yml"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
 @needs_promtool
 def test_promtool_accepts_the_rules(folder):
     told = subprocess.run(

@@ -554,7 +554,14 @@ def test_responses_name_a_picture_by_its_item_and_part(server):
         assert answer.json()["error"]["param"] == "previous_response_id[0]"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_vl",
+        "gemma4",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "mistral3")),
+    ],
+)
 def test_families_see_through_every_protocol(family, tmp_path):
     from slipstream import AsyncLLM
 

@@ -13,6 +13,7 @@ from slipstream.config.forms import ModelDrafts
 from slipstream.core.participants.speculation import Speculation
 from slipstream.costs.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
 from slipstream.messages.steps import FROM_MODEL, ScheduledRequest
+from slipstream.platform import platform_of
 from slipstream.worker.draft.head_drafter import HeadChain
 from slipstream.worker.draft.model import DraftModel
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
@@ -103,6 +104,7 @@ def test_what_a_chain_covers(first, keeps, computed, num_drafts, num_seqs, cover
     of = types.SimpleNamespace
     rows = of(
         device=torch.device("cpu"),
+        platform=platform_of(torch.device("cpu")),
         capacity=8,
         rows={str(i): of(num_drafted=0) for i in range(num_seqs)},
     )
@@ -201,11 +203,9 @@ def proposals(
             for s in plan.scheduled:
                 if own := [next(drafts) for _ in s.drafts]:
                     found[s.request_id, s.num_computed_tokens] = own
-            if drafted and draft.has_kept_drafts(drafted, rows):
+            if drafted and (of_kept := draft.kept_drafts(drafted, rows)) is not None:
                 kept.append(len(drafted))
-                assert (
-                    draft.kept_drafts(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
-                )
+                assert of_kept().tolist() == draft.tokens_of(drafted, rows).tolist()
             return drafted
 
         draft.write_drafts = noted

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import LLM, BeamSearchParams, SamplingParams
+from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from slipstream.config.forms import DealtRequests, OneDevice, Pipeline
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
@@ -28,7 +28,7 @@ from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
-from slipstream.worker.graphs import ladder
+from slipstream.worker.graphs import ladder, step_ends
 from slipstream.worker.graphs import step_graphs as module
 from slipstream.worker.graphs.graph_inputs import (
     AdapterInput,
@@ -117,8 +117,8 @@ def recorded(work):
 class Ends(StepEnds):
     """They keep of each step: the tokens that are wanted, the room of the step's graph, and whether an end had them."""
 
-    def run(self, sampled, room):
-        found = super().run(sampled, room)
+    def run(self, sampled, room, mask=None):
+        found = super().run(sampled, room, mask)
         ran = len(sampled.rows), room, found is not None
         self.__dict__.setdefault("ran", []).append(ran)
         return found
@@ -174,6 +174,30 @@ def test_allowed_tokens_and_samplers_of_their_own_end_op_by_op(tmp_path):
         assert 10 <= sum(not done for count, _, done in ends.ran if count <= 8) <= 20 + 6
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("most", [128, 1])
+def test_steps_of_grammars_end_in_graphs_unless_their_masks_are_too_many(
+    tmp_path, monkeypatch, drafts, most
+):
+    monkeypatch.setattr(step_ends, "MAX_MASKS", most)
+    one = StructuredOutputsParams(regex="[a-h]{30,}")
+    other = StructuredOutputsParams(json={"type": "array", "items": {"enum": ["he", 12]}})
+    sampling = [
+        dataclasses.replace(DRAWN, structured_outputs=one),
+        PLAIN,
+        dataclasses.replace(PLAIN, structured_outputs=other, logprobs=3),
+        dataclasses.replace(DRAWN, structured_outputs=other, presence_penalty=0.5, max_tokens=9),
+        DRAWN,
+    ]
+    found, ends = ended(tmp_path, sampling, drafts, tokenizer=True)
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    ours, theirs = ([each for _, logprobs in way for each in told(logprobs)] for way in found)
+    assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], abs=1e-5)
+    done = [done for count, room, done in ends.ran if count <= 8 <= room]
+    assert all(done) == (most == 128)
+    assert any(kind.masked for _, kind in ends._captured)
+
+
 def told(logprobs):
     """Each token and rank of log-probabilities, in order, with its number."""
     for position in logprobs or ():
@@ -181,9 +205,10 @@ def told(logprobs):
             yield (x.token_id, x.rank, x.token, x.token_bytes), x.logprob
 
 
-def ended(folder, sampling, drafts):
+def ended(folder, sampling, drafts, *, tokenizer=False):
     """Answers of two rounds, by ends op by op and by graphs; these ends."""
-    tiny_models.write(folder, "llama")
+    (tiny_models.write_with_tokenizer if tokenizer else tiny_models.write)(folder, "llama")
+    own = {"skip_tokenizer_init": not tokenizer}
     more = {
         "max_num_batched_tokens": 80,
         "speculative_config": {"method": "suffix", "num_speculative_tokens": 5},
@@ -193,7 +218,7 @@ def ended(folder, sampling, drafts):
     ]
     found = []
     for ends in (False, True):
-        with LLM(str(folder), **SETTINGS | (more if drafts else {})) as llm:
+        with LLM(str(folder), **SETTINGS | own | (more if drafts else {})) as llm:
             runner = llm.core.executor.runner
             runner.graphs = replay(runner, ends)
             answers = [o.outputs[0] for _ in range(2) for o in llm.generate(given, sampling)]

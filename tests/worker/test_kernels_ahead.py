@@ -93,7 +93,10 @@ print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n 
 """
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+OTHERS = [pytest.param(capability, marks=pytest.mark.slow) for capability in ((8, 0), (10, 0))]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), *OTHERS], ids=str)
 def test_kernels_compiled_without_a_gpu_are_found_in_a_moved_folder(tmp_path, capability):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILED_AND_MOVED, str(tmp_path), json.dumps(capability)]

@@ -1,15 +1,24 @@
-"""How a child process ended, and the pause before it is started again."""
+"""Child processes: their input, how they ended, and the pause before they are started again."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections import deque
+from typing import IO
 
 MAX_DEATHS, WINDOW_S = 5, 60.0
 """Deaths within the window after which the parent gives up."""
 
 MAX_PAUSE_S = 30.0
+
+
+def stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    """The pipe to a process that was started with one. Our children end when it closes."""
+    if process.stdin is None:
+        raise ValueError("the process was started without a pipe to it")
+    return process.stdin
 
 
 def describe_exit(code: int) -> str:

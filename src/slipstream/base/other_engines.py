@@ -288,9 +288,6 @@ _BY_REASON: dict[str, str] = {
         safetensors_prefetch_block_size model_loader_extra_config ignore_patterns
         pt_load_map_location max_parallel_loading_workers
     """,
-    "leave it out: a fleet's gateway follows the caches itself (docs/fleet.md)": """
-        kv_events_config
-    """,
     "leave it out: each step's tokens are sent at once": """
         stream_interval sse_keep_alive_interval
     """,

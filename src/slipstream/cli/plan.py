@@ -30,6 +30,7 @@ from slipstream.cli.options import (
     add_engine_options,
     add_output_options,
     engine_args,
+    parse_bytes,
 )
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
@@ -37,7 +38,17 @@ from slipstream.hub import DEFAULT_MODEL
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"{MODEL_HELP} (default: {DEFAULT_MODEL}); several, NAME=MODEL or a folder of models: "
+        "the memory of each, which fit together, and the time of a swap",
+    )
+    parser.add_argument(
+        "--models-memory",
+        metavar="SIZE",
+        type=parse_bytes,
+        help="of several models together, such as 24GiB (default: most of what is free)",
     )
     group = parser.add_argument_group("traffic and objectives")
     group.add_argument(
@@ -111,8 +122,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.hub.several import named_models
     from slipstream.simulate.planning import PlanOptions, prepare
 
+    names = named_models(args.models or [DEFAULT_MODEL])
+    args.model = args.models[0] if args.models else DEFAULT_MODEL
+    if len(names) > 1 or list(names.values()) != [args.model] or args.models_memory is not None:
+        return run_several(args, names)
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
         raise ConfigError(
             "--gpu plans for other devices, --device and --measure for this machine; give one",
@@ -126,8 +142,9 @@ def run(args: argparse.Namespace) -> int:
             f"{option} belongs to --workload agents, and has no effect here; leave it out",
             field=given[0],
         )
-    settings, names = engine_args(args), [f.name for f in dataclasses.fields(PlanOptions)]
-    study = prepare(settings, PlanOptions(**{name: getattr(args, name) for name in names}))
+    settings = engine_args(args)
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(PlanOptions)}
+    study = prepare(settings, PlanOptions(**options))
     measured = None
     if args.measure:
         from slipstream.optimize.step_table import measure
@@ -152,6 +169,46 @@ def run(args: argparse.Namespace) -> int:
             print(f"\nwritten: {args.html}")
     if args.json:
         print_json(document)
+    return 0
+
+
+_OF_ONE = (
+    *("slo", "rate", "concurrency", "price", "html", "measure", "no_search", "draft_acceptance"),
+)
+
+
+def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
+    """The plan of several models, which is about memory alone."""
+    from slipstream.simulate.several import plan_models
+
+    if given := [name for name in _OF_ONE if getattr(args, name)]:
+        option = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"{option} belongs to the plan of one model; leave it out", field=given[0]
+        )
+    with phases(f"planning {len(names)} models"):
+        plan = plan_models(names, engine_args(args), args.gpu, args.models_memory)
+    if args.json:
+        print_json(plan)
+        return 0
+    gib = 2**30
+    for row in plan["models"]:
+        parts = [
+            ("memory, GiB", f"{row['total_bytes'] / gib:.2f}"),
+            *((name, f"{row[f'{name}_bytes'] / gib:.2f}") for name in ("weights", "kv", "rest")),
+            ("context", f"{row['max_model_len']:,} tokens"),
+            ("swapped in", f"{row['swap_s']:.2f} s (estimated)"),
+        ]
+        print_info(row["model"], parts)
+    print()
+    sets = [" + ".join(one) for one in plan["together"]]
+    shown_sets = [("together", one) for one in sets[:8]]
+    if len(sets) > 8:
+        shown_sets.append(("and", f"{len(sets) - 8} more"))
+    title = f"{plan['device']}: {plan['memory_bytes'] / gib:.2f} GiB for models"
+    print_info(title, [("all at once", "yes" if plan["all_fit"] else "no"), *shown_sets])
+    words = ["slipstream", "serve", *args.models, "--models-memory", str(plan["memory_bytes"])]
+    print(f"\n{shlex.join(words)}")
     return 0
 
 

@@ -31,8 +31,8 @@ from slipstream.kernels.weights.quantize import e2m1_codes
 from slipstream.model.load.checkpoint import place
 from slipstream.model.load.weights import transform
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
-from slipstream.model.stored.packing import pack_words, tensor_numbers, unpack_words
-from slipstream.model.stored.parts import expanded
+from slipstream.model.stored.packing import pack_words, tensor_numbers
+from slipstream.model.stored.parts import expanded, unpack_words
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.families.base import ROTARY_BUFFERS
 from slipstream.spec.families.names import canonical
@@ -118,7 +118,7 @@ class Names:
         with safe_open(file, framework="pt", device="cpu") as opened:
 
             def reader(name: str) -> Callable[[], Tensor]:
-                return lambda: opened.get_tensor(name).to(device)
+                return lambda: opened.get_tensor(name)
 
             given = [(n, tuple(opened.get_slice(n).get_shape()), reader(n)) for n in opened.keys()]  # noqa: SIM118
 
@@ -134,7 +134,9 @@ class Names:
                     continue  # scales of inputs and of the cache
                 if at.target not in found:
                     found[at.target] = torch.empty(self.shapes[at.target], device=device)
-                place(found[at.target], at).copy_(transform(read().float(), at.transform))
+                place(found[at.target], at).copy_(
+                    transform(read().to(device).float(), at.transform)
+                )
         return found
 
     def read_grids(
@@ -164,8 +166,8 @@ class Names:
                 grid = found[at.target]
                 place(grid.scales, at).copy_(transform(scales, at.transform))
                 if grid.zeros is not None:
-                    words = opened.get_tensor(f"{module}.weight_zero_point").T.contiguous()
-                    zeros = unpack_words(words, fmt.bits, len(scales)).T
+                    words = opened.get_tensor(f"{module}.weight_zero_point").T.numpy()
+                    zeros = torch.from_numpy(unpack_words(words, fmt.bits, len(scales))).T
                     turned = None if isinstance(at.transform, Scale) else at.transform
                     place(grid.zeros, at).copy_(transform(zeros, turned))
         return found

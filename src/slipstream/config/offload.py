@@ -8,12 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from slipstream.config.forms import (
-    HostExperts,
-    InMemory,
-    Offload,
-    StreamedLayers,
-)
+from slipstream.config.forms import HostExperts, InMemory, Offload, StreamedLayers
 from slipstream.config.settings import (
     GPU_MEMORY_SHARE,
     DeviceInfo,

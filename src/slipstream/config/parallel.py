@@ -18,7 +18,6 @@ from slipstream.config.settings import DeviceInfo, EngineArgs, num_ranks, split_
 from slipstream.errors import ConfigError
 from slipstream.spec.parallel import SplitUnits, check_split, even_stages
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
-from slipstream.spec.stored.gguf import TYPES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -192,12 +191,11 @@ def _units(
         attention += [unit] if ".attention." in name or ".recurrent." in name else []
         mlp += [] if ".attention." in name else [unit]
     if model.gguf is not None and model.family.gguf is not None:
-        sizes = {quant.name: quant.block_size for quant in TYPES.values()}
         for name, place in model.family.gguf.names(model.spec).items():
             if name in model.gguf.tensors and place.target.endswith(
                 (".out.weight", ".down.weight")
             ):
-                unit = sizes.get(model.gguf.tensors[name].type, 1)
+                unit = model.gguf.tensors[name].quant.block_size
                 of_heads = place.target.endswith(".out.weight")
                 attention += [unit] if of_heads else []
                 mlp += [unit] if not of_heads or ".recurrent." in place.target else []

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
@@ -25,6 +25,7 @@ from slipstream.config.scheduling import scheduling_section
 from slipstream.config.sections import (
     STATES_TO_FIT,
     CacheConfig,
+    CacheEventSettings,
     DeviceConfig,
     EngineConfig,
     ImageSettings,
@@ -47,7 +48,8 @@ from slipstream.errors import ConfigError
 from slipstream.spec.cache import attention_depth, state_interval
 from slipstream.spec.devices.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.scheme import GPU_BLOCK_BYTES, NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
+from slipstream.spec.stored.gguf_types import FORMS as GGUF_FORMS
 from slipstream.spec.stored.native_formats import is_product
 
 if TYPE_CHECKING:
@@ -254,8 +256,31 @@ def _cache_section(
         state_slots=_state_slots(args, spec),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], KV_BYTES[kv_dtype]),
         attention_tokens=attention_depth(spec),
+        events=_cache_events(args.kv_events_config, prefixes),
     )
     return config, chosen.origins
+
+
+def _cache_events(given: dict[str, Any] | None, prefixes: bool | None) -> CacheEventSettings | None:
+    """The settings of vLLM's kv_events_config that have an effect here. ConfigError names others."""
+    if given is None:
+        return None
+    fields = {"enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "", "topic": ""}
+    for name, value in given.items():
+        wrong = type(value) is not type(fields[name]) if name in fields else value is not None
+        if wrong or (name == "publisher" and value not in ("zmq", "null")):
+            known = 'enable_kv_cache_events (true or false), publisher ("zmq" or "null"), endpoint and topic (texts)'
+            raise ConfigError(
+                f"kv_events_config: {name}={value!r} has no effect here; it takes {known}",
+                field="kv_events_config",
+            )
+    found = fields | {k: v for k, v in given.items() if k in fields}
+    if not found["enable_kv_cache_events"] or found["publisher"] == "null":
+        return None
+    if not prefixes:
+        message = "kv_events_config tells of the prefix cache; it needs enable_prefix_caching"
+        raise ConfigError(message, field="kv_events_config")
+    return CacheEventSettings(**{k: str(found[k]) for k in ("endpoint", "topic") if found[k]})
 
 
 INT4_HEAD_DIMS = (32, 64, 128, 256, 512)
@@ -560,7 +585,7 @@ def _parameters_of_4_bits(
             if fmt.product in FOUR_BITS and ".experts." not in name
         )
     scheme = None if quantization is None else SCHEMES[quantization]
-    if scheme is None and model.gguf_type in GPU_BLOCK_BYTES:
+    if scheme is None and model.gguf_type in GGUF_FORMS:
         own = (n for n in model.shapes if is_product(n) and ".experts." not in n)
         return sum(math.prod(model.shapes[name]) for name in own)
     if scheme is None or scheme.experts_only or scheme.name not in FOUR_BITS:

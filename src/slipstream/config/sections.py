@@ -65,6 +65,14 @@ STATES_TO_FIT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEventSettings:
+    """Address and topic of published news of the prefix cache (`engine/kv_events.py`)."""
+
+    endpoint: str = "tcp://*:5557"
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     dtype: KVDType
     block_size: int
@@ -81,6 +89,7 @@ class CacheConfig:
     state_interval: int = 0  # tokens of a prompt between kept states
     eviction: str = "value"  # or "lru"
     attention_tokens: float = math.inf  # `spec.cache.attention_depth`
+    events: CacheEventSettings | None = None  # None: nobody is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

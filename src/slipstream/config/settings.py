@@ -162,6 +162,12 @@ class EngineArgs:
     kv_disk_path: str | None = setting(
         None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
     )
+    kv_events_config: dict[str, Any] | None = setting(
+        None,
+        'publish what the prefix cache holds, as vLLM does, such as {"enable_kv_cache_events": true}; docs/containers.md',
+        unset="off",
+        rare=True,
+    )
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
     cache_eviction: str = setting(
         "value",

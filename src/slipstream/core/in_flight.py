@@ -13,7 +13,6 @@ A result has the tokens of each request that sampled. For each request, in this 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from slipstream.core.extras import Extras, outputs_without_tokens
@@ -28,14 +27,16 @@ from slipstream.messages.steps import StepPlan, StepResult
 
 
 class InFlight(NamedTuple):
-    """A scheduled step: the requests that sample, their numbers of guesses, and certain tokens."""
+    """A scheduled step: the requests that sample, their numbers of guesses, and certain tokens. The
+    results of those that are `dropped` don't count."""
 
-    requests: Sequence[Request] = ()
-    guesses: Mapping[Request, int] = MappingProxyType({})
-    certain: Mapping[Request, tuple[int, ...]] = MappingProxyType({})
+    requests: Sequence[Request]
+    guesses: Mapping[Request, int]
+    certain: Mapping[Request, tuple[int, ...]]
+    dropped: set[Request]
 
 
-NOTHING = InFlight()
+NOTHING = InFlight((), {}, {}, set())
 
 
 class StepsInFlight:
@@ -56,11 +57,9 @@ class StepsInFlight:
         self.last_id = 0
         self.num_certain = 0  # certain tokens in all results so far
         self.participants = participants
-        self._requests, self._tiers, self._block_size = (
-            requests,
-            requests.kv.tiers,
-            requests.kv.block_size,
-        )
+        self._requests = requests
+        self._tiers = requests.kv.tiers
+        self._block_size = requests.kv.block_size
         self._pace, self._clock = pace, clock
 
     @property
@@ -87,7 +86,7 @@ class StepsInFlight:
             prompts = sum(s.num_tokens for s in step.prompts)
             self._tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
         self.by_id[self.last_id] = InFlight(
-            step.sampled_decodes + step.sampled_prompts, step.guesses, step.certain
+            step.sampled_decodes + step.sampled_prompts, step.guesses, step.certain, set()
         )
 
     def forget(self) -> None:
@@ -103,14 +102,13 @@ class StepsInFlight:
         if self._tiers is not None:
             self._tiers.rates.ended(plan.step_id, self._clock())
         outputs: list[StepOutput] = []
-        step, extras = (
-            self.by_id.pop(plan.step_id, NOTHING),
-            Extras(result.extras) if result.extras else None,
-        )
+        step = self.by_id.pop(plan.step_id, NOTHING)
+        extras = Extras(result.extras) if result.extras else None
         size, finish, now = self._block_size, self._requests.finish, self._clock()
         is_plain = extras is None and not step.guesses and not step.certain
+        dropped = step.dropped
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
-            if request.status is Status.FINISHED:
+            if request.status is Status.FINISHED or (dropped and request in dropped):
                 continue
             known, request_id = request.token_ids, request.request_id
             before = len(known)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 from math import inf
 from typing import Protocol
 
@@ -35,6 +36,9 @@ RUNNING_SHARE = 1 / 3
 PATIENCE_S = 10.0
 """Seconds within which a pausing session is worth waiting for; shorter waits of requests hardly count."""
 
+MAX_TURNS = 4
+"""Turns of a session from which on it is not behind or ahead of others."""
+
 MAX_COMPARED, MAX_OWNERS = 256, 32
 """Maximum number of requests that are compared for a step, and of owners that share it equally."""
 
@@ -49,6 +53,10 @@ class AdmissionPolicy(Protocol):
 
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         """Return whether `request`, the first in the queue, may join now."""
+        ...
+
+    def is_crowded(self, waiting: WaitingQueue) -> bool:
+        """Return whether the waiting requests need more blocks than running ones leave."""
         ...
 
     def admitted(self, request: Request) -> None: ...
@@ -66,6 +74,9 @@ class InFlightPolicy:
 
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         return True
+
+    def is_crowded(self, waiting: WaitingQueue) -> bool:
+        return False
 
     def admitted(self, request: Request) -> None:
         pass
@@ -86,7 +97,8 @@ class CacheAware(InFlightPolicy):
     1. A request is *costly* if it lacks more than `COSTLY` of the cache's blocks, and would evict others for them.
        All others join in order.
     2. If the next in order is costly, its owner's other requests of equal priority are compared. Those that are
-       not costly go first, then the one that has waited longest for what it lacks (highest response ratio next).
+       not costly go first, then the one that has waited longest for what it lacks (highest response ratio next). A
+       session's n-th turn counts as 1/n of that, up to `MAX_TURNS`: so sessions get on alike, and end alike.
     3. A costly one joins if nothing runs, if running requests then hold at most `RUNNING_SHARE` of the blocks, or if it
        evicts only what is not expected back within `PATIENCE_S`. Otherwise, the next owners' requests may join.
     4. The first in order is overtaken at most `MAX_OVERTAKES` times. Then, or when half of the time to its deadline
@@ -111,7 +123,7 @@ class CacheAware(InFlightPolicy):
             return head
         if now < self._closed_until and waiting.num_pushed == self._num_pushed:
             return None
-        heads = [x for x in waiting.heads()[:MAX_OWNERS] if x.order[0] == head.order[0]]
+        heads = [x for x in waiting.heads(MAX_OWNERS) if x.order[0] == head.order[0]]
         for other in heads:
             best = self._best(waiting.beside(other, MAX_COMPARED // len(heads)), now)
             if best is not None:
@@ -119,13 +131,23 @@ class CacheAware(InFlightPolicy):
         self._closed_until, self._num_pushed = now + RECHECK_S, waiting.num_pushed
         return None
 
+    def is_crowded(self, waiting: WaitingQueue) -> bool:
+        if self._head is not None:
+            return True
+        num_blocks = sum(len(r.block_keys) for r in islice(waiting, MAX_COMPARED))
+        return num_blocks > sum(kv.pool.num_free for kv in self._kvs)
+
     def admitted(self, request: Request) -> None:
         head = self._head
-        if head is not None and head is not request and request.spec.parent is None:
+        if head is request:
+            self._head = None
+        elif head is not None and request.spec.parent is None:
             head.num_overtaken += 1
         self._closed_until = -inf
 
     def finished(self, request: Request) -> None:
+        if request is self._head:
+            self._head = None
         self._closed_until = -inf
 
     def _best(self, requests: Sequence[Request], now: float) -> Request | None:
@@ -134,7 +156,7 @@ class CacheAware(InFlightPolicy):
         for request in requests:
             lacking = self._lacking(request)
             free = not self._is_costly(lacking) or self._is_due(request, now)
-            ratio = 0.0 if free else (now - request.spec.arrival + PATIENCE_S) / lacking
+            ratio = 0.0 if free else self._urgency(request, now) / lacking
             merits = free, ratio, [-part for part in request.order], request, lacking
             if found is None or merits > found:
                 found = merits
@@ -142,6 +164,12 @@ class CacheAware(InFlightPolicy):
             return None
         free, _, _, request, lacking = found
         return request if free or self._has_room(lacking) else None
+
+    def _urgency(self, request: Request, now: float) -> float:
+        """How long a request has waited, weighed so that sessions get on alike: more for those with few turns."""
+        assert request.session is not None
+        num_turns = min(request.session.num_turns, MAX_TURNS)
+        return (now - request.spec.arrival + PATIENCE_S) / num_turns
 
     def _lacking(self, request: Request) -> int:
         """Number of blocks of a request's tokens that are not cached. A block is cached after those before it."""

@@ -12,6 +12,10 @@ This is the virtual token counter of Sheng et al., "Fairness in Serving Large La
 nobody saves up turns. While two owners both have requests waiting, their weighted served tokens
 differ by at most twice what can be in flight at once.
 
+A heap has an entry of each owner with the rank of its first request. Ranks only grow, except by a
+push, which makes a new entry. So an entry is set right when it comes to the top, and a step's time
+does not depend on how many owners wait.
+
 The queue is in the engine, not in the front ends, because requests of all front ends meet only
 here.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import count
 from typing import TypeAlias
 
 from slipstream.core.request import Request, Status
@@ -30,19 +35,30 @@ _MAX_IDLE = 1024
 
 _NOBODY = Share("")
 _Heap: TypeAlias = list[tuple[tuple[int, float, int], Request]]
+_Rank: TypeAlias = tuple[int, float, tuple[int, float, int]]
 
 
 class Account:
     """Served tokens and open requests of one owner."""
 
-    __slots__ = ("num_requests", "served", "waiting", "weight")
+    __slots__ = ("entry", "num_requests", "served", "waiting", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight, self.served, self.num_requests = weight, 0.0, 0
-        self.waiting: _Heap = []  # may contain ended requests; `first` drops them
+        self.waiting: _Heap = []  # may contain ended requests; `rank` drops them
+        self.entry: tuple[_Rank, int, Account] | None = (
+            None  # the one in the queue's heap that counts
+        )
 
     def charge(self, num_tokens: int) -> None:
         self.served += num_tokens / self.weight
+
+    def rank(self) -> _Rank | None:
+        """Rank of the first waiting request. None if there is none."""
+        heap = self.waiting
+        while heap and heap[0][1].status is not Status.WAITING:
+            heapq.heappop(heap)
+        return (heap[0][0][0], self.served, heap[0][0]) if heap else None
 
 
 class WaitingQueue:
@@ -50,6 +66,10 @@ class WaitingQueue:
         self._accounts: dict[str, Account] = {}
         # accounts with waiting requests, and perhaps some without; `first` drops those
         self._asking: dict[Account, None] = {}
+        self._ranked: list[
+            tuple[_Rank, int, Account]
+        ] = []  # heap of their entries, and of older ones
+        self._number = count()
         self.num_pushed = 0  # requests that began to wait, ever
 
     def enter(self, request: Request) -> None:
@@ -78,37 +98,60 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         assert request.account is not None
-        heapq.heappush(request.account.waiting, (request.order, request))
-        self._asking[request.account] = None
+        account = request.account
+        account.rank()
+        heapq.heappush(account.waiting, (request.order, request))
+        self._asking[account] = None
         self.num_pushed += 1
+        if account.waiting[0][1] is request or account.entry is None:
+            self._enter_rank(account)
+            if len(self._ranked) > 64 + 2 * len(self._asking):
+                self._ranked[:] = [entry for entry in self._ranked if entry[2].entry is entry]
+                heapq.heapify(self._ranked)
 
-    def _ranked(self) -> Iterator[tuple[tuple[int, float, tuple[int, float, int]], Request]]:
-        """The first request of each owner, with its rank among them."""
-        for account in list(self._asking):
-            heap = account.waiting
-            while heap and heap[0][1].status is not Status.WAITING:
-                heapq.heappop(heap)
-            if heap:
-                order = heap[0][0]
-                yield (order[0], account.served, order), heap[0][1]
-            else:
-                del self._asking[account]
+    def _enter_rank(self, account: Account) -> None:
+        rank = account.rank()
+        if rank is None:
+            account.entry = None
+            del self._asking[account]
+        else:
+            account.entry = rank, next(self._number), account
+            heapq.heappush(self._ranked, account.entry)
+
+    def _first(self) -> Account | None:
+        """The account whose turn it is. Its entry is the top of the heap."""
+        while self._ranked:
+            entry = self._ranked[0]
+            account = entry[2]
+            if account.entry is entry and account.rank() == entry[0]:
+                return account
+            heapq.heappop(self._ranked)
+            if account.entry is entry:
+                self._enter_rank(account)
+        return None
 
     def first(self) -> Request | None:
         """Return the next request without removing it."""
-        found = min(self._ranked(), default=None)
-        return None if found is None else found[1]
+        account = self._first()
+        return None if account is None else account.waiting[0][1]
 
-    def heads(self) -> list[Request]:
-        """Return the first request of each owner, in the order of their turns."""
-        return [request for _, request in sorted(self._ranked())]
+    def heads(self, most: int) -> list[Request]:
+        """Return the first requests of at most so many owners, in the order of their turns."""
+        found: list[Account] = []
+        while len(found) < most and (account := self._first()) is not None:
+            heapq.heappop(self._ranked)
+            found.append(account)
+        for account in found:
+            assert account.entry is not None
+            heapq.heappush(self._ranked, account.entry)
+        return [account.waiting[0][1] for account in found]
 
-    def beside(self, request: Request, count: int) -> list[Request]:
-        """Return waiting requests with the owner and the priority of `request`, out of the first `count` or so."""
+    def beside(self, request: Request, most: int) -> list[Request]:
+        """Return waiting requests with the owner and the priority of `request`, out of the first `most` or so."""
         assert request.account is not None
         return [
             other
-            for order, other in request.account.waiting[:count]
+            for order, other in request.account.waiting[:most]
             if other.status is Status.WAITING and order[0] == request.order[0]
         ]
 

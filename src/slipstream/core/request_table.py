@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import replace
+from operator import attrgetter
 
 from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.cache.shared_blocks import share_prompt
@@ -31,6 +31,8 @@ from slipstream.messages.outputs import EngineOutput, TokenOutput
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import TableUpdate
 from slipstream.messages.texts import VectorOutput
+
+_ORDER = attrgetter("order")
 
 
 class RequestTable:
@@ -108,19 +110,6 @@ class RequestTable:
             if request.status is Status.WAITING:
                 self.wait(request)
 
-    def unmask(self, request_id: str) -> None:
-        """Sample without masks from the next step on, for a request whose budget of reasoning is
-        over. Nothing guides it any more, unless the states of its layers are laid out for that."""
-        request = self.by_id.get(request_id)
-        if request is None:
-            return
-        sampling = replace(request.spec.sampling, thinking_token_budget=None)
-        request.spec = replace(request.spec, sampling=sampling)
-        if request.kv.states is None:
-            request.guide = None
-        if request.in_worker:
-            self.unmasked.append(request_id)
-
     def drop_waiting_blocks(self, kv: KVCacheManager) -> bool:
         """Release the blocks of `kv` that waiting requests hold. True if there were any."""
         dropped = kv.tiers is not None and kv.tiers.give_way()
@@ -156,12 +145,12 @@ class RequestTable:
         request.kv.num_running += 1
         for part in request.participants:
             part.started(request)
-        insort(self.running, request, key=_order)
+        insort(self.running, request, key=_ORDER)
         self.policy.admitted(request)
 
     def _stop(self, request: Request) -> None:
         """Remove a request from the running ones."""
-        del self.running[bisect_left(self.running, request.order, key=_order)]
+        del self.running[bisect_left(self.running, request.order, key=_ORDER)]
         request.kv.num_running -= 1
         for part in request.participants:
             part.stopped(request)
@@ -227,7 +216,3 @@ class RequestTable:
             ):
                 outputs.append(self.finish(request, FinishReason.DEADLINE))
         return outputs
-
-
-def _order(request: Request) -> tuple[int, float, int]:
-    return request.order

@@ -49,13 +49,14 @@ that share a prompt stay on one rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress, islice
+from collections.abc import Callable, Iterable
+from itertools import chain, compress
 from operator import countOf, not_
 from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.batched import make_policy
+from slipstream.core.behind import tokens_behind
 from slipstream.core.cache.block_pool import BlockPool
 from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.cache.sessions import Sessions
@@ -70,6 +71,7 @@ from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers.block_store import BlockStore
+from slipstream.core.tiers.returning import prefetch
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.messages.finish_reason import FinishReason
@@ -84,10 +86,8 @@ COPYING_S = 0.001
 WATERMARK = 0.01
 """Share of blocks kept free when a request joins others, so that it is not preempted at once."""
 
-
 MAX_PASSED_BY = 128
 """Maximum number of such requests that are passed by in one step."""
-
 
 MAX_ADOPTED, ENOUGH_TOKENS = 8192, 512
 """Cached blocks that one step's new requests take over, and prompt tokens after which the rest wait for the next step.
@@ -97,8 +97,11 @@ others. Fewer tokens than these would not keep it busy.
 """
 
 
-SHARE_BEHIND, MAX_BEHIND = 0.5, 16
-"""Share of a step's prompt tokens for short prompts behind a long one, and how many of the waiting ones are looked at."""
+CROWDED_CHUNKS = 2
+"""Chunks of prompts next to decodes while waiting requests need more of the cache than is free.
+
+Then requests join when others end, so large steps of prompts alone are followed by steps of decodes alone. It takes less
+time to compute both together."""
 
 
 P = TypeVar("P", bound=Participant)
@@ -143,12 +146,10 @@ class Scheduler:
         self.kv = self.kvs[0]
         self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling, self.kvs)
-        self._pace = (
-            None
-            if scheduling.target_itl_ms is None
-            else Pace(scheduling.target_itl_ms / 1e3, padded)
-        )
+        objective = scheduling.target_itl_ms
+        self._pace = None if objective is None else Pace(objective / 1e3, padded)
         self._guesses_ahead = guesses_ahead
+        self._most_guesses = most_guesses
         self.pipeline_steps = scheduling.pipeline_steps
         self._clock = clock
         self.participants = list(participants)
@@ -282,7 +283,7 @@ class Scheduler:
             if request.status is Status.LOADING:
                 self.requests.wait(request)
         spare = self.watermark if self.requests.by_id else 0
-        self.kv.prefetch(spare)
+        prefetch(self.kv, spare)
         self.tiers.store(self.in_flight.last_ended, spare, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ class Scheduler:
 
     def _place_prompts(self, step: StepBuilder, unfinished: list[Request], now: float) -> None:
         """Schedule prompts, those that are `unfinished` first, and admit requests."""
-        if unfinished and (behind := self._tokens_behind(step, unfinished)):
+        if unfinished and (behind := tokens_behind(self, step, unfinished)):
             kept = step.budget.left - behind
             step.budget.take_others(kept)
             is_long = [r.num_tokens - r.num_computed_tokens > behind for r in unfinished]
@@ -354,10 +355,11 @@ class Scheduler:
         self, step: StepBuilder, num_decodes: int, unfinished: list[Request]
     ) -> None:
         """Limit the step's budget to the prompt tokens allowed alongside `num_decodes` decodes."""
-        if self.scheduling.mixed_chunk is not None:
-            most = chunk_with_decodes(
-                num_decodes, self.scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
-            )
+        if (chunk := self.scheduling.mixed_chunk) is not None:
+            backlog = chain(unfinished, self.requests.waiting)
+            most = chunk_with_decodes(num_decodes, chunk, backlog)
+            if most is None and self.policy.is_crowded(self.requests.waiting):
+                most = max(CROWDED_CHUNKS * chunk, 2 * num_decodes)
             if most is not None:
                 step.budget.bound(most)
 
@@ -393,27 +395,6 @@ class Scheduler:
                 if self._make_room(step, kv) is request:
                     return
         self._place(step, request, 1 + len(added), added, is_certain)
-
-    def _tokens_behind(self, step: StepBuilder, unfinished: Sequence[Request]) -> int:
-        """Tokens of this step for short prompts behind one that takes many steps: `SHARE_BEHIND` at most.
-
-        So their first tokens do not wait for its end. All prompts together take as long as in order.
-        Those that wait must leave the blocks that the long one needs.
-        """
-        left, first, kv = step.budget.left, unfinished[0], unfinished[0].kv
-        most, rest = int(left * SHARE_BEHIND), first.num_tokens - first.num_computed_tokens
-        if rest <= left or not most:
-            return 0
-        found = [r.num_tokens - r.num_computed_tokens for r in unfinished[1:]]
-        free = kv.pool.num_free - self.watermark - kv.blocks_needed(rest)
-        rows = self.scheduling.max_num_seqs - len(self.requests.running)
-        for request in islice(self.requests.waiting, min(MAX_BEHIND, rows)):
-            free -= kv.blocks_needed(request.num_tokens)
-            if free < 0:
-                break
-            cached = 0 if request.holds_blocks else request.kv.cached_prefix(request)[1]
-            found.append(request.num_tokens - max(cached, request.num_computed_tokens))
-        return min(most, sum(n for n in found if n <= most))
 
     def _schedule_prompts(self, step: StepBuilder, unfinished: Iterable[Request]) -> None:
         for request in unfinished:
@@ -651,24 +632,45 @@ class Scheduler:
         unmasked, requests.unmasked = requests.unmasked, []
         marks = tuple(mark for kv in self.kvs for mark in kv.planned(self.in_flight.last_id))
         shared: tuple[SharedPrefix, ...] = ()
-        if len(self.kvs) > 1:
-            of_ranks = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
-            pairs = tuple([copy for copy, _ in of_ranks])
-            ranks = tuple([rank for _, rank in of_ranks])
-            return step.plan(
-                self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked
-            )
-        if self.requests.num_joined:
+        if self.requests.num_joined and len(self.kvs) == 1:
             shared = shared_prefixes(
                 self.kv,
                 [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes],
             )
-        copies = self.kv.begin_copies()
-        return step.plan(self.in_flight.last_id, released, copies, shared, (), marks, unmasked)
+        copies = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
+        pairs = tuple([copy for copy, _ in copies])
+        ranks = tuple([rank for _, rank in copies]) if len(self.kvs) > 1 else ()
+        return step.plan(self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""
         return self.in_flight.ended(plan, result)
+
+    def may_take_back(self, share: ScheduledRequest) -> bool:
+        """Whether a request may compute the last token of its share of a step again. Not after a
+        prompt or guesses, nor where a step changes more than the cache's blocks."""
+        request = self.requests.by_id.get(share.request_id)
+        return (
+            request is not None
+            and request.status is Status.RUNNING
+            and request.kv.states is None
+            and not self._most_guesses
+            and not request.spec.sampling.by_chain
+            and share.num_tokens == share.num_sampled == 1
+            and share.num_computed_tokens >= request.num_prompt_tokens
+        )
+
+    def take_back(self, plan: StepPlan, shares: Iterable[ScheduledRequest]) -> None:
+        """Throw away what the newest step samples for some requests, which `may_take_back`.
+
+        They are held until they are released, and compute their last token again then.
+        """
+        for share in shares:
+            request = self.requests.by_id[share.request_id]
+            request.num_computed_tokens -= 1
+            request.num_pending -= 1
+            request.held = True
+            self.in_flight.by_id[plan.step_id].dropped.add(request)
 
     # --- Helpers ------------------------------------------------------------------------------------------------------
 
@@ -695,10 +697,8 @@ class Scheduler:
             request.kv.check_lease(request)
 
     def stats(self) -> SchedulerStats:
-        num_usable, num_free = (
-            sum(pool.num_usable for pool in self.pools),
-            sum(pool.num_free for pool in self.pools),
-        )
+        num_usable = sum(pool.num_usable for pool in self.pools)
+        num_free = sum(pool.num_free for pool in self.pools)
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,

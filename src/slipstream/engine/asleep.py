@@ -23,9 +23,8 @@ def build_core(
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
     """The core of an executor that was made by `args`."""
-    description = (
-        executor.description
-    )  # a compilation that is stuck holds what loads the tokenizer, and no weights
+    # a compilation that is stuck holds what loads the tokenizer, and no weights
+    description = executor.description
     if description.spec.is_encoder:
         return TextCore(executor)
     return DecoderCore(executor, lambda: load_tokenizer(args, description))

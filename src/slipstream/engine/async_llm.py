@@ -170,9 +170,8 @@ class AsyncLLM(OtherRequests):
 
         if sampling.structured_outputs is not None and self.tokenizer is not None:
             await check_in_thread(sampling.structured_outputs, options.client, options.cache_salt)
-        looks_at_all = (
-            INLINE_CHARS if sampling.dry_multiplier and sampling.takes("dry") else 0
-        )  # tokens of the vocabulary, for its sequence breakers
+        # tokens of the vocabulary, for its sequence breakers
+        looks_at_all = INLINE_CHARS if sampling.dry_multiplier and sampling.takes("dry") else 0
         request = await in_thread_if_long(
             prepare,
             num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all,
@@ -247,12 +246,10 @@ class AsyncLLM(OtherRequests):
     def core_ready(self, ready: Ready) -> None:
         """Take the settings and sizes of a core that has started or woken up."""
         self.config = resolved_config(self.args, self.description, ready)
-        self.ledger, self.phases, self.tiles, self.canary = (
-            ready.ledger,
-            ready.phases,
-            ready.tiles,
-            ready.canary,
-        )
+        self.ledger = ready.ledger
+        self.phases = ready.phases
+        self.tiles = ready.tiles
+        self.canary = ready.canary
         log_canary(self.canary)
         stages = ", ".join(f"{name} {s:.2f}" for name, s in self.phases.items() if s >= 0.01)
         logging.getLogger("slipstream.engine").info("seconds of the start: %s", stages)

@@ -304,10 +304,8 @@ class BeamSearches:
     def _choose(self, searches: Sequence[PromptSearch], g: int) -> None:
         """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the token's
         log-probability, less the token's cost. Of equal sums the first stays first."""
-        groups, (width, num_groups, eos) = (
-            [search.groups[g] for search in searches],
-            searches[0].kind,
-        )
+        groups = [search.groups[g] for search in searches]
+        width, num_groups, eos = searches[0].kind
         width //= num_groups
         num_top = num_wanted(groups[0].params, len(eos))
         rows = np.array([group.rows for group in groups])  # [R, B]

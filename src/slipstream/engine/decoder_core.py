@@ -16,6 +16,7 @@ from slipstream.engine.beams import BeamSearches
 from slipstream.engine.cache_news import CacheNews
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.kv_events import PublishingCacheEvents
 from slipstream.engine.listeners import JoiningTexts, MaskingGrammars, Searching
 from slipstream.engine.model_files import end_tokens
 from slipstream.engine.text.tokenizer import Tokenizer
@@ -62,7 +63,11 @@ class DecoderCore(EngineCore):
             Searching(self._searches, scheduler, self.add),
             JoiningTexts(self._texts),
         )
-        super().__init__(executor, scheduler, listeners)
+        events = config.cache.events
+        self._events = None if events is None else PublishingCacheEvents(events, scheduler)
+        super().__init__(executor, scheduler, (*listeners, *filter(None, (self._events,))))
+        if self._events is not None:
+            self._join(PublishingCacheEvents)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         self._stalled = False
@@ -89,6 +94,8 @@ class DecoderCore(EngineCore):
     def shutdown(self) -> None:
         super().shutdown()
         self.scheduler.close()
+        if self._events is not None:
+            self._events.close()
 
     def add_beams(self, request: BeamsRequest) -> None:
         self._join(Searching)
@@ -105,6 +112,9 @@ class DecoderCore(EngineCore):
     def unload_adapter(self, adapter_id: int) -> None:
         if self._adapters is None or adapter_id not in self._adapters.in_use():
             self.executor.unload_adapter(adapter_id)
+
+    def _waiting_adapters(self) -> tuple[str, ...]:
+        return () if self._adapters is None else self._adapters.waiting()
 
     @cached_property
     def cache_news(self) -> CacheNews:

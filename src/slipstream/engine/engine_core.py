@@ -40,7 +40,6 @@ from slipstream.worker.executor import Executor, Launched
 COMPILING_S = 0.001
 """Seconds between two looks whether a grammar is compiled, while there is nothing else to do."""
 
-
 LAST_BLOCKS = 128
 """Blocks that may be stored before the last answer is returned. The rest are stored after it, so
 that the answer does not wait for them. A prompt of 32,000 tokens leaves a thousand blocks, which
@@ -58,18 +57,15 @@ class EngineCore:
     ) -> None:
         self.executor, self.scheduler, self._all_listeners = executor, scheduler, listeners
         self._listeners: tuple[Listener, ...] = ()  # those that joined, in the order of all
-        self.description, self.config, self.ledger = (
-            executor.description,
-            executor.config,
-            executor.ledger,
-        )
+        self.description = executor.description
+        self.config = executor.config
+        self.ledger = executor.ledger
         self._has_stages = executor.config.parallel.num_stages > 1
         self._in_flight: deque[Launched] = deque()
         self._launched_at: deque[float] = deque()  # of those in flight
         self._planned: Plan | None = None  # and not launched yet
-        self._stalled = (
-            False  # the last look found nothing to compute; only news or time will change that
-        )
+        # the last look found nothing to compute; only news or time will change that
+        self._stalled = False
         self._started = self._last_step = time.monotonic()
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
@@ -210,6 +206,9 @@ class EngineCore:
         if wakeup is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
+    def _waiting_adapters(self) -> tuple[str, ...]:
+        return ()
+
     @cached_property
     def cache_news(self) -> CacheNews:
         """The prefix cache for who routes requests by what it holds. It stays empty here."""
@@ -264,5 +263,7 @@ class EngineCore:
             uptime_s=now - self._started,
             expert_load=self.executor.expert_load() if experts else (),
             adapters=self.executor.adapter_stats(),
+            waiting_adapters=self._waiting_adapters(),
+            block_size=self.config.cache.block_size,
             expert_balance=self.executor.expert_balance(),
         )

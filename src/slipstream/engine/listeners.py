@@ -19,7 +19,7 @@ from slipstream.messages.beams import LikeliestTokens
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput, tokens_of
 from slipstream.messages.requests import EngineRequest
-from slipstream.messages.steps import FROM_MODEL, StepPlan
+from slipstream.messages.steps import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.executor import Executor, Launched
 
 
@@ -63,18 +63,21 @@ class MaskingGrammars(Listener):
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
         self._grammars, self._scheduler, self._executor = grammars, scheduler, executor
+        self._forced = ForcedTokens(grammars.forced)
 
     def joined(self) -> None:
-        self._scheduler.join(ForcedTokens(self._grammars.forced))
+        self._scheduler.join(self._forced)
 
     @property
     def is_waiting(self) -> bool:  # type: ignore[override]
-        return self._grammars.is_compiling
+        return self._grammars.is_compiling or self._grammars.is_late
 
     def prepare(self) -> list[EngineOutput]:
-        """Let requests run whose grammars are compiled now."""
+        """Let requests run whose grammars are compiled, or whose late masks are there, now."""
         outputs: list[EngineOutput] = []
-        for request_id, error in self._grammars.compiled() if self.is_waiting else ():
+        for request_id in self._grammars.arrived() if self._grammars.is_late else ():
+            self._scheduler.requests.release(request_id)
+        for request_id, error in self._grammars.compiled() if self._grammars.is_compiling else ():
             if error is None:
                 self._scheduler.requests.release(request_id)
             else:
@@ -92,8 +95,10 @@ class MaskingGrammars(Listener):
                 name: tuple(next(proposed) if t == FROM_MODEL else t for t in own)
                 for name, own in drafts.items()
             }
-        mask, ended = self._grammars.masks(step.plan, drafts)
+        late: list[ScheduledRequest] = []
+        mask, ended = self._grammars.masks(step.plan, drafts, self._scheduler.may_take_back, late)
         self._executor.constrain(step, mask)
+        self._scheduler.take_back(step.plan, late)
         return [
             output for request_id, error in ended.items() for output in self._end(request_id, error)
         ]
@@ -141,7 +146,7 @@ class MaskingGrammars(Listener):
                     self._end(output.request_id, None)
                 elif self._grammars.is_over(output.request_id):
                     self._grammars.forget([output.request_id])
-                    self._scheduler.requests.unmask(output.request_id)
+                    self._forced.unmask(output.request_id)
         return found
 
     def _end(

@@ -118,11 +118,9 @@ def _takes(
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         signature = inspect.signature(settings)
-        made.__name__, made.__qualname__, made.__module__ = (
-            init.__name__,
-            init.__qualname__,
-            init.__module__,
-        )
+        made.__name__ = init.__name__
+        made.__qualname__ = init.__qualname__
+        made.__module__ = init.__module__
         made.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[own, *signature.parameters.values()], return_annotation=None
         )
@@ -239,11 +237,10 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("give either prompts or prompt_token_ids", field="prompts")
-        if prompt_token_ids is not None:
-            lists: list[Any] = list(prompt_token_ids)
+        if prompts is None:
+            lists: list[Any] = list(prompt_token_ids or ())
             lists = [lists] if lists and isinstance(lists[0], int) else lists
             prompts = [{"prompt_token_ids": ids} for ids in lists]
-        assert prompts is not None
         prompts = _listed(prompts)
         shown = progress if use_tqdm is None else use_tqdm
         options = [
@@ -286,10 +283,8 @@ class LLM:
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
-        offered, formats = (
-            offer(tools, tool_choice, parallel_tool_calls),
-            Formats(tool_call_parser, reasoning_parser),
-        )
+        offered = offer(tools, tool_choice, parallel_tool_calls)
+        formats = Formats(tool_call_parser, reasoning_parser)
         template = tokenizer.template_for(chat_template, tools=offered.is_made)
         given: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,

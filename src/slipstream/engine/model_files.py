@@ -8,10 +8,7 @@ from pathlib import Path
 from slipstream.config import EngineArgs
 from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.errors import (
-    RequestError,
-    UnsupportedModelError,
-)
+from slipstream.errors import RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
 from slipstream.messages.stats import CanaryResult
 from slipstream.params.sampling import SamplingParams

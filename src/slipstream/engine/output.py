@@ -79,12 +79,10 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
-        self._plain: dict[
-            str, tuple[_State, IncrementalDetokenizer, OnToken]
-        ] = {}  # by engine request id
-        self._may_wait: dict[
-            str, _Choice
-        ] = {}  # those whose tokens may wait for the last: the first is there
+        # by engine request id
+        self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}
+        # those whose tokens may wait for the last: the first is there
+        self._may_wait: dict[str, _Choice] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -108,11 +106,9 @@ class OutputProcessor:
     def unfinished(self, request_id: str) -> list[str]:
         """A request's engine requests that still run; none if it is unknown."""
         state = self._states.get(request_id)
-        return (
-            []
-            if state is None
-            else [key for key, choice in state.choices.items() if not choice.done]
-        )
+        if state is None:
+            return []
+        return [key for key, choice in state.choices.items() if not choice.done]
 
     def discard(self, request_id: str) -> list[str]:
         """Forget a request; the engine requests that must be aborted."""
@@ -325,12 +321,8 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
     """
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
-            error = str(choice.stop_reason)
-            field = (
-                "logits_processors"
-                if error.startswith("logits_processors: ")
-                else "structured_outputs"
-            )
+            error, functions = str(choice.stop_reason), "logits_processors"
+            field = functions if error.startswith(f"{functions}: ") else "structured_outputs"
             raise RequestError(error, field=field)
         if choice.finish_reason == FinishReason.OVERLOADED:
             raise EngineOverloadedError(str(choice.stop_reason))

@@ -11,7 +11,7 @@ from slipstream.bench.adapters import transformers as peer
 from slipstream.errors import ConfigError
 from slipstream.model.check import CheckReport, check, padding_tokens, unrounded_inputs
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.scheme import CPU_BLOCK_BYTES
+from slipstream.spec.stored.gguf_types import CPU_BLOCK_BYTES
 
 DEFAULT_NUM_TOKENS = 64
 

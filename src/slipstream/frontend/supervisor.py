@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
-from slipstream.base.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit
+from slipstream.base.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit, stdin_of
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
@@ -323,8 +323,7 @@ class Supervisor:
         and its counts are kept."""
         front_end.process.kill()  # nothing, if it has ended
         front_end.process.wait()
-        assert front_end.process.stdin is not None
-        front_end.process.stdin.close()
+        stdin_of(front_end.process).close()
         front_end.channel.close()
         del self._front_ends[front_end.slot]
         ServerLoad(memoryview(self._load), front_end.slot).clear()

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from slipstream.errors import CheckpointError, DownloadError
 from slipstream.hub.names import HubModel, quant_of
-from slipstream.spec.stored.gguf import TYPES
 from slipstream.spec.stored.gguf_parts import parts_of
+from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.safetensors import weight_files
 
 MEMORY_SHARE = 0.8
@@ -44,9 +44,8 @@ class Quant:
     @property
     def is_readable(self) -> bool:
         """Whether this program reads the type."""
-        types = {t.name for t in TYPES.values()}
         plain = self.name.removeprefix("UD-")
-        return plain.removesuffix("_MOE") in types or plain[:4] in {t[:4] for t in types}
+        return plain.removesuffix("_MOE") in BY_NAME or plain[:4] in {t[:4] for t in BY_NAME}
 
 
 def quants(sizes: Mapping[str, int]) -> list[Quant]:

@@ -45,12 +45,13 @@ def has_compiler() -> bool:
 
 
 def _origin() -> str:
-    """Returns what this package was installed from, as an argument of pip (PEP 610)."""
+    """Returns what this package was installed from, as an argument of pip (PEP 610). Its name alone
+    is another's on the package index."""
     try:
         recorded = distribution("slipstream").read_text("direct_url.json")
     except PackageNotFoundError:
         recorded = None
-    return json.loads(recorded)["url"] if recorded else "--no-binary slipstream slipstream"
+    return json.loads(recorded)["url"] if recorded else ". in a clone of Slipstream"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -966,12 +966,13 @@ class OpSet(WeightOps, RankOps):
 
         Row `rows[i]` (int64 [M], without duplicates) of logits [S, V] keeps the tokens whose bits
         are set in bits[which[i]] (int32 [U, words], as in `TokenMask`; without `which`, bits[i]).
+        Where which[i] is −1 it keeps all.
         Tokens beyond the last word are not allowed.
         """
         shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
-        own = allowed if which is None else allowed[which]
+        own = allowed if which is None else allowed[which] | (which < 0)[:, None]
         logits[rows] = logits[rows].masked_fill(~own, float("-inf"))
 
     def block_rows(self, caches: Iterable[Tensor]) -> BlockTensors:

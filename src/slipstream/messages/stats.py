@@ -32,6 +32,8 @@ class AdapterStats:
     num_on_host: int = 0
     reads_total: int = 0
     placements_total: int = 0
+    max_on_device: int = 0
+    names_on_device: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class SchedulerStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerStats):
     """Statistics of the scheduler and the engine. `_s` are seconds. `expert_load` is collected on
-    request."""
+    request. `waiting_adapters`: names of adapters whose first request waits."""
 
     num_steps: int = 0
     # From a step's launch, or the end of the step before, to its result.
@@ -102,6 +104,8 @@ class EngineStats(SchedulerStats):
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
     adapters: AdapterStats | None = None  # None: adapters are not enabled
+    waiting_adapters: tuple[str, ...] = ()
+    block_size: int = 0  # tokens of a KV block
     expert_balance: ExpertBalance | None = None  # None: experts are not distributed over ranks
 
 

@@ -24,7 +24,12 @@ from slipstream.kernels.cpu.program.native_program import (
     layer_pointers,
     step_inputs,
 )
-from slipstream.kernels.cpu.program.programs import LinearArgmax, LinearProgram, RowDraws
+from slipstream.kernels.cpu.program.programs import (
+    Beyond,
+    LinearArgmax,
+    LinearProgram,
+    RowDraws,
+)
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.model.decoder import Decoder
@@ -126,30 +131,48 @@ class StepProgram:
             return None
         return self.platform.upload(self._argmax(self.platform.values.array(hidden)))
 
+    @property
+    def writes_no_logits(self) -> bool:
+        """Whether tokens can be drawn without writing logits: these are neither scaled nor capped,
+        and the head has one part."""
+        return self._argmax is not None
+
     def begin(
         self,
         token_ids: Tensor,
         kv: Sequence[LayerKV],
         meta: AttentionMetadata,
         params: SamplingTensors | None,
-    ) -> tuple[Tensor, Tensor, RunningStep] | None:
+        beyond: Beyond | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, RunningStep] | None:
         """Begins `forward(...)` of a decoder and its tokens as one step.
 
         Tokens are drawn with `params`, or are those with the largest logits. Returns (tokens,
-        `tapped`'s second result, the running step). The first two are valid after the step ends.
-        None as in `greedy`.
+        packed log-probabilities if they are asked for, `tapped`'s second result, the running step).
+        All but the last are valid after the step ends. None as in `greedy`.
         """
         if self._argmax is None:
             return None
         hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
         taken = self._more(hidden)
-        if params is None:
+        packed = None
+        if params is None and beyond is None:
             found, end = self._argmax.of(hidden), self._argmax.program
         else:
-            found, end = self._draws.of(hidden, params), self._draws.program
+            found, packed = self._draws.of(hidden, params, beyond or Beyond())
+            end = self._draws.program
         running = self._body.begin(kv, meta, token_ids, hidden, end, taken)
         upload = self.platform.upload
-        return upload(found), upload(taken[0] if taken else hidden), running
+        own = upload(packed) if packed is not None and len(packed) else None
+        return upload(found), own, upload(taken[0] if taken else hidden), running
+
+    def drawn(
+        self, hidden: Tensor, params: SamplingTensors, beyond: Beyond
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [N, E] → the tokens and packed log-probabilities of `begin`, where it
+        `writes_no_logits`."""
+        tokens, packed = self._draws(self.platform.values.array(hidden), params, beyond)
+        return self.platform.upload(tokens), self.platform.upload(packed)
 
     def count_experts(self, layer: int, counts: Array) -> None:
         """Adds the tokens by expert of every step from now on to `counts`, int64 [X]."""

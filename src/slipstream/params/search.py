@@ -7,12 +7,7 @@ from typing import Literal
 
 from slipstream.base.suggesting import suggesting_init
 from slipstream.errors import RequestError
-from slipstream.params.checks import (
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    is_finite,
-    is_flag,
-)
+from slipstream.params.checks import MAX_LOGPROBS, MAX_PENALTY, is_finite, is_flag
 
 
 @suggesting_init

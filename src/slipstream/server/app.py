@@ -65,6 +65,7 @@ from slipstream.server.openai.protocol import (
     ScoreRequest,
     SparseRequest,
 )
+from slipstream.server.openai.render import Rendering
 from slipstream.server.openai.response_store import ResponseStore
 from slipstream.server.openai.tokens import Tokens
 from slipstream.server.operations import feedback, fleet
@@ -117,13 +118,15 @@ def prompt_routes(state: ServerState) -> list[Route]:
 
 def model_routes(state: ServerState) -> list[Route]:
     """Routes that ask a model. A server of several models has them once for each."""
-    tokens = Tokens(state)
+    tokens, rendering = Tokens(state), Rendering(state)
     return [
         *prompt_routes(state),
         Route(TRANSCRIPTIONS, SpeechRoute(state, "transcribe"), methods=["POST"]),
         Route(TRANSLATIONS, SpeechRoute(state, "translate"), methods=["POST"]),
         Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
         Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),
+        Route("/v1/chat/completions/render", counted(state, rendering.chat), methods=["POST"]),
+        Route("/v1/completions/render", counted(state, rendering.completion), methods=["POST"]),
     ]
 
 

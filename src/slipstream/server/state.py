@@ -311,7 +311,8 @@ class ServerSettings:
             "allowed_hosts",
             "made of NAME without a port, *.DOMAIN or *",
         )
-        need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), null or *"
+        need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), localhost (any port "
+        need += "of it), null or *"
         require(all(map(_is_origin, self.cors_origins)), "cors_origins", need)
         if not all(
             key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys
@@ -344,7 +345,7 @@ def _is_origin(text: str) -> bool:
     """Whether a browser could send `text` as a page's origin, which is compared exactly."""
     found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://[^/?#@\sA-Z]+", text)
     if found is None:
-        return text in ("*", "null")
+        return text in ("*", "null", "localhost")
     return not text.endswith({"http": ":80", "https": ":443"}.get(found[1], "/"))
 
 

@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, send_times
-from slipstream.bench.sessions import (
-    AgentLoad,
-    Part,
-    PlannedTurn,
-    Session,
-    of_rows,
-    planned_turns,
-)
+from slipstream.bench.sessions import AgentLoad, Part, PlannedTurn, Session, of_rows, planned_turns
 from slipstream.bench.traces import BLOCK_TOKENS, read_rows
 from slipstream.bench.workload import read_lengths
 from slipstream.errors import ConfigError

@@ -36,10 +36,11 @@ from slipstream.spec.pooling import (
     gguf_pooling,
     read_pooling,
 )
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
+from slipstream.spec.scheme import RowFormat, Scheme, WeightFormat
 from slipstream.spec.stored.gguf import GGUFFile
 from slipstream.spec.stored.gguf_ends import end_tokens
 from slipstream.spec.stored.gguf_parts import model_files
+from slipstream.spec.stored.gguf_types import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 from slipstream.spec.stored.native_formats import native_formats, rounds
 from slipstream.spec.stored.quantization_config import (
     COLUMNS_NAME,

@@ -36,6 +36,9 @@ class AdapterPlaces:
         self._held.move_to_end(request.id)
         return version
 
+    def name(self, adapter_id: int) -> str:
+        return self._held[adapter_id][0].name
+
     def giving_way(self, keep: Callable[[], Collection[int]]) -> int | None:
         """Id of the adapter to forget before another is added; None if there is room.
 

@@ -130,6 +130,8 @@ class Adapters:
             num_on_host=len(self._host),
             reads_total=self._num_reads,
             placements_total=self._num_placements,
+            max_on_device=len(self._placed) + len(self._free),
+            names_on_device=tuple(map(self._places.name, self._placed)),
         )
 
 

@@ -142,9 +142,8 @@ class ModelRunner(Runner):
             # A grammar's mask waits for the drafts, so they are copied to the host while the
             # forward runs. Without a grammar the copy is launched after the forward, so that the
             # GPU does not wait for its launch.
-            if not batch.has_grammar and self.draft.has_kept_drafts(drafted, rows):
-                later = partial(self.draft.kept_drafts, drafted)
-            else:
+            later = None if batch.has_grammar else self.draft.kept_drafts(drafted, rows)
+            if later is None:
                 drafts = self.platform.to_host(self.draft.tokens_of(drafted, rows))
                 copied = self.platform.record()
         output = self.forwards.run(batch)
@@ -181,16 +180,17 @@ class ModelRunner(Runner):
     ) -> Callable[[TokenMask], InFlightStep]:
         """Make the draw of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
-        if output.sampled.requests:
+        if output.sampled.requests and output.end is None and self.platform.is_asynchronous:
             ready = (
                 output.forward.logits(output.sampled_states),
                 sampling_tensors(self.rows, output.sampled),
             )
 
         def draw_by(mask: TokenMask) -> InFlightStep:
+            num_cold = self._num_cold
             with self.platform.values.inference():
                 step = self.sample(batch, batch.step[0], output, mask, ready)
-            step.drafts, step.is_cold = drafts, is_cold
+            step.drafts, step.is_cold = drafts, is_cold or self._num_cold > num_cold
             return step
 
         return draw_by
@@ -246,6 +246,8 @@ class ModelRunner(Runner):
         pooled = self._pool(plan, output) if self.rows.wanting["vector"] else None
         if not sampled.requests:
             return InFlightStep(plan, None, NO_ROWS, self.platform.record(), None, extras, pooled)
+        if mask is not None and output.end is not None:
+            output.end(mask)
         tokens, logprobs = output.tokens, None
         if output.logprobs is not None:
             which, counts = wanted_logprobs(self.rows, sampled)
@@ -254,8 +256,10 @@ class ModelRunner(Runner):
             own = output.sampled_states if ready is None else None
             tokens = forward.greedy(own) if own is not None and batch.is_greedy else None
             if tokens is None:
-                logits, params = ready or (forward.logits(output.sampled_states), None)
-                drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
+                drawn = None if own is None else forward.drawn(own, self.rows, sampled, mask)
+                if drawn is None:
+                    logits, params = ready or (forward.logits(output.sampled_states), None)
+                    drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
                 tokens, logprobs = drawn.tokens, drawn.logprobs
                 extras += drawn.extras
             self.rows.write(sampled.rows, sampled.positions, tokens)
@@ -287,7 +291,7 @@ class ModelRunner(Runner):
         self._begun, done = begun, begun.done
         if done is None:
             self.settle()
-        return InFlightStep(plan, begun.sampled, begun.tokens, done)
+        return InFlightStep(plan, begun.sampled, begun.tokens, done, begun.logprobs)
 
     def settle(self) -> None:
         """Wait for a step that a CPU still computes, and write its tokens where the next step reads them."""

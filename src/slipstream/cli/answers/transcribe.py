@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="a sound: WAV, and with slipstream[audio] FLAC, MP3, Ogg",
+        help="a sound: WAV, and with the extra audio FLAC, MP3, Ogg",
     )
     parser.add_argument(
         "--format", choices=tuple(ENDINGS), default="text", help="text, subtitles, or OpenAI's JSON"

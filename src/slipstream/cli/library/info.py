@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineConfig
-from slipstream.config.forms import (
-    HostAndGpu,
-    HostExperts,
-    ParallelConfig,
-    TensorParallel,
-)
+from slipstream.config.forms import HostAndGpu, HostExperts, ParallelConfig, TensorParallel
 from slipstream.costs.estimate import host_expert_bytes
 from slipstream.costs.hardware import host_memory
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -40,7 +35,7 @@ from slipstream.spec.model import (
     ShortConvSpec,
 )
 from slipstream.spec.parallel import uneven_parts
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
+from slipstream.spec.stored.gguf_types import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe

@@ -69,6 +69,8 @@ class BlockPool:
 
         None without `listen`.
         """
+        self.forgotten: list[bytes] | None = None
+        """Keys of blocks that were forgotten, in order, for a listener that empties it. None without one."""
         # Doubly linked list of the free blocks. The extra last element is a sentinel: it precedes
         # the head and follows the tail.
         self._end = num_blocks
@@ -178,6 +180,8 @@ class BlockPool:
             del self._cached[key]
             if self.changes is not None:
                 self.changes[key] = False
+            if self.forgotten is not None:
+                self.forgotten.append(key)
 
     def drop(self, block: int) -> None:
         """Forget a cached block, which is then among the first to be used."""

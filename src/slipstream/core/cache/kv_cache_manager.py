@@ -29,7 +29,6 @@ from slipstream.config import CacheConfig
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.cache_value import ValueOrder
 from slipstream.core.cache.prefix_cache import (
-    KEY_BYTES,
     extend_keys,
     group_key,
     longest_hit,
@@ -102,6 +101,8 @@ class KVCacheManager:
             )
             if sessions is not None and self.states is None:  # states are in no tier
                 sessions.keeps_keys = True
+        self.stored: Callable[[Request, Sequence[int]], None] | None = None
+        """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
         self._last_step = 0
         self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
@@ -349,49 +350,6 @@ class KVCacheManager:
             return False  # it can't begin now
         return self.tiers.wants(request, cached, computed, spare)
 
-    def prefetch(self, spare: int) -> None:
-        """Bring back blocks of pausing sessions whose return is near, from a tier to the device.
-
-        Blocks that are evicted for them are worth less. `spare` blocks of the device stay free.
-        """
-        sessions, order, tiers = self.sessions, self.order, self.tiers
-        if sessions is None or order is None or tiers is None or not sessions.keeps_keys:
-            return
-        sessions.tick()
-        while sessions.returning:
-            session = sessions.returning.pop()
-            joined = session.keys
-            keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
-            worth = order.value_of(session, len(keys) * self.block_size)
-
-            def has_room(count: int, worth: float = worth, order: ValueOrder = order) -> bool:
-                blank = self.pool.num_blank(count + spare)
-                return blank + order.num_below(worth) >= count + spare <= self.pool.num_free
-
-            done = tiers.bring_back(keys, has_room, partial(self._brought_back, session, keys))
-            if done or session.returns_at > session.returns_by:
-                sessions.drop_keys(session)
-
-    def _brought_back(
-        self, session: Session, keys: list[bytes], loaded: Sequence[bytes], begin: int, end: int
-    ) -> None:
-        """Let a session's blocks that came from a tier wait with it."""
-        session.prefetched = begin, end
-        if self.order is None or session.due is None:
-            return  # its request has come, and takes them
-        if self.full is not None:
-            found = [self.pool.lookup(group_key(key, self.full)) for key in keys]
-            table = [
-                block
-                for block in found[: found.index(None) if None in found else None]
-                if block is not None
-            ]
-            for shared in self.order.enter(table, session, "")[1]:
-                self.order.sessions.close(shared, "shared")
-        own = {block for block in map(self.pool.lookup, loaded) if block is not None}
-        if ends := own.difference(() if self.full is None else table):
-            self.order.apart(session, ends, end)
-
     def adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks of `tables`, which other requests wrote.
 
@@ -428,15 +386,20 @@ class KVCacheManager:
             request.block_keys, request.root_key, request.token_ids, self.block_size, full, images
         )
         for g in self.own:
+            took = list[int]()
             for i in range(max(request.num_registered, request.num_passed[g]), full):
                 block, key = request.blocks[g][i], group_key(request.block_keys[i], g)
                 is_new = self.pool.register(block, key)
+                if is_new:
+                    took.append(i)
                 if is_new and g == self.full and session is not None and self.order is not None:
                     request.run = self.order.extend(
                         request.run, session, request.request_id, block, i
                     )
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
+            if self.stored is not None and took and not g:  # the keys of other groups are not told
+                self.stored(request, took)
         request.num_registered = full
 
     def planned(self, step_id: int) -> tuple[StateMark, ...]:

@@ -219,9 +219,8 @@ class Session:
         self.num_turns = 0
         self.runs: dict[Run, None] = {}
         self.hints: CacheHints = NO_HINTS
-        self.kept: tuple[
-            tuple[float, float], ...
-        ] = ()  # tokens and seconds that are hinted to be kept
+        # tokens and seconds that are hinted to be kept
+        self.kept: tuple[tuple[float, float], ...] = ()
         self.due: tuple[float, int, Session] | None = None  # its entry among the timers
         self.ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
         self.mark: Run | None = None  # the state that its next request goes on from
@@ -240,14 +239,12 @@ class Sessions:
         self.clock, self.attention_tokens = clock, attention_tokens
         self._kinds = {kind: Pauses() for kind in KINDS}
         self._by_end: dict[bytes, Session] = {}
-        self._named: dict[
-            tuple[str, str], OwnPace
-        ] = {}  # by salt and name; the most recently used name last
+        # by salt and name; the most recently used name last
+        self._named: dict[tuple[str, str], OwnPace] = {}
         self.timers: list[tuple[float, int, Session]] = []
         self._number = 0
-        self.idle: dict[
-            Session, None
-        ] = {}  # sessions that pause, the one that has paused longest first
+        # sessions that pause, the one that has paused longest first
+        self.idle: dict[Session, None] = {}
         self.keeps_keys = False  # for `returning`
         self._num_keys = 0
         self.returning: list[Session] = []

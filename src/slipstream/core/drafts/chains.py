@@ -168,10 +168,8 @@ class Chains:
     def _count(self) -> None:
         if not self._verified:
             return
-        rows, (drafts, accepted) = (
-            np.array(list(self._verified)),
-            np.array(list(self._verified.values())).T,
-        )
+        rows = np.array(list(self._verified))
+        drafts, accepted = np.array(list(self._verified.values())).T
         self._verified.clear()
         right = accepted[:, None] > _POSITIONS
         tried = np.minimum(drafts, accepted + 1)[:, None] > _POSITIONS

@@ -44,6 +44,11 @@ class AdapterAdmission(Participant):
         found = (r.spec.lora for r in self.requests.by_id.values())
         return {lora.id for lora in found if lora is not None}
 
+    def waiting(self) -> tuple[str, ...]:
+        """Names of the adapters that only waiting requests have."""
+        found = (r.spec.lora for r in self.requests.by_id.values())
+        return tuple({o.name: None for o in found if o is not None and o.id not in self._running})
+
     def load(self, lora: LoRARequest) -> str:
         """Load the adapter without evicting one that a request has. Returns its identity."""
         return f"{lora.path}:{self._load(lora, self.in_use)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request
@@ -19,6 +20,19 @@ class ForcedTokens(Participant):
 
     def concerns(self, request: Request) -> bool:
         return request.spec.sampling.is_masked
+
+    def unmask(self, request_id: str) -> None:
+        """Sample without masks from the next step on, for a request whose budget of reasoning is
+        over. Nothing guides it any more, unless the states of its layers are laid out for that."""
+        request = self.requests.by_id.get(request_id)
+        if request is None:
+            return
+        sampling = replace(request.spec.sampling, thinking_token_budget=None)
+        request.spec = replace(request.spec, sampling=sampling)
+        if request.kv.states is None:
+            request.guide = None
+        if request.in_worker:
+            self.requests.unmasked.append(request_id)
 
     def certain(self, request: Request) -> tuple[int, ...]:
         """Tokens that the grammar forces now.

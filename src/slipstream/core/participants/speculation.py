@@ -160,10 +160,8 @@ class Speculation(Participant):
             return
         decodes = _decodes(running, in_flight)
         if decodes and (plain := self._plain(len(decodes))) is not None:
-            limit, line = (
-                min(self.config.limit, self._chains.reach),
-                self.costs.line(len(decodes), plain),
-            )
+            limit = min(self.config.limit, self._chains.reach)
+            line = self.costs.line(len(decodes), plain)
             self._chains.prepare([r.request_id for r in decodes], limit, line)
 
     def _plain(self, num_seqs: int) -> float | None:

@@ -57,7 +57,6 @@ STORE_SHARE = 8
 SPARE_STATES = 2
 """Free slots of states that copies to the tiers leave to requests."""
 
-
 ELSEWHERE = -1
 """Stands for a block that is in a tier, instead of a block number of the device."""
 

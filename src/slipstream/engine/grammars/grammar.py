@@ -23,7 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -44,11 +44,7 @@ from slipstream.engine.grammars.reasoning import (
     ReasoningVocabulary,
     counter,
 )
-from slipstream.engine.grammars.regex_states import (
-    ClassVocabulary,
-    RegexStates,
-    automaton_of,
-)
+from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
 from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_promises import promise
 from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
@@ -119,9 +115,15 @@ CACHED_CLASSES = 8
 
 MAX_MASK_THREADS = 32
 
+SLOW_S, PATIENCE_S = 0.003, 0.002
+"""Seconds from which on a mask is slow, and seconds that a step waits for slow masks. An answer whose mask was slow finds its
+next ones in a thread of their own."""
+
+MAX_SLOW, MAX_SLOW_THREADS = 32, 4
+"""Answers that find their masks so, at a time."""
+
 MAX_MASK_BYTES = 64 << 20
 """Bytes of the masks that are kept for schemas."""
-
 
 T = TypeVar("T")
 
@@ -373,11 +375,9 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
         message = _invalid(_compose(params))
         if message is None:
             message = None if params.around is None else _invalid(compose(params))
-            return (
-                None
-                if message is None
-                else (f"around can't be enforced: {message}", "structured_outputs.around")
-            )
+            if message is None:
+                return None
+            return (f"around can't be enforced: {message}", "structured_outputs.around")
         if name == "json":
             schema = json.loads(given)
             options = promise(schema)
@@ -518,21 +518,21 @@ class Grammars:
         self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
             OrderedDict()
         )
-        self._shared: dict[
-            tuple[tuple[int, ...], ...], SharedMasks
-        ] = {}  # by the ends of answers and of the model
+        # by the ends of answers and of the model
+        self._shared: dict[tuple[tuple[int, ...], ...], SharedMasks] = {}
         self._lock = threading.Lock()
         self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._num_threads = min(MAX_MASK_THREADS, max(1, available_cores() - 1))
-        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
-            OrderedDict()
-        )  # by the request's salt, too, as in `check`
+        # by the request's salt, too, as in `check`
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
         self._reasoning: dict[object, ReasoningVocabulary] = {}
         self._counters: dict[tuple[ReasoningMarkers, int], ReasoningCounter] = {}
         self.overloaded: set[str] = set()
+        self._slow: ThreadPoolExecutor | None = None
+        self._late: dict[str, tuple[GrammarState, Future[Bits]]] = {}
 
     def begin(self, request: EngineRequest) -> bool:
         """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
@@ -591,6 +591,7 @@ class Grammars:
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
+            self._late.pop(request_id, None)
             if state is not None and state.lane is not None:
                 state.lane[0].give(state.lane[1])
             if (pending := self._pending.pop(request_id, None)) is not None and all(
@@ -666,17 +667,37 @@ class Grammars:
         state.settle()
         return None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether masks are missing that steps did not wait for."""
+        return bool(self._late)
+
+    def arrived(self) -> list[str]:
+        """Requests whose late masks are there now."""
+        found = [name for name, (_, mask) in self._late.items() if mask.done()]
+        for name in found:
+            state, mask = self._late.pop(name)
+            state.take_mask(mask.result())
+        return found
+
     def is_over(self, request_id: str) -> bool:
         """Whether nothing is ruled out for the request any more."""
         state = self._states.get(request_id)
         return state is not None and not state.has_matcher and state.budget is None
 
     def masks(
-        self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
+        self,
+        plan: StepPlan,
+        drafts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        may_wait: Callable[[ScheduledRequest], bool] = lambda s: False,
+        late: list[ScheduledRequest] | None = None,
     ) -> tuple[TokenMask, dict[str, str | None]]:
         """Masks of the tokens that a step samples, and the requests that can't go on. The latter
         have the reason, or None if they are complete. All tokens of earlier steps must be accepted
         before.
+
+        Requests that `may_wait`, and whose mask takes long, are put into `late`: what the step
+        samples for them must be thrown away, and they be held until their mask has `arrived`.
 
         `drafts` are the forced tokens, then the guessed ones, of requests that have some. The first
         token is sampled after the last forced one.
@@ -726,11 +747,51 @@ class Grammars:
             )
             if mask is None
         ]
-        ended = self._own_masks(own, bits, drafts)
+        begun = []
+        if late is not None and sum([s.num_sampled > 0 for s in plan.scheduled]) > 1:
+            begun = [
+                one
+                for one in own
+                if one[1].is_slow and one[1].needs_matcher and not one[3] and may_wait(one[0])
+            ][:MAX_SLOW]
+        pending = self._begin_slow(begun)
+        ended = self._own_masks(
+            [one for one in own if one[0].request_id not in pending], bits, drafts
+        )
+        if pending:
+            wait(pending.values(), PATIENCE_S)
+            for one in [one for one in begun if one[0].request_id in pending]:
+                s, state, row, _ = one
+                if (coming := pending[s.request_id]).done():
+                    state.take_mask(coming.result())
+                    ended |= self._own_masks([one], bits, drafts)
+                else:
+                    bits[row] = -1
+                    self._late[s.request_id] = state, coming
+                    late.append(s)  # type: ignore[union-attr]
         for (s, _), state, tokens in zip(found, states, forced, strict=True):
             if tokens and s.request_id not in ended:
                 state.rollback(len(tokens))
         return TokenMask(tuple(positions), memory, which=tuple(which)), ended
+
+    def _begin_slow(
+        self, own: Iterable[tuple[ScheduledRequest, GrammarState, int, Sequence[int]]]
+    ) -> dict[str, Future[Bits]]:
+        """Begin the masks of states whose last one was slow. Those in error are left out."""
+        found = dict[str, Future[Bits]]()
+        for s, state, _, _ in own:
+            with contextlib.suppress(GrammarError):
+                matcher = state.matcher
+                if self._slow is None:
+                    self._slow = ThreadPoolExecutor(MAX_SLOW_THREADS, "slow masks")
+                found[s.request_id] = self._slow.submit(self._slow_mask, state, matcher)
+        return found
+
+    def _slow_mask(self, state: GrammarState, matcher: LLMatcher) -> Bits:
+        mask, begin = np.zeros(-(-self.num_rows // 32), np.int32), time.perf_counter()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        state.is_slow = time.perf_counter() - begin > SLOW_S
+        return mask
 
     def _own_masks(
         self,
@@ -740,16 +801,21 @@ class Grammars:
     ) -> dict[str, str | None]:
         """Write the masks of requests that share none, each from its row on. Returns what `masks` does."""
         ended: dict[str, str | None] = {}
-        matchers = list[tuple["LLMatcher", int]]()
+        matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
             bits[row + 1 : row + s.num_sampled].fill(-1)  # behind a wrong guess anything is allowed
             try:
                 if not state.write_known(bits[row]):
                     matchers.append((state.matcher, row))
+                    asked.append(state)
             except GrammarError as error:
                 ended[s.request_id] = str(error)
         if matchers:
+            begin = time.perf_counter()
             self._compute(matchers, bits)
+            if time.perf_counter() - begin > SLOW_S:
+                for state in asked:
+                    state.is_slow = True
         for s, state, row, tokens in own:
             try:
                 if s.request_id in ended:
@@ -793,9 +859,9 @@ class Grammars:
         """Find the masks that positions share with others: those of an expression's states, and those inside strings."""
         rows: dict[RegexStates | SchemaStates, list[GrammarState]] = {}
         for state in states:
-            if state.known is None and (spot := state.spot) is not None and not spot.is_known:
-                assert state.regex is not None
-                rows.setdefault(state.regex, []).append(state)
+            spot, of = state.spot, state.regex
+            if state.known is None and spot is not None and of is not None and not spot.is_known:
+                rows.setdefault(of, []).append(state)
         for new in rows.values():
             find_masks(new, self._compute)
         if any(isinstance(found, SchemaStates) for found in rows):
@@ -831,8 +897,7 @@ class Grammars:
         lengths = number = None
         if lanes is not None:
             number, (matcher, by_length) = lanes.take(self._num_threads)
-        if by_length is not None:
-            assert self._lengths is not None
+        if by_length is not None and self._lengths is not None:
             lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
         if (shared := self._shared.get((ends, self._ends))) is None:
@@ -862,11 +927,17 @@ class Grammars:
             found = self._counters[markers, budget] = counter(markers, self._tokenizer, budget)
         return found
 
+    @property
+    def _texts_read(self) -> tuple[list[bytes], Sequence[int]]:
+        """Texts of the vocabulary's tokens, and which of them are special."""
+        if self._read is None:
+            raise GrammarError("the vocabulary is not read yet")
+        return self._read.tokens, self._read.special_token_ids
+
     def _texts_of(self, counts: ReasoningCounter) -> ReasoningVocabulary:
         key = counts.marker, counts.ends.texts
         if (found := self._reasoning.get(key)) is None:
-            assert self._read is not None
-            found = ReasoningVocabulary(counts, self._read.tokens, self._read.special_token_ids)
+            found = ReasoningVocabulary(counts, *self._texts_read)
             self._reasoning[key] = found
         return found
 
@@ -889,10 +960,7 @@ class Grammars:
             counts = None if isinstance(states, SchemaStates) else _counts(params)
             with self._lock:
                 if counts is not None and self._lengths is None:
-                    assert self._read is not None
-                    self._lengths = LengthVocabulary(
-                        self._read.tokens, self._read.special_token_ids, self.num_rows
-                    )
+                    self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
@@ -937,10 +1005,7 @@ class Grammars:
         key = frozenset(automaton.sets)
         with self._lock:
             if (classes := self._classes.get(key)) is None:
-                assert self._read is not None
-                vocabulary = ClassVocabulary(
-                    self._read.tokens, self._read.special_token_ids, self.num_rows, key
-                )
+                vocabulary = ClassVocabulary(*self._texts_read, self.num_rows, key)
                 library = _llguidance()
                 tokenizer = library.LLTokenizer(
                     library.TokenizerWrapper(OwnTokens(vocabulary.bytes)),
@@ -960,8 +1025,7 @@ class Grammars:
     def _states_of_schema(self, grammar: str) -> SchemaStates | None:
         with self._lock:
             if self._texts is None:
-                assert self._read is not None
-                self._texts = TokenTexts(self._read.tokens, self._read.special_token_ids)
+                self._texts = TokenTexts(*self._texts_read)
         language = language_of(grammar, self._texts.longest)
         if language is None:
             return None

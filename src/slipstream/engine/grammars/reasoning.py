@@ -203,9 +203,8 @@ class ReasoningBudget:
     ) -> None:
         self._counter, self._vocabulary = counter, vocabulary
         self._spots = [*spots] or [counter.start]
-        self._num_given: list[
-            int
-        ] = []  # tokens for the grammar, of each step from a spot to the next
+        # tokens for the grammar, of each step from a spot to the next
+        self._num_given: list[int] = []
 
     def copy(self) -> ReasoningBudget:
         return ReasoningBudget(self._counter, self._vocabulary, self._spots[-1:])

@@ -298,13 +298,12 @@ class RegexStates:
         place = self._vocabulary.place[token]
         if not place:
             return None
-        found: RegexState | None = state
         for byte in self._vocabulary.bytes[place]:
-            assert found is not None
-            found = found.next[byte] if byte in found.next else self._step(found, byte)
+            found = state.next[byte] if byte in state.next else self._step(state, byte)
             if found is None:
                 return None
-        return found
+            state = found
+        return state
 
     def _step(self, state: RegexState, byte: int) -> RegexState | None:
         found, nodes = None, None if byte > 127 else self._automaton.after(state.nodes, byte)

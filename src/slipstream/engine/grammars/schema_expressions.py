@@ -173,19 +173,18 @@ def _integers(low: int | None, high: int | None) -> Expression:
     if any(bound is not None and abs(bound) > MAX_BOUND for bound in (low, high)):
         raise SchemaUnknownError
     minus = _text("-")
-    if low is None and high is None:
-        return _INTEGER
+    if low is None:
+        if high is None:
+            return _INTEGER
+        if high >= 0:
+            return _any(_between(0, high), _integers(None, -1))
+        return _all(minus, _integers(-high, None))
     if high is None:
-        assert low is not None
         if low < 0:
             return _any(_integers(low, -1), _integers(0, None))
         digits = len(str(low))
         longer = _all(_bytes(49, 57), _times(_DIGIT, digits, None))
         return _any(_between(low, 10**digits - 1), longer)
-    if low is None:
-        if high >= 0:
-            return _any(_between(0, high), _integers(None, -1))
-        return _all(minus, _integers(-high, None))
     if low > high:
         raise SchemaUnknownError
     if high < 0:

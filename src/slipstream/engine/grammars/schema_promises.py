@@ -128,9 +128,8 @@ class _Walk:
         if len(own := str(root.get(self._id_key, ""))) > MAX_ID:
             raise ValueError(f"{self._id_key} has {len(own)} characters, more than {MAX_ID}")
         self._everywhere = _has_named_reference(root)
-        self._strange: tuple[str, _Path] | None = (
-            None  # a $ref into a part with another base, and its path
-        )
+        # a $ref into a part with another base, and its path
+        self._strange: tuple[str, _Path] | None = None
         self._relative = ""  # a $ref in a part whose base is not the whole schema
         self.is_open = False  # names may be free next to named ones
         self.has_control = False

@@ -62,9 +62,8 @@ class SchemaState:
         self.is_end = self.accepts and len(found.places) == 1
         self.is_forced = not self.accepts and following(found.places).bit_count() == 1
         self.is_inside = is_inside(found.places)
-        self.plain: dict[
-            int, tuple[SchemaState, Sources] | None
-        ] = {}  # by a number of plain characters
+        # by a number of plain characters
+        self.plain: dict[int, tuple[SchemaState, Sources] | None] = {}
         # by a byte, and by what stands after the places that have it: many bytes lead to the same
         self.moves: dict[tuple[SchemaPlace, ...], tuple[SchemaState, Sources] | None] = {}
         self.next: dict[int, tuple[SchemaState, Sources] | None] = {}

@@ -152,6 +152,7 @@ class GrammarState:
         self.untaken: list[int] = []
         self._spots: list[Spot | None] = []  # before each token since the last `settle`
         self._is_borrowed = False
+        self.is_slow = False  # its last mask took long
         self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
         self._answer: list[int] = []
         self._allowed: Bits | None = None  # as a mask
@@ -163,22 +164,28 @@ class GrammarState:
     @property
     def matcher(self) -> LLMatcher:
         """The matcher, which has taken in all tokens. GrammarError if it can't."""
-        assert self._matcher is not None
+        matcher = self._own
         if self._is_borrowed:
-            self._matcher, self._is_borrowed = self._matcher.deep_copy(), False
+            self._matcher, self._is_borrowed = (matcher := matcher.deep_copy()), False
         if self.untaken:
             tokens, self.untaken = self.untaken, []
-            if not self._matcher.consume_tokens(tokens):
+            if not matcher.consume_tokens(tokens):
                 self.check()
                 raise GrammarError("a token was drawn that the grammar does not allow")
+        return matcher
+
+    @property
+    def _own(self) -> LLMatcher:
+        """The matcher as it is. Only a grammar has one."""
+        if self._matcher is None:
+            raise GrammarError("the answer has a budget of reasoning alone, and no grammar")
         return self._matcher
 
     def take_one(self) -> tuple[LLMatcher, int]:
         """The matcher and the one token that it has not taken in, which the caller lets it take in."""
-        assert self._matcher is not None
         assert not self._is_borrowed
         [token], self.untaken = self.untaken, []
-        return self._matcher, token
+        return self._own, token
 
     def copy(self, *, borrow: bool = False) -> GrammarState:
         """A copy. If it may `borrow` the matcher until it needs one of its own, this state must not change before."""
@@ -229,6 +236,16 @@ class GrammarState:
             self.known = self.shared.complete(mask, accepts=False)
         self._incomplete = mask
         return mask
+
+    @property
+    def needs_matcher(self) -> bool:
+        """Whether the matcher must find the mask of this position."""
+        is_free = self.budget is not None and self.budget.is_reasoning
+        return self.has_matcher and not is_free and self.known is self._incomplete is None
+
+    def take_mask(self, mask: Bits) -> None:
+        """Take the mask that the matcher has written for this position."""
+        self._incomplete = mask
 
     def write_free(self, into: Bits) -> bool:
         """Write the mask of a place where the grammar has no say: within reasoning, or without one.
@@ -405,9 +422,8 @@ class GrammarState:
         written already. Rows after a wrong guess stay as they are: nothing that is drawn there
         counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
-        ahead = (
-            self.copy(borrow=True) if drafts else self
-        )  # a guess may be wrong, and a matcher in error stays so
+        # a guess may be wrong, and a matcher in error stays so
+        ahead = self.copy(borrow=True) if drafts else self
         for i, token in enumerate(drafts):
             if (
                 ahead.is_finished

@@ -79,9 +79,8 @@ KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 class CountedStrings(enum.Enum):
     """Strings of a schema inside which only their length counts."""
 
-    BOUNDED = (
-        "those that have a maxLength"  # others may be names of properties, which must stay distinct
-    )
+    # others may be names of properties, which must stay distinct
+    BOUNDED = "those that have a maxLength"
     ALL = "all"
 
 
@@ -224,9 +223,8 @@ class StringLengths:
         self.may_be_inside = False  # a string
         self._is_inside = False  # the last mask was found here, and nothing was accepted since
         self._spelled: list[int] = []  # of each token of the answer, in how many tokens
-        self._pending: list[
-            int
-        ] = []  # tokens that the matcher has not taken in, since no mask was needed
+        # tokens that the matcher has not taken in, since no mask was needed
+        self._pending: list[int] = []
 
     def expand(self, own: Bits) -> Bits | None:
         """The mask of the model's vocabulary that follows from the matcher's; None if none does."""

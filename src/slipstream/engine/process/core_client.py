@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from slipstream.base.deaths import describe_exit
+from slipstream.base.deaths import describe_exit, stdin_of
 from slipstream.config import EngineArgs
 from slipstream.engine.process.core_messages import Ready, Start, Stop, ToChild, ToParent
 from slipstream.engine.process.core_start import CoreSource, socket_folder, wait_or_kill
@@ -173,7 +173,6 @@ class ChildLink(CoreLink):
     async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
         or with `at_once`, the process is killed at once: one that starts reads no messages, and has nothing to finish."""
-        assert self.process.stdin is not None
         try:
             if at_once:
                 self.process.kill()
@@ -182,7 +181,7 @@ class ChildLink(CoreLink):
             await asyncio.to_thread(wait_or_kill, self.process, 5.0)
         finally:
             self.process.kill()  # nothing, if it has ended
-            self.process.stdin.close()
+            stdin_of(self.process).close()
             await super().end(at_once=at_once)
             self._folder.remove()
 
@@ -213,8 +212,8 @@ class CoreClient:
 
     async def adopt(
         self, link: CoreLink, progress: Callable[[str], None] = lambda phase: None
-    ) -> None:
-        """Wait until the core is ready. Its errors are raised here as they are, and the link is ended."""
+    ) -> CoreLink:
+        """Wait until the core is ready, and return its link. Its errors are raised here as they are, and the link is ended."""
         try:
             while not isinstance(message := await link.receive(), Ready):
                 if isinstance(message, Phase):
@@ -223,6 +222,7 @@ class CoreClient:
                     raise message.as_error
             self.link, self.down_reason = link, ""
             self._owner.core_ready(message)
+            return link
         except BaseException as error:
             self.link = None
             await link.end(
@@ -292,7 +292,6 @@ class CoreClient:
 
     async def _restart(self) -> CoreLink:
         self.num_restarts += 1
-        await self.adopt(await self._source.connect())
-        assert self.link is not None
+        link = await self.adopt(await self._source.connect())
         _logger.info("the engine is up again (start %d)", self.num_restarts)
-        return self.link
+        return link

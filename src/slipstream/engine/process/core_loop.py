@@ -46,7 +46,7 @@ from slipstream.engine.process.operation_messages import (
 )
 from slipstream.engine.process.served_adapters import ServedAdapters
 from slipstream.engine.process.sleeping import Sleeper
-from slipstream.errors import EngineAsleepError, SlipstreamError
+from slipstream.errors import EngineAsleepError, EngineError, SlipstreamError
 from slipstream.messages.outputs import EngineOutput
 from slipstream.messages.start import Failed, Phase
 from slipstream.messages.stats import EngineStats
@@ -61,14 +61,11 @@ WARM_S = 12.0
 """Seconds of a start that are spent on preparing sizes of steps at most. They suffice for some 200
 sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
-
 HEARTBEAT_S = 1.0
 """Seconds between two reports of the child, with and without work. A child that is silent hangs."""
 
-
 TEND_MS = 2
 """Milliseconds between two looks at what has been stored, while there are no requests."""
-
 
 PARENT = 0
 """Number of the process that started the child, as a client."""
@@ -91,9 +88,8 @@ class CoreProcess:
         self._sleeper = Sleeper(self._send)
         self._adapters = ServedAdapters(self._send)
         self._cache_watchers = CacheWatchers(self._send)
-        self._tending = (
-            False  # blocks go on to the tiers below the device's cache while there are no requests
-        )
+        # blocks go on to the tiers below the device's cache while there are no requests
+        self._tending = False
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 
@@ -103,9 +99,8 @@ class CoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
         if number != PARENT:
-            socket.setsockopt(
-                zmq.RECONNECT_IVL, -1
-            )  # it listens already; if it has died meanwhile, no process will
+            # it listens already; if it has died meanwhile, no process will
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(address)
         self._sockets[number] = socket
         self._poller.register(socket, zmq.POLLIN)
@@ -139,11 +134,17 @@ class CoreProcess:
                 self._core.shutdown()
             self._context.destroy()
 
+    @property
+    def _running(self) -> EngineCore:
+        """The core, which does not sleep now."""
+        if self._core is None:
+            raise EngineError("the engine core sleeps")
+        return self._core
+
     def _prepare(self, *, soon: bool = False) -> None:
         """Prepare a new core for requests, then tell all clients that they may send some. `soon`: see `WakeUp`; this
         process has compiled what the core needs."""
-        core = self._core
-        assert core is not None
+        core = self._running
         if not soon:
             core.warm(WARM_S)
         executor = core.executor
@@ -157,8 +158,7 @@ class CoreProcess:
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
-        core = self._core
-        assert core is not None
+        core = self._running
         # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
         gc.freeze()
         gc.disable()
@@ -182,13 +182,11 @@ class CoreProcess:
 
     def _sleep(self, args: EngineArgs) -> bool:
         """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
-        sleeper, core = self._sleeper, self._core
-        assert core is not None
+        sleeper, core = self._sleeper, self._running
         self._core = None
-        asked = sleeper.fall_asleep(core, args)
+        asleep, asked = sleeper.fall_asleep(core, args)
         del core  # only now can its memory be found unused
-        assert sleeper.asleep is not None
-        sleeper.asleep.free()
+        asleep.free()
         self._send_all(self._stats())
         for number, message in asked:
             self._send(Answered(message.ticket), number)
@@ -196,7 +194,7 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        self._core = sleeper.wake()
+        self._core = sleeper.wake(asleep)
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
         sleeper.answer_woken()
         return True
@@ -251,11 +249,9 @@ class CoreProcess:
         if core.can_step:
             return 0
         wakeup = core.next_wakeup()
-        return (
-            100
-            if wakeup is None
-            else max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
-        )
+        if wakeup is None:
+            return 100
+        return max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
 
     def _handle(self, message: ToChild, number: int) -> None:
         core = self._core
@@ -315,9 +311,7 @@ class CoreProcess:
             self._adapters.forget(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
-            ids = [
-                request_id for request_id, owner in self._owners.items() if owner == message.number
-            ]
+            ids = [name for name, owner in self._owners.items() if owner == message.number]
             if core is not None:
                 core.abort(ids)
             self._forget(ids)

@@ -101,9 +101,8 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
         tokens: list[TokenOutput] = []
         vectors: list[VectorOutput] = []
         beams = [output for output in outputs if isinstance(output, BeamsOutput)]
-        told: set[str] = (
-            set()
-        )  # whose news are among `tokens`: what comes later must stand behind them
+        # whose news are among `tokens`: what comes later must stand behind them
+        told: set[str] = set()
         for output in outputs:
             if not isinstance(output, TokenOutput):
                 if isinstance(output, VectorOutput):

@@ -54,16 +54,14 @@ class OtherRequests(CoreOperations):
 
     async def measure_picture(self, data: bytes) -> PictureFile:
         """A picture's file, which is known to be one and how many pixels it has; for `prepare_picture`."""
-        self._input.prompts.media.check_pictures(1)
-        assert self._input.pictures is not None
-        return await asyncio.wrap_future(self._input.pictures.measure(data))
+        pictures = self._input.prompts.media.processor_for(1)
+        return await asyncio.wrap_future(pictures.measure(data))
 
     async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
         `detail` is OpenAI's: "low" reads it smaller."""
-        self._input.prompts.media.check_pictures(1)
-        assert self._input.pictures is not None
-        return await asyncio.wrap_future(self._input.pictures.submit(source, detail))
+        pictures = self._input.prompts.media.processor_for(1)
+        return await asyncio.wrap_future(pictures.submit(source, detail))
 
     async def embed(
         self,

@@ -25,18 +25,20 @@ class Sleeper:
         self.to_sleep: list[tuple[int, Sleep]] = []  # with the front ends that sent it
         self.to_wake: list[tuple[int, WakeUp]] = []
 
-    def fall_asleep(self, core: EngineCore, args: EngineArgs) -> list[tuple[int, Sleep]]:
-        """Take the core, to whose owner it is gone, to the level that was asked for. Returns whom to answer."""
+    def fall_asleep(
+        self, core: EngineCore, args: EngineArgs
+    ) -> tuple[Asleep, list[tuple[int, Sleep]]]:
+        """Take the core, to whose owner it is gone, to the level that was asked for. Returns the sleeping core and whom to
+        answer."""
         from slipstream.engine.asleep import Asleep
 
         asked, self.to_sleep = self.to_sleep, []
-        self.asleep = Asleep(core, args, max(message.level for _, message in asked))
+        self.asleep = asleep = Asleep(core, args, max(message.level for _, message in asked))
         gc.unfreeze()
-        return asked
+        return asleep, asked
 
-    def wake(self) -> EngineCore:
-        assert self.asleep is not None
-        core, self.asleep = self.asleep.wake(), None
+    def wake(self, asleep: Asleep) -> EngineCore:
+        core, self.asleep = asleep.wake(), None
         return core
 
     def answer_woken(self) -> None:

@@ -32,15 +32,13 @@ class OutputStream:
         self._changed.set()
 
     async def get(self) -> RequestOutput:
-        await self._changed.wait()
-        self._changed.clear()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        while self._pending is None:
             if self._error is not None:
-                self._changed.set()
-            return pending
-        assert self._error is not None
-        raise self._error
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        pending, self._pending = self._pending, None
+        return pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from slipstream.engine.requests.prompts import PromptReader
-from slipstream.errors import (
-    RequestError,
-)
+from slipstream.errors import RequestError
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.sampling import SamplingParams
 

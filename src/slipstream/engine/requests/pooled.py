@@ -107,10 +107,8 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
     if not vectors.prompts:
         return []
     found = rows(vectors, dimensions)
-    data, width = (
-        vectors.data if found.nbytes == len(vectors.data) else found.tobytes(),
-        4 * found.shape[1],
-    )
+    data = vectors.data if found.nbytes == len(vectors.data) else found.tobytes()
+    width = 4 * found.shape[1]
     return [
         EmbeddingOutput(prompt=prompt, prompt_token_ids=ids, data=data[width * i : width * (i + 1)])
         for i, (prompt, ids) in enumerate(
@@ -257,16 +255,20 @@ def scores(
     num_first: int,
     vectors: Vectors,
     tokenizer: TokenIds | None = None,
+    *,
+    activate: bool = True,
 ) -> tuple[npt.NDArray[np.float64], list[int]]:
     """Scores from the answer to `score_texts`. Returns each pair's score, and the number of tokens
-    that were computed for it."""
+    that were computed for it. Without `activate` a classifier's scores are its logits."""
     if model.pooling.kind == "tokens":
         return max_sims(model, num_first, vectors, tokenizer)
     found, counts = rows(vectors).astype(np.float64), [len(ids) for ids in vectors.prompt_token_ids]
     if scores_pairs(model):
         logits = found[:, 0]
         return (
-            np.exp(-np.logaddexp(0.0, -logits)) if model.pooling.probabilities else logits
+            np.exp(-np.logaddexp(0.0, -logits))
+            if model.pooling.probabilities and activate
+            else logits
         ), counts  # the logistic function
     first, second = found[:num_first], found[num_first:]
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
@@ -283,12 +285,14 @@ def rank(
     vectors: Vectors,
     top_n: int | None = None,
     tokenizer: TokenIds | None = None,
+    *,
+    activate: bool = True,
 ) -> list[RerankResult]:
     """Ranking from the answer to `rerank_texts`: documents, best first, those with equal scores in
     their order. `top_n` limits it to the best."""
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
-    found, counts = scores(model, 1, vectors, tokenizer)
+    found, counts = scores(model, 1, vectors, tokenizer, activate=activate)
     return [
         RerankResult(
             index=i, document=documents[i], relevance_score=float(found[i]), num_tokens=counts[i]

@@ -8,10 +8,7 @@ from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
 from slipstream.engine.beams import check as check_beams
 from slipstream.engine.requests.processor import InputProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.errors import (
-    EngineError,
-    RequestError,
-)
+from slipstream.errors import EngineError, RequestError
 from slipstream.messages.beams import BeamsOutput, BeamsRequest
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions

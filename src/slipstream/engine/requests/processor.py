@@ -16,6 +16,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.grammars.grammar import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
+from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
 from slipstream.engine.requests.sampler_params import Breakers, with_functions, with_words
@@ -24,11 +25,7 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture, placed
-from slipstream.errors import (
-    AdapterError,
-    ContextLengthError,
-    RequestError,
-)
+from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
 from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
@@ -224,10 +221,10 @@ class InputProcessor:
             )
         room = self.max_model_len - len(tokens)
         if room < 1:
-            raise self._too_long(len(tokens))
+            raise over_context(self.max_model_len, len(tokens))
         max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
         if max_tokens > room:
-            raise self._too_long(len(tokens), max_tokens)
+            raise over_context(self.max_model_len, len(tokens), max_tokens)
         if sampling.min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit",
@@ -279,17 +276,3 @@ class InputProcessor:
         others = (fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"
         return PreparedRequest(request_id, text, shown, sampling, (first, *others), hides_logprobs)
-
-    def _too_long(self, num_prompt: int, max_tokens: int | None = None) -> ContextLengthError:
-        """Begins with the words by which OpenAI's clients know this error."""
-        what = f"This model's maximum context length is {self.max_model_len} tokens. However, "
-        if max_tokens is None:
-            what += f"the prompt has {num_prompt} tokens, and at least one is for the answer; shorten the prompt"
-        else:
-            what += (
-                f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the prompt, and max_tokens is "
-                f"{max_tokens}); ask for at most {self.max_model_len - num_prompt} tokens, or shorten the prompt"
-            )
-        error = ContextLengthError(what, field="prompt" if max_tokens is None else "max_tokens")
-        error.lengths = (num_prompt, max_tokens, self.max_model_len)
-        return error

@@ -43,18 +43,34 @@ class PromptReader:
         self.description = description
         self.media = MediaReader(description, pictures)
 
+    @property
+    def of_texts(self) -> Tokenizer:
+        """The tokenizer. RequestError if there is none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
+                field="prompt",
+            )
+        return self.tokenizer
+
+    @property
+    def model(self) -> ModelDescription:
+        """The model's description. RequestError if only its vocabulary is known."""
+        if self.description is None:
+            raise RequestError("nothing but the model's vocabulary is known", field="model")
+        return self.description
+
     def last(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
         """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
-        assert limit is not None
+        if limit is None:
+            return tokens
         before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
-        return (
-            tokens
-            if len(tokens) <= limit
-            else [*before, *tokens[len(tokens) - limit + len(before) :]]
-        )
+        if len(tokens) <= limit:
+            return tokens
+        return [*before, *tokens[len(tokens) - limit + len(before) :]]
 
     def borders(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Positions where the last two messages of a conversation begin, for models with recurrent states.
@@ -93,10 +109,9 @@ class PromptReader:
             prompt = given["prompt"]  # vLLM's other way to say a text
         if isinstance(prompt, str):
             prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
-            self.check_text(prompt, any_length=any_length)
-            assert self.tokenizer is not None
+            tokenizer = self.check_text(prompt, any_length=any_length)
             text = prompt
-            tokens = [*self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)]
+            tokens = [*tokenizer.encode(prompt, add_special_tokens=add_special_tokens)]
             packed = pack_ids(tokens)
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
             given = given["prompt_token_ids"]
@@ -118,18 +133,16 @@ class PromptReader:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         return text, tokens, packed
 
-    def check_text(self, text: str, *, any_length: bool = False) -> None:
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
-                field="prompt",
-            )
+    def check_text(self, text: str, *, any_length: bool = False) -> Tokenizer:
+        """The tokenizer of a text. RequestError if there is none, or the text is hopelessly long."""
+        tokenizer = self.of_texts
         # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
         if len(text) > self.max_model_len * 128 and not any_length:
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, far more than the context of {self.max_model_len} tokens; shorten it",
                 field="prompt",
             )
+        return tokenizer
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:
         """Raise RequestError if not all are tokens of this model."""
@@ -174,9 +187,10 @@ class PromptReader:
 
     def too_long(self, num_tokens: int) -> ContextLengthError:
         return ContextLengthError(
-            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}; shorten it"
+            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}. Please reduce"
+            " the length of the input prompt"
             + (
-                " or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
+                ", or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
                 if self.description and self.description.spec.is_encoder
                 else ""
             ),

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from slipstream.engine.grammars.reasoning import counter
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats, OfferedTools, no_reasoning, reading
-from slipstream.errors import (
-    RequestError,
-)
+from slipstream.errors import RequestError
 from slipstream.params.sampling import SamplingParams
 
 
@@ -40,7 +38,8 @@ def with_reasoning(
             reasoning=markers,
             structured_outputs=asked if around else made.structured_outputs,
         )
-    assert markers is not None
+        if markers is None:
+            raise no_reasoning()
     forced = counter(markers, tokenizer, sampling.thinking_token_budget).forced
     allowed = sampling.allowed_token_ids
     if allowed is not None and (lacking := forced - set(allowed)):

@@ -62,7 +62,8 @@ class TextsProcessor:
             truncate_to == 0 or truncate_to < -1 or truncate_to > limit
         ):
             raise RequestError(
-                f"it must be −1 or from 1 to {limit}, got {truncate_to}",
+                f"truncate_prompt_tokens must be −1 or from 1 to {limit}, got {truncate_to}. Please "
+                "request a smaller truncation size",
                 field="truncate_prompt_tokens",
             )
         room = limit if truncate_to == -1 else truncate_to
@@ -149,9 +150,9 @@ class TextsProcessor:
         for index, text in enumerate(texts, first):
             with _named(index):
                 self._prompts.check_text(text, any_length=room is not None)
-        assert self._tokenizer is not None
-        found = self._tokenizer.encode_batch(texts)
-        end = list(self._tokenizer.suffix)
+        tokenizer = self._prompts.of_texts
+        found = tokenizer.encode_batch(texts)
+        end = list(tokenizer.suffix)
         for i, ids in enumerate(found):
             if not ids:
                 raise _in_text(
@@ -187,8 +188,7 @@ class TextsProcessor:
 
     def _check_task(self, task: TextTask) -> None:
         """Raise RequestError if the engine can't compute the task: a step that fails would end others' requests, too."""
-        model = self._prompts.description
-        assert model is not None
+        model = self._prompts.model
         if task == "embed" and model.text_task != "embed":
             raise RequestError(
                 "this model gives rows for tokens and none for a text; use /pooling (LLM.encode)",
@@ -201,8 +201,8 @@ class TextsProcessor:
 
     def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
         """The model, if it can do it."""
-        assert self._prompts.description is not None
-        spec, how = self._prompts.description.spec, self._prompts.description.pooling
+        model = self._prompts.model
+        spec, how = model.spec, model.pooling
         if spec.encoder is not None:
             raise RequestError(
                 f"this model ({spec.family}) is an encoder-decoder and gives no embeddings",

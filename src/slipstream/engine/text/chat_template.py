@@ -70,9 +70,8 @@ class _Budget:
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._left = MAX_WORK
-        self._extra: Mapping[str, Any] | None = (
-            variables  # whose size is looked at only when it is needed
-        )
+        # whose size is looked at only when it is needed
+        self._extra: Mapping[str, Any] | None = variables
         self._steps = 0
         self._until = time.thread_time() + MAX_SECONDS
 
@@ -119,10 +118,11 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def read_template(name: str) -> str:
-    """A chat template from a file. ConfigError (field "chat_template") if it is none: no text, no Jinja, or it does not show
-    what a user says."""
+    """A chat template from a file, or `name` itself if it is Jinja. ConfigError (field "chat_template") if it is none: no
+    text, no Jinja, or it does not show what a user says."""
+    is_text = "{{" in name or "{%" in name  # as vLLM takes it
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        text = name if is_text else Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(
@@ -360,11 +360,9 @@ def _environment() -> Any:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def _template_data(node: nodes.Node) -> Iterable[nodes.TemplateData]:
-        return (
-            node.find_all(nodes.TemplateData)
-            if not isinstance(node, nodes.TemplateData)
-            else [node]
-        )
+        if not isinstance(node, nodes.TemplateData):
+            return node.find_all(nodes.TemplateData)
+        return [node]
 
     class Environment(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%"))
@@ -455,9 +453,8 @@ def _environment() -> Any:
         _budget.get().spend(fixed)
 
     def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        first = (
-            1 if hasattr(function, "jinja_pass_arg") else 0
-        )  # the context or environment stands before the value
+        # the context or environment stands before the value
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
         def filter_(*args: Any, **kwargs: Any) -> Any:

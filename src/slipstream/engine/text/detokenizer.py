@@ -43,9 +43,8 @@ class IncrementalDetokenizer:
         )  # two characters: a token's text is what it was the last time
         self._held = ""  # decoded, not yet given out: the longest beginning of a stop string that the text ends with
         self.num_tokens = 0
-        self.num_tokens_used = (
-            0  # of all tokens, how many the answer keeps; they differ after a stop string
-        )
+        # of all tokens, how many the answer keeps; they differ after a stop string
+        self.num_tokens_used = 0
         self.stop_reason: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:

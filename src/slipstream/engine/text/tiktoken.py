@@ -34,7 +34,6 @@ PREFIXES = {
 """Tokens that stand before every text, by `tokenizer_class`: that of GLM-4, and the one that Llama
 3's folders name. Both classes split texts by CL100K."""
 
-
 MAX_SQUARES = 2**27
 """Largest sum of the squared lengths of all tokens. Vocabularies of 256,000 tokens have some
 2**24."""

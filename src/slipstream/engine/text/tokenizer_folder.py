@@ -125,10 +125,8 @@ def _model_backend(file: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Backend made of tokenizer.model, which is SentencePiece's or tiktoken's, with what its class
     puts before a text."""
     if tiktoken.is_tiktoken(file):
-        backend, prefix = (
-            tiktoken.from_file(file, config),
-            tiktoken.PREFIXES[config["tokenizer_class"]],
-        )
+        backend = tiktoken.from_file(file, config)
+        prefix = tiktoken.PREFIXES[config["tokenizer_class"]]
         _add_tokens(backend, config.get("added_tokens_decoder") or {})
     else:
         kind = config.get("tokenizer_class")

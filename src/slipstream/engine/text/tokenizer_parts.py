@@ -28,12 +28,7 @@ import tokenizers
 from slipstream.engine.text.tiktoken import CL100K
 from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.engine.threads.fair_threads import client
-from slipstream.errors import (
-    CheckpointError,
-    EngineOverloadedError,
-    RequestError,
-    SlipstreamError,
-)
+from slipstream.errors import CheckpointError, EngineOverloadedError, RequestError, SlipstreamError
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ An answer that must look like something (`response_format`) may have reasoning b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,7 +28,6 @@ from slipstream.engine.text.tool_formats.base import (
     Event,
     Parser,
     Reasoning,
-    Script,
     Tool,
     ToolFormat,
     Writer,
@@ -141,17 +141,14 @@ class Reading:
 
     def parser(self) -> Parser:
         form, tools = self.form, self.offered
-
-        def script(parser: Parser) -> Script:
-            assert form is not None
-            return form.script(parser, tools)
-
+        if form is None:
+            return Parser(None, self.think, thinking=self.opened)
         return Parser(
-            script if form is not None and (tools or form.reasons) else None,
+            functools.partial(form.script, tools=tools) if tools or form.reasons else None,
             self.think,
             thinking=self.opened,
-            interrupts=form.interrupts(tools) if form is not None and tools else (),
-            wraps=() if form is None else form.wraps,
+            interrupts=form.interrupts(tools) if tools else (),
+            wraps=form.wraps,
         )
 
     def message(self, text: str, reason: str | None = None) -> ChatMessage:
@@ -237,8 +234,7 @@ class Reading:
         if not self.enforced and (asked is None or not (before or self.offered)):
             return asked
         form, trigger, calls = self.form, "", ""
-        if self.offered:
-            assert form is not None
+        if self.offered and form is not None:
             calls = form.calls(self.offered, writer, parallel=self.parallel)
             trigger = writer.text(form.trigger) if form.trigger else ""
         if self.must_call:
@@ -249,7 +245,8 @@ class Reading:
             return dataclasses.replace(
                 asked, around=writer.lark(f"{before} ({final} @answer{called})")
             )
-        assert form is not None
+        if form is None:
+            return None
         if trigger:
             writer.rules["ANYTHING"] = "/(?s:.*)/"
             return StructuredOutputsParams(
@@ -297,10 +294,8 @@ class Formats:
     def of(self, template: str | None) -> tuple[ToolFormat | None, tuple[str, str] | None]:
         """Formats for a chat template: that of calls, and the markers of reasoning unless they are
         part of the former."""
-        form, think = (
-            tool_format(self.tool_calls, template),
-            reasoning_markers(self.reasoning, template),
-        )
+        form = tool_format(self.tool_calls, template)
+        think = reasoning_markers(self.reasoning, template)
         return form, None if form is not None and form.reasons else think
 
 
@@ -323,11 +318,9 @@ def reading(
         opened = True
     if not offered.is_made:
         form = form if form is not None and (form.reasons or form.wraps) else None
-        return (
-            None
-            if think is None and form is None
-            else Reading(form=form, think=think, opened=opened, closed=closed)
-        )
+        if think is None and form is None:
+            return None
+        return Reading(form=form, think=think, opened=opened, closed=closed)
     if "tools" not in (template or ""):
         message = "this model's chat template knows no tools; leave them out, or take another model"
         raise RequestError(message, field="tools")

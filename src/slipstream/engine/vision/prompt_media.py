@@ -10,10 +10,7 @@ import numpy as np
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.vision.pictures import (
-    PictureProcessor,
-    PreparedPicture,
-)
+from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.params.prompts import Prompt
@@ -33,11 +30,7 @@ class MediaReader:
     @property
     def vision(self) -> VisionSpec:
         """RequestError if the model takes no pictures."""
-        if self.pictures is None:
-            has = self.description is not None and self.description.family.vision is not None
-            why = "pictures are off (max_images=0)" if has else "this model takes no pictures"
-            raise RequestError(f"{why}; leave them out", field="image")
-        return self.pictures.vision
+        return self.processor_for(0).vision
 
     def parted(self, prompt: Prompt) -> tuple[Prompt, Sequence[PreparedPicture]]:
         """A prompt without its pictures, and these. They are prepared here, if they are not yet."""
@@ -54,10 +47,9 @@ class MediaReader:
             )
         found = data["image"]
         sources = list(found) if isinstance(found, (list, tuple)) else [found]
-        self.check_pictures(len(sources))
-        assert self.pictures is not None
+        pictures = self.processor_for(len(sources))
         rest: Any = {key: value for key, value in given.items() if key != "multi_modal_data"}
-        return rest, self.pictures.prepare_all(sources)
+        return rest, pictures.prepare_all(sources)
 
     def audio_of(self, prompt: Prompt) -> AudioWindow | None:
         """The window of audio of a prompt, if the model reads audio. RequestError if only one of both is there."""
@@ -91,10 +83,9 @@ class MediaReader:
             if self.pictures is not None and isinstance(data, dict) and set(data) == {"image"}:
                 given = data["image"]
                 sources = list(given) if isinstance(given, (list, tuple)) else [given]
-                self.check_pictures(len(sources))
+                pictures = self.processor_for(len(sources))
                 begun[i] = [
-                    x if isinstance(x, PreparedPicture) else self.pictures.submit(x)
-                    for x in sources
+                    x if isinstance(x, PreparedPicture) else pictures.submit(x) for x in sources
                 ]
         try:
             for i, waiting in begun.items():
@@ -108,8 +99,18 @@ class MediaReader:
 
     def check_pictures(self, count: int) -> None:
         """RequestError if a prompt can't have so many."""
-        if count and self.vision and self.pictures is not None and count > self.pictures.most:
+        if count:
+            self.processor_for(count)
+
+    def processor_for(self, count: int) -> PictureProcessor:
+        """Processor of `count` pictures of a prompt. RequestError if it can't have so many."""
+        if self.pictures is None:
+            has = self.description is not None and self.description.family.vision is not None
+            why = "pictures are off (max_images=0)" if has else "this model takes no pictures"
+            raise RequestError(f"{why}; leave them out", field="image")
+        if count > self.pictures.most:
             raise RequestError(
                 f"{count} pictures, and a prompt may have {self.pictures.most} (max_images)",
                 field="image",
             )
+        return self.pictures

@@ -62,6 +62,7 @@ _MODEL_OF_FORM = re.compile(
 _WITH_MODEL = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *("/v1/chat/completions/render", "/v1/completions/render"),
     *(
         *("/chat/completions", "/completion", "/completions", "/infill", "/apply-template"),
         *("/embeddings", "/embedding", "/v2/embed", "/reranking", "/v1/reranking"),

@@ -24,9 +24,7 @@ from slipstream.server.answers.generation import Answer, GenerationRoute
 from slipstream.server.app import make_state, prompt_routes
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.record import RequestRecord
-from slipstream.server.openai.embeddings import (
-    PooledRoute,
-)
+from slipstream.server.openai.embeddings import PooledRoute
 from slipstream.server.state import EngineProtocol, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
 

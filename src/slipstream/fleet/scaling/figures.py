@@ -30,7 +30,8 @@ _MEANS = frozenset(
         "rank_imbalance",
     }
 )
-_MOST = frozenset({"last_step_age_s", "uptime_s"})
+_MOST = frozenset({"last_step_age_s", "uptime_s", "block_size"})
+_NAMES = frozenset({"names_on_device", "waiting_adapters"})
 
 
 def of_engines(members: Members) -> dict[str, EngineStats | None]:
@@ -72,6 +73,8 @@ def _joined(name: str, now: list[Any], gone: list[Any]) -> Any:
                 a + b for a, b in zip_longest(by_layer.get(layer, ()), counts, fillvalue=0)
             ]
         return tuple((layer, tuple(counts)) for layer, counts in sorted(by_layer.items()))
+    if name in _NAMES:
+        return tuple(dict.fromkeys(one for names in now for one in names))
     if isinstance(first, tuple):
         return tuple(map(sum, zip_longest(*now, *gone, fillvalue=0)))
     if isinstance(first, bool):

@@ -5,7 +5,8 @@
 2. Queries, keys and values are multiplied by a Hadamard matrix, which spreads outliers over the
    head. Scores stay as they are. Attention's result is multiplied by it once more.
 3. A key has two scales, one for each half of its numbers; a value has one. A scale has the bits of a
-   positive float16 without the last seven, rounded up, so that no number is cut off.
+   positive float16 without the last seven. Of the smallest that cuts no number off and the two
+   below it, it is the one with the least squared error.
 4. Code c of n bits stands for (c + 1/2 − 2ⁿ⁻¹) · scale.
 
 A block of a head is planes of bytes, one after another. Byte j of a token's codes holds the numbers
@@ -30,6 +31,8 @@ SHIFT = 7
 """Bits of a float16 that a scale lacks."""
 LARGEST = 0xF7
 """The largest scale. Bytes above stand for no finite number."""
+CANDIDATES = 3
+"""Scales that are tried: the smallest that cuts no number off, and those below it."""
 
 
 @functools.cache
@@ -114,9 +117,17 @@ def _rounded(x: Tensor, bits: int, num_scales: int) -> tuple[Tensor, Tensor]:
     most, parts = 1 << (bits - 1), x.unflatten(-1, (num_scales, -1))
     half = (parts.abs().amax(-1) / most).clamp(max=60000).half()
     scales = ((half.view(torch.int16).int() + (1 << SHIFT) - 1) >> SHIFT).clamp(max=LARGEST)
-    step = _scale(scales.to(torch.uint8))[..., None]
-    codes = (parts / step.where(step > 0, 1)).floor().clamp(-most, most - 1) + most
-    return codes.flatten(-2).int(), scales.to(torch.uint8)
+    found = []
+    for less in range(CANDIDATES):
+        tried = (scales - less).clamp(min=0).to(torch.uint8)
+        step = _scale(tried)[..., None]
+        codes = (parts / step.where(step > 0, 1)).floor().clamp(-most, most - 1)
+        error = ((codes + 0.5) * step - parts).square().sum(-1)
+        found.append((error, codes + most, tried))
+    errors, codes, tried = (torch.stack(x) for x in zip(*found, strict=True))
+    best = errors.argmin(0, keepdim=True)
+    codes = codes.take_along_dim(best[..., None], 0)[0]
+    return codes.flatten(-2).int(), tried.take_along_dim(best, 0)[0]
 
 
 def _scale(scales: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ in `cpu.py`. Weights are packed once, and the packed form replaces the dense one
    token.
 2. An int8 weight with enough zeros (`SPARSE_FROM`) is held sparse: a bit per element and the
    non-zero elements. Patterns (2:4, N:M) are not treated specially.
-3. GGUF's types are used as they are (`CPU_BLOCK_BYTES`), and so are 4-bit weights by groups of 128
+3. GGUF's types are used as they are (`native.BLOCK_KINDS`), and so are 4-bit weights by groups of 128
    or 32 (GPTQ, AWQ). Weights that are quantized to 4 bits here have a scale and a minimum per
    group, found by search (csrc/cpu/round4.h). Their inputs are quantized as for `int8`
    (docs/quantization.md).
@@ -44,7 +44,7 @@ from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights.forms import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, Scheme
+from slipstream.spec.scheme import NATIVE_PRODUCTS, Scheme
 
 Weights = npt.NDArray[Any]
 
@@ -84,7 +84,7 @@ class HostOps(RowSampler):
     name = "cpu"
     has_host_experts = False
     rounded = NATIVE_PRODUCTS["cpu"]
-    block_types = frozenset(CPU_BLOCK_BYTES)
+    block_types = frozenset(native.BLOCK_KINDS)
     shares_prefixes = False
     takes_rows = False
     output_multiple = 1

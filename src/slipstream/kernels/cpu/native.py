@@ -34,6 +34,7 @@ from slipstream.spec.model import (
     OwnActivation,
     Xielu,
 )
+from slipstream.spec.stored.gguf_types import TYPES
 
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.thread_pool import ThreadPool
@@ -42,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 34
+ABI = 35
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -55,19 +56,7 @@ products are faster on some processors."""
 ROWS_F32, ROWS_BF16 = -1, -2
 """Kinds of tables that only `embed` reads, in torch's layout."""
 
-BLOCK_KINDS = {
-    "Q8_0": Q8,
-    "Q4_0": Q4,
-    "Q4_1": Q4M,
-    "Q5_0": Q5,
-    "Q5_1": Q5M,
-    "MXFP4": MX,
-    "Q2_K": Q2K,
-    "Q3_K": Q3K,
-    "Q4_K": Q4K,
-    "Q5_K": Q5K,
-    "Q6_K": Q6K,
-}
+BLOCK_KINDS = {quant.name: quant.cpu_kind for quant in TYPES.values() if quant.cpu_kind is not None}
 """GGUF's types that are used as they are."""
 
 KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {

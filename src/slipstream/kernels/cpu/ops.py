@@ -67,7 +67,7 @@ from slipstream.kernels.states import (
 )
 from slipstream.kernels.weights.forms import Activations, Linear
 from slipstream.spec.model import Activation, ClampedSilu, OwnActivation, OwnNorm
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
+from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 AnyLinear = TypeVar("AnyLinear", NativeLinear, NativeExperts, Linear)
 
@@ -78,7 +78,7 @@ class NativeOps(CpuOps):
 
     name = "cpu"
     rounded = NATIVE_PRODUCTS["cpu"]
-    block_types = frozenset(CPU_BLOCK_BYTES)
+    block_types = frozenset(native.BLOCK_KINDS)
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from slipstream.kernels.cpu.native import (
     load,
 )
 from slipstream.kernels.cpu.thread_pool import ThreadPool
-from slipstream.kernels.weights.forms import Linear
+from slipstream.kernels.weights.forms import NO_ROWS, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +229,7 @@ class NativeLinear(Linear):
     """
 
     parts: tuple[Packed, ...]
+    ROWS = NO_ROWS
 
     @property
     def is_rounded(self) -> bool:

@@ -50,7 +50,7 @@ from slipstream.kernels.plain.reference import (
     softmax,
 )
 from slipstream.kernels.weights.adapters import LoRATokens, LoRAWeights
-from slipstream.kernels.weights.forms import Activations, GroupedLinear, Linear
+from slipstream.kernels.weights.forms import NO_ROWS, Activations, GroupedLinear, Linear
 from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.spec.model import Activation, OwnNorm
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
@@ -69,6 +69,7 @@ class PackedLinear(Linear):
     shape and type."""
 
     packed: Tensor
+    ROWS = NO_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

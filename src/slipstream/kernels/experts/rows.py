@@ -18,20 +18,7 @@ from slipstream.kernels.cpu.arrays import Array
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.program.moe import NativeExperts
 from slipstream.kernels.cpu.torch_ops import PACK_BATCH, PackedLinear
-from slipstream.kernels.weights.forms import (
-    Float4Linear,
-    GroupedLinear,
-    Linear,
-    ScaledLinear,
-    TileScaledLinear,
-)
-from slipstream.spec.scheme import FP8_TILE
-
-BY_ROWS = (Linear, ScaledLinear, TileScaledLinear, GroupedLinear, Float4Linear)
-"""Layouts whose tensors have a weight's rows, tiles or slabs of rows in the first dimension.
-
-The exception is the scales of groups, which have the rows in the second.
-"""
+from slipstream.kernels.weights.forms import Linear
 
 
 def swap_rows(x: Tensor, a: int, b: int) -> None:
@@ -55,20 +42,13 @@ def expert_rows(w: Linear, num_experts: int) -> list[Tensor] | None:
             if any(x is None for x in found)
             else [x.view(num_experts, -1) for x in found if x is not None]
         )
-    if type(w) not in BY_ROWS or w.sparse is not None:
-        return None
-    if isinstance(w, TileScaledLinear) and w.out_features // num_experts % FP8_TILE:
-        return None  # a tile has rows of two experts
-    views = []
-    for field in dataclasses.fields(w):
-        if isinstance(x := getattr(w, field.name), Tensor):
-            across = isinstance(w, GroupedLinear) and field.name in ("scales", "zeros")
-            views.append(
-                x.unflatten(1, (num_experts, -1)).transpose(0, 1)
-                if across
-                else x.unflatten(0, (num_experts, -1))
-            )
-    return views
+    each = w.out_features // num_experts
+    if not w.ROWS or w.sparse is not None or any(each % size for _, size in w.ROWS.values()):
+        return None  # also if an element, such as a tile's scale, is of two experts
+    tensors = ((getattr(w, name), dim) for name, (dim, _) in w.ROWS.items())
+    return [
+        x.unflatten(dim, (num_experts, -1)).movedim(dim, 0) for x, dim in tensors if x is not None
+    ]
 
 
 def layout(w: Linear, num_experts: int) -> str:

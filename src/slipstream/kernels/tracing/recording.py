@@ -569,6 +569,12 @@ class RecordingOps:
 
 
 def _inner(table: Any) -> int:
-    """Returns the width of a table, which is a tensor or a product's weight."""
-    shape: Sequence[int] = getattr(table, "weight", table).shape
+    """Returns the width of a table, which is a tensor or a product's weight. A packed weight says it
+    itself, since its tensors have other shapes."""
+    first = getattr(table, "parts", (table,))[0]
+    weight = getattr(first, "weight", first)
+    for one in (first, weight):
+        if isinstance(inner := getattr(one, "inner", None), int):  # a tensor's is a method
+            return inner
+    shape: Sequence[int] = weight.shape
     return shape[1]

@@ -3,7 +3,6 @@ are faster."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -44,7 +43,6 @@ from slipstream.kernels.triton.products import (
     float4,
     fp8_block,
     gguf,
-    int4_groupwise,
     lora,
     sparse24,
     split_k,
@@ -55,7 +53,6 @@ from slipstream.kernels.weights.forms import (
     Activations,
     BlockLinear,
     CodedLinear,
-    GroupedLinear,
     JoinedLinear,
     Linear,
     Pair,
@@ -177,24 +174,14 @@ class TritonOps(OpSet):
             self._scratch[device] = split_k.ArrivalCounters(device)
 
     def pack_weight(self, w: Linear) -> Linear:
-        if isinstance(w, BlockLinear):
-            made = gguf.pack(w, dense=self.dense_copies)
-            self._prepare(made.weight.device)
-            return made
-        self._prepare(w.weight.device)
-        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
-            packed = float4.pack_float4(w)
-            if not self.dense_copies:
-                return packed
-            return dataclasses.replace(packed, dense=float4.expanded(packed, w.scales.dtype))
-        if isinstance(w, GroupedLinear) and self.dense_copies:
-            return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
-        return self._sparse(w) if isinstance(w, ScaledLinear) else w
+        made = linear.pack(w, dense_copies=self.dense_copies)
+        self._prepare(made.weight.device)
+        return self._sparse(made) if isinstance(made, ScaledLinear) else made
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
         if isinstance(w, BlockLinear):
             return gguf.pack_experts(w, num_experts)
-        return float4.pack_float4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
+        return linear.pack(w, dense_copies=False)
 
     def quantize_experts(
         self,
@@ -212,26 +199,12 @@ class TritonOps(OpSet):
         another order."""
         return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
 
-    def _linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(
-            x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic
-        )
-
     def linear(self, x: Activations, w: Linear) -> Tensor:
         if isinstance(w, SplitLinear):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
-        if isinstance(w, CodedLinear | JoinedLinear):
-            assert isinstance(x, Tensor)
-            if self.deterministic:
-                return self._linear(x, gguf.expanded(w))
-            return gguf.linear(x, w, self._scratch[w.weight.device])
-        if (
-            w.sparse is not None
-            and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens
-        ):
-            return sparse24.sparse24_linear(x, w)
-        return self._linear(x, w)
+        scratch = self._scratch.get(w.weight.device)
+        return linear.linear(x, w, scratch, self.tiles, self.deterministic)
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
         if isinstance(w, CodedLinear | JoinedLinear):

@@ -357,8 +357,9 @@ def _mask_kernel(
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + i).to(tl.int64)
     place = tl.load(which_ptr + i).to(tl.int64)
-    word = tl.load(bits_ptr + place * words + at // 32, mask=at // 32 < words, other=0)
-    allowed = (word >> (at % 32)) & 1
+    has_word = (at // 32 < words) & (place >= 0)
+    word = tl.load(bits_ptr + place * words + at // 32, mask=has_word, other=0)
+    allowed = (word >> (at % 32)) & 1 | (place < 0)
     tl.store(logits_ptr + row * row_stride + at, float("-inf"), mask=(at < vocab) & (allowed == 0))
 
 

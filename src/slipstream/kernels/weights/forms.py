@@ -8,8 +8,8 @@ tensors may be NumPy arrays. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,10 @@ class SparseCopy:
     from_tokens: int
 
 
+NO_ROWS: dict[str, tuple[int, int]] = {}
+"""`ROWS` of a layout whose rows can't be taken apart."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """A weight in the layout of its op. Here it is dense: `weight` [out, in] of the compute dtype.
@@ -70,16 +74,26 @@ class Linear:
     bias: Tensor | None = None
     sparse: SparseCopy | None = None
 
+    ROWS: ClassVar[dict[str, tuple[int, int]]] = {"weight": (0, 1), "bias": (0, 1)}
+    """Places of rows: by tensor, the dimension that has the weight's rows, and the rows of an element."""
+
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
 
-    def part(self, rows: slice) -> Linear:
-        """Returns some of its rows, such as those of one expert."""
-        return Linear(weight=self.weight[rows], bias=self._bias(rows))
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
 
-    def _bias(self, rows: slice) -> Tensor | None:
-        return None if self.bias is None else self.bias[rows]
+    def part(self, rows: slice) -> Self:
+        """Returns some of its rows, such as those of one expert."""
+        found = dict[str, Any](sparse=None)
+        for name, (dim, size) in self.ROWS.items():
+            if (x := getattr(self, name)) is not None:
+                assert rows.start % size == 0
+                own = slice(rows.start // size, -(-rows.stop // size))
+                found[name] = x[own] if dim == 0 else x[:, own]
+        return replace(self, **found)
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -94,12 +108,7 @@ class ScaledLinear(Linear):
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
-
-    def part(self, rows: slice) -> ScaledLinear:
-        bias, scales = self._bias(rows), self.scales[rows]
-        return ScaledLinear(
-            weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype
-        )
+    ROWS = Linear.ROWS | {"scales": (0, 1)}
 
     @property
     def inputs(self) -> InputFormat:
@@ -116,14 +125,7 @@ class TileScaledLinear(Linear):
 
     scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
     out_dtype: torch.dtype
-
-    def part(self, rows: slice) -> TileScaledLinear:
-        assert rows.start % FP8_TILE == 0
-        tiles = slice(rows.start // FP8_TILE, -(-rows.stop // FP8_TILE))
-        bias, scales = self._bias(rows), self.scales[tiles]
-        return TileScaledLinear(
-            weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype
-        )
+    ROWS = Linear.ROWS | {"scales": (0, FP8_TILE)}
 
     @property
     def inputs(self) -> InputFormat:
@@ -143,6 +145,7 @@ class SplitLinear(Linear):
     out_dtype: torch.dtype
     columns: Tensor  # int64 [C]
     dense: Tensor  # [out, C] of the model's type
+    ROWS = Linear.ROWS | {"scales": (0, 1), "dense": (0, 1)}
 
     @classmethod
     def of(
@@ -187,19 +190,55 @@ class GroupedLinear(Linear):
     dense: Tensor | None = None  # the same values [out, in], for steps of many tokens
     row_scales: Tensor | None = None  # float32 [out]
     divides: bool = False
+    ROWS = Linear.ROWS | {"scales": (1, 1), "zeros": (1, 1), "dense": (0, 1), "row_scales": (0, 1)}
 
-    def part(self, rows: slice) -> GroupedLinear:
-        return GroupedLinear(
-            weight=self.weight[rows],
-            bias=self._bias(rows),
-            scales=self.scales[:, rows],
-            zeros=None if self.zeros is None else self.zeros[:, rows],
-            group_size=self.group_size,
-            chunk=self.chunk,
-            codes=self.codes,
-            row_scales=None if self.row_scales is None else self.row_scales[rows],
-            divides=self.divides,
+    @property
+    def in_features(self) -> int:
+        return 4 * self.weight.shape[1]
+
+
+def new_linear(
+    product: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    make: Callable[[str, tuple[int, ...], str | None], Any],
+    *,
+    size: int | None = None,
+    zeros: bool = False,
+    divides: bool = False,
+) -> ScaledLinear | TileScaledLinear | GroupedLinear:
+    """Allocates a weight of `shape` [out, in] for one of `spec.scheme.NATIVE_PRODUCTS`.
+
+    `make(name, shape, type)` makes a tensor of it; the type None is the model's, `dtype`. `size` is
+    that of its groups, if it has groups. `int8-split` has the tensors of `int8`.
+    """
+    rows, inner = shape
+    if product == "fp8-block":
+        tiles = -(-rows // FP8_TILE), -(-inner // FP8_TILE)
+        return TileScaledLinear(
+            weight=make("weight", (rows, inner), "float8_e4m3fn"),
+            scales=make("scales", tiles, "float32"),
+            out_dtype=dtype,
         )
+    if product in ("fp8", "int8", "int8-split"):
+        kind = "float8_e4m3fn" if product == "fp8" else "int8"
+        return ScaledLinear(
+            weight=make("weight", (rows, inner), kind),
+            scales=make("scales", (rows,), "float32"),
+            out_dtype=dtype,
+        )
+    assert size
+    groups = inner // size, rows
+    return GroupedLinear(
+        weight=make("weight", (rows, inner // 4), "int16"),
+        scales=make("scales", groups, None),
+        zeros=make("zeros", groups, None) if zeros else None,
+        group_size=size,
+        chunk=chunk_of(inner, size),
+        codes="int4" if product == "int4" else "e2m1",
+        row_scales=make("row_scales", (rows,), "float32") if product == "nvfp4" else None,
+        divides=divides,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +269,12 @@ class Float4Linear(Linear):
     row_scales: Tensor | None = None  # float32 [rows], of `nvfp4`: see `GroupedLinear`
     divides: bool = False
     dense: Tensor | None = None  # [rows, in], the expanded weight, for steps of many tokens
+    ROWS = Linear.ROWS | {
+        "weight": (0, 8),
+        "exponents": (0, 8),
+        "row_scales": (0, 1),
+        "dense": (0, 1),
+    }
 
     @property
     def out_features(self) -> int:
@@ -274,6 +319,7 @@ class BlockLinear(Linear):
 
     pieces: tuple[BlockRows, ...]
     device: Any = None  # the torch device where it is laid out; None: the host
+    ROWS = NO_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +347,7 @@ class CodedLinear(Linear):
     inner: int
     dtype: torch.dtype  # of the model
     dense: Tensor | None = None  # the same values [out, in], for steps of many tokens
+    ROWS = NO_ROWS
 
     @property
     def out_features(self) -> int:
@@ -314,6 +361,7 @@ class JoinedLinear(Linear):
 
     parts: tuple[CodedLinear, ...]
     dense: Tensor | None = None
+    ROWS = NO_ROWS
 
     @property
     def out_features(self) -> int:

@@ -1,7 +1,7 @@
 """GGUF's quantized types as codes, scales and minima: value = book[code] · scale − minimum.
 
-1. `FORMS` says for each type how many bits its codes have, what they stand for, and how many
-   consecutive values share a scale.
+1. `spec.stored.gguf_types` says for each type how many bits its codes have, what they stand for,
+   and how many consecutive values share a scale.
 2. `split` takes stored blocks apart. It runs on NumPy arrays and on torch tensors alike, so a GPU
    can do it.
 3. The float32 results of `Codes.values` equal those of the `gguf` package bit for bit: every
@@ -16,77 +16,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError, install_command
 from slipstream.spec.scheme import E2M1
+from slipstream.spec.stored.gguf_types import FORMS, Book, CodeForm
 
-Book: TypeAlias = Literal["linear", "e2m1", "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
 Ints: TypeAlias = Any
-"""An int32 array or tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeForm:
-    """The form of a type's codes.
-
-    - `group`: the number of consecutive values that share a scale.
-    - `zero`: the code of the value 0 in a `linear` book.
-    - `scales`: the format of a group's scale. `bytes`: a signed byte times the float16 `d` of the
-      block. `nibbles`: the low half of a byte times `d`, with the minimum in the high half.
-      `halves`: a float16. `exponents`: a power of two.
-    - `mins`: groups have minima, in the format of the scales. They are multiples of `dmin`.
-    """
-
-    bits: Literal[2, 3, 4, 5, 6, 8]
-    group: Literal[16, 32]
-    zero: int = 0
-    book: Book = "linear"
-    scales: Literal["bytes", "nibbles", "halves", "exponents"] = "bytes"
-    mins: bool = False
-
-    @property
-    def shares_d(self) -> bool:
-        """Whether a block of 256 values has a float16 that its scales are multiples of."""
-        return self.scales in ("bytes", "nibbles")
-
-    @property
-    def bytes_of_256(self) -> int:
-        """Bytes of 256 values on a GPU (`kernels.triton.products.gguf`)."""
-        each = 2 if self.scales == "halves" else 1
-        factors = each * (256 // self.group) * (2 if self.mins and self.scales != "nibbles" else 1)
-        return 32 * self.bits + factors + 4 * self.shares_d
-
-
-FORMS: dict[str, CodeForm] = {
-    "Q4_0": CodeForm(4, 32, zero=8, scales="halves"),
-    "Q4_1": CodeForm(4, 32, scales="halves", mins=True),
-    "Q5_0": CodeForm(5, 32, zero=16, scales="halves"),
-    "Q5_1": CodeForm(5, 32, scales="halves", mins=True),
-    "Q8_0": CodeForm(8, 32, zero=128, scales="halves"),
-    "Q2_K": CodeForm(2, 16, scales="nibbles", mins=True),
-    "Q3_K": CodeForm(3, 16, zero=4),
-    "Q4_K": CodeForm(4, 32, mins=True),
-    "Q5_K": CodeForm(5, 32, mins=True),
-    "Q6_K": CodeForm(6, 16, zero=32),
-    "IQ4_NL": CodeForm(4, 32, book="iq4", scales="halves"),
-    "IQ4_XS": CodeForm(4, 32, book="iq4"),
-    "IQ3_XXS": CodeForm(4, 32, book="iq3_xxs"),
-    "IQ3_S": CodeForm(4, 32, book="iq3_s"),
-    "IQ2_XXS": CodeForm(3, 32, book="iq2"),
-    "IQ2_XS": CodeForm(3, 16, book="iq2"),
-    "IQ2_S": CodeForm(3, 16, book="iq2"),
-    "IQ1_S": CodeForm(3, 32, book="iq1"),
-    "IQ1_M": CodeForm(3, 16, book="iq1"),
-    "TQ1_0": CodeForm(2, 32, zero=1),
-    "TQ2_0": CodeForm(2, 32, zero=1),
-    "MXFP4": CodeForm(4, 32, book="e2m1", scales="exponents"),
-    "NVFP4": CodeForm(4, 16, book="e2m1", scales="halves"),
-}
-"""The quantized types by name."""
+"""An int32 tensor or array, or an int16 array of a type whose codes stand for themselves."""
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the codes of IQ4_NL and IQ4_XS."""
@@ -115,7 +55,7 @@ def book(form: CodeForm) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """N blocks of a type, taken apart. All are int32 arrays, or all tensors.
+    """N blocks of a type, taken apart. All are arrays (`Ints`), or all tensors.
 
     `scales` and `mins` are those of `CodeForm.scales`: signed integers, the bits of a float16, or
     exponents plus 127. With `nibbles` both are in `scales`. `d` and `dmin` are the bits of a
@@ -141,13 +81,17 @@ class Codes:
             scale = scale * _float(self.d)[:, None]
             if mins is not None:
                 minimum = mins.astype(np.float32) * _float(self.dmin)[:, None]
-        numbers = book(form)
-        if form.scales == "exponents":  # so that the largest scale is finite
-            scale, numbers = np.ldexp(np.float32(1), s - 128), numbers * 2
-        numbers = numbers[self.codes].reshape(*s.shape, form.group)
-        made = numbers * scale[..., None]
+        if form.book == "linear":
+            made = self.codes.astype(np.float32)
+            made -= np.float32(form.zero)
+        elif form.scales == "exponents":  # so that the largest scale is finite
+            scale, made = np.ldexp(np.float32(1), s - 128), (book(form) * 2)[self.codes]
+        else:
+            made = book(form)[self.codes]
+        made = made.reshape(*s.shape, form.group)
+        made *= scale[..., None]
         if minimum is not None:
-            made = made - minimum[..., None]
+            made -= minimum[..., None]
         return made.reshape(self.codes.shape)  # type: ignore[no-any-return]
 
 
@@ -156,6 +100,14 @@ def split(b: Ints, kind: str) -> Codes:
     installed."""
     made: Codes = _SPLITS[kind](b)
     return made
+
+
+def values(blocks: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.float32]:
+    """Returns the values float32 [N, block_size] of whole blocks, uint8 [N, block_bytes]."""
+    form = FORMS[kind]
+    # Half the width is three times as fast. Lattices and tables of 256 need more bits.
+    width = np.int16 if form.book == "linear" else np.int32
+    return split(blocks.astype(width), kind).values(form)
 
 
 def _float(bits: Ints) -> npt.NDArray[np.float32]:
@@ -185,6 +137,11 @@ def _short(b: Ints, at: int) -> Ints:
     return b[:, at] | b[:, at + 1] << 8
 
 
+def _negative(b: Ints, at: int) -> Ints:
+    """The bits of minus the float16 at byte `at`: [N]."""
+    return b[:, at] | (b[:, at + 1] ^ 128) << 8
+
+
 def _shorts(b: Ints) -> Ints:
     """Bytes [N, 2 · n] → [N, n] of 16 bits."""
     return b[:, 0::2] | b[:, 1::2] << 8
@@ -212,7 +169,7 @@ def _q4_0(b: Ints) -> Codes:
 
 
 def _q4_1(b: Ints) -> Codes:
-    return Codes(_nibbles(b[:, 4:]), _short(b, 0)[:, None], _short(b, 2)[:, None] ^ 0x8000)
+    return Codes(_nibbles(b[:, 4:]), _short(b, 0)[:, None], _negative(b, 2)[:, None])
 
 
 def _q5_0(b: Ints) -> Codes:
@@ -221,7 +178,7 @@ def _q5_0(b: Ints) -> Codes:
 
 def _q5_1(b: Ints) -> Codes:
     codes = _nibbles(b[:, 8:]) | _each(b[:, 4:8], 1) << 4
-    return Codes(codes, _short(b, 0)[:, None], _short(b, 2)[:, None] ^ 0x8000)
+    return Codes(codes, _short(b, 0)[:, None], _negative(b, 2)[:, None])
 
 
 def _q8_0(b: Ints) -> Codes:

@@ -4,6 +4,8 @@ at load (and in the reference)."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,51 +62,43 @@ def round_linear(
 
     The scales of groups have the weight's type unless another is given.
     """
+    parts = [
+        _rounded(rows, scheme, scales_dtype or weight.dtype) for rows in weight.split(ROWS_AT_ONCE)
+    ]
+    found = dict[str, Any](bias=bias)
+    for name, (dim, _) in parts[0].ROWS.items():
+        if isinstance(first := getattr(parts[0], name), Tensor):
+            kind = torch.uint8 if first.dtype.itemsize == 1 else first.dtype  # float8 has no `cat`
+            own = [getattr(part, name).view(kind) for part in parts]
+            found[name] = torch.cat(own, dim=dim).view(first.dtype)
+    return replace(parts[0], **found)
+
+
+def _rounded(weight: Tensor, scheme: Scheme, kind: torch.dtype) -> Linear:
+    """Quantizes all rows at once; the scales of groups are of the type `kind`."""
     if scheme.name == "fp8-block":
-        codes, scales = zip(
-            *(_round_tiles(rows) for rows in weight.split(ROWS_AT_ONCE)), strict=True
-        )
-        made = torch.cat([c.view(torch.uint8) for c in codes]).view(DTYPES["fp8-block"])
-        return TileScaledLinear(
-            weight=made, scales=torch.cat(scales), bias=bias, out_dtype=weight.dtype
-        )
+        codes, scales = _round_tiles(weight)
+        return TileScaledLinear(weight=codes, scales=scales, out_dtype=weight.dtype)
     if scheme.inputs is not None:
-        parts = [quantize_rows(rows, scheme.inputs) for rows in weight.split(ROWS_AT_ONCE)]
-        return ScaledLinear(
-            weight=torch.cat([p.values.view(torch.uint8) for p in parts]).view(
-                DTYPES[scheme.inputs]
-            ),
-            scales=torch.cat([p.scales[:, 0] for p in parts]),
-            bias=bias,
-            out_dtype=weight.dtype,
-        )
-    size = scheme.group_size
+        q = quantize_rows(weight, scheme.inputs)
+        return ScaledLinear(weight=q.values, scales=q.scales[:, 0], out_dtype=weight.dtype)
+    size, factors = scheme.group_size, None
     assert size is not None
-    chunk = chunk_of(weight.shape[1], size)
-    kind = scales_dtype or weight.dtype
     if scheme.name == "nvfp4":
-        parts4 = [round_nvfp4(rows) for rows in weight.split(ROWS_AT_ONCE)]
-        return GroupedLinear(
-            weight=torch.cat([pack4(codes, chunk) for codes, _, _ in parts4]),
-            scales=torch.cat([scales.to(kind).T for _, scales, _ in parts4], dim=1),
-            bias=bias,
-            group_size=size,
-            chunk=chunk,
-            codes="e2m1",
-            row_scales=torch.cat([factors for _, _, factors in parts4]),
+        codes, e4m3, factors = round_nvfp4(weight)
+        scales = e4m3.to(kind).T
+    else:
+        codes, scales = (_round_floats if scheme.name == "mxfp4" else _round_groups)(
+            weight, size, kind
         )
-    floats = scheme.name == "mxfp4"
-    rounded = _round_floats if floats else _round_groups
-    words, scales = zip(
-        *(rounded(rows, size, chunk, kind) for rows in weight.split(ROWS_AT_ONCE)), strict=True
-    )
+    chunk = chunk_of(weight.shape[1], size)
     return GroupedLinear(
-        weight=torch.cat(words),
-        scales=torch.cat(scales, dim=1),
-        bias=bias,
+        weight=pack4(codes, chunk),
+        scales=scales,
         group_size=size,
         chunk=chunk,
-        codes="e2m1" if floats else "int4",
+        codes="int4" if scheme.name == "int4" else "e2m1",
+        row_scales=factors,
     )
 
 
@@ -123,10 +117,8 @@ def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.contiguous().view(DTYPES["fp8-block"]), flat.scales.view(-1, across)
 
 
-def _round_groups(
-    weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Quantizes groups and returns (int16 words [out, in / 4], scales [in / size, out]).
+def _round_groups(weight: Tensor, size: int, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantizes groups and returns (codes int32 [out, in], scales [in / size, out]).
 
     A group's scale is found by search:
 
@@ -160,15 +152,13 @@ def _round_groups(
         )
     scales = torch.where(scales.abs() < least / 7.5, largest / 7.5, scales).to(scales_dtype)
     codes = (groups / scales.float()).round().clamp(-8, 7).int() + 8
-    return pack4(codes.flatten(1), chunk), scales[..., 0].T.contiguous()
+    return codes.flatten(1), scales[..., 0].T.contiguous()
 
 
 _STEPS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 8.75, 9.0)
 
 
-def _round_floats(
-    weight: Tensor, size: int, chunk: int, kind: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _round_floats(weight: Tensor, size: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantizes groups to e2m1, as `_round_groups` does to int4.
 
     The scale moves the power of two of the largest magnitude to 4, that of the largest code (OCP
@@ -182,7 +172,7 @@ def _round_floats(
         scaled.abs(), torch.tensor(edges, device=weight.device), right=True
     ).int()
     codes += 8 * (scaled < 0)
-    return pack4(codes.flatten(1), chunk), exponents.exp2().to(kind).T.contiguous()
+    return codes.flatten(1), exponents.exp2().to(kind).T.contiguous()
 
 
 LARGEST_SCALE = 256.0

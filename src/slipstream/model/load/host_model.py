@@ -12,12 +12,7 @@ from slipstream.kernels.cpu.packed import stand_in
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.cache_scales import CacheScales
-from slipstream.model.load.checkpoint import (
-    StoredWeights,
-    array_weights,
-    names_of,
-    random_arrays,
-)
+from slipstream.model.load.checkpoint import StoredWeights, array_weights, names_of, random_arrays
 from slipstream.model.load.loaded import (
     LoadedModel,
     check_scheme,

@@ -19,36 +19,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from slipstream.kernels.weights.forms import (
-    BlockLinear,
-    BlockRows,
-    GroupedLinear,
-    Linear,
-    ScaledLinear,
-    TileScaledLinear,
-    chunk_of,
-)
-from slipstream.kernels.weights.gguf_codes import FORMS, split
+from slipstream.kernels.weights import gguf_codes
+from slipstream.kernels.weights.forms import BlockLinear, BlockRows, Linear, new_linear
 from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.spec.parameters import Shape, keeps_float32
-from slipstream.spec.scheme import FP8_TILE, Scheme
-from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.scheme import Scheme
+from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.native_formats import rounds
 
 if TYPE_CHECKING:
     import torch
 
 STD = 0.02
-E4M3_STD = 0.6
-"""Root mean square of e4m3 codes whose exponent's high bit is 0."""
-INT8_STD = 73.9
-"""Root mean square of the odd numbers from −127 to 127."""
-INT4_STD = 4.64
-"""Root mean square of −8 … 7."""
-E2M1_SCALE = 2.0**-7
-"""Scale of mxfp4, a power of two."""
-E2M1_STD = 2.9
-"""Root mean square of all e2m1 codes."""
+SCALES = {
+    **dict.fromkeys(("fp8", "fp8-block"), STD / 0.6),  # codes whose exponent's high bit is 0
+    "int8": STD / 73.9,  # the odd numbers from −127 to 127
+    "int4": STD / 4.64,  # −8 … 7
+    "nvfp4": STD / 2.9,  # all e2m1 codes
+    "mxfp4": 2.0**-7,  # a power of two
+}
+"""Scales by which random codes have about this std: over the root mean square of the codes."""
 
 ROWS_AT_ONCE = 1024
 """Rows of an array that are drawn at once. NumPy draws float32."""
@@ -151,14 +141,6 @@ def random_weights(
     return Weights(Pulled(dense), Pulled(products))
 
 
-_D_AT: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
-}  # fmt: skip
-"""Bytes of a GGUF block at which its float16 scale is, and that of its minima. Otherwise it begins
-with its scale."""
-
-
 def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
     """Returns a weight with random blocks in the place of a GGUF file's, of a std near 0.02.
 
@@ -177,8 +159,10 @@ def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
 
 
 def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Generator) -> Any:
-    size = next(quant.block_bytes for quant in TYPES.values() if quant.name == kind)
-    raw = generator.integers(0, 256, (rows * row_bytes // size, size), dtype=np.uint8)
+    quant = BY_NAME[kind]
+    raw = generator.integers(
+        0, 256, (rows * row_bytes // quant.block_bytes, quant.block_bytes), dtype=np.uint8
+    )
 
     def values(*scales: float) -> Any:
         """The blocks' values with these scales."""
@@ -191,12 +175,12 @@ def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Gene
             for i, at in enumerate((49, 51, 53, 55)):
                 raw[:, at] = raw[:, at] & 15 | (bits >> 4 * i & 15) << 4
         else:
-            for at, scale in zip(_D_AT.get(kind, (0,)), scales, strict=False):
+            for at, scale in zip(quant.halves, scales, strict=False):
                 raw[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
-        return split(raw.astype(np.int32), kind).values(FORMS[kind])
+        return gguf_codes.values(raw, kind)
 
     alone, minima = values(1, 0), values(0, 1)
-    share = -alone.mean() / minima.mean() if len(_D_AT.get(kind, ())) == 2 else 0.0
+    share = -alone.mean() / minima.mean() if len(quant.halves) == 2 else 0.0
     scale = STD / (alone + share * minima).std()
     values(scale, share * scale)
     return raw.reshape(rows, row_bytes)
@@ -218,30 +202,13 @@ def _dense(name: str, shape: Shape, draws: Callable[[str], Draws]) -> Any:
 
 
 def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Scheme) -> Linear:
-    made, (rows, inner) = draws(name), shape
-    if scheme.inputs is None:
-        size = scheme.group_size
-        assert size is not None
-        floats, by_rows = scheme.name in ("mxfp4", "nvfp4"), scheme.name == "nvfp4"
-        scale = 1.0 if by_rows else E2M1_SCALE if floats else STD / INT4_STD
-        return GroupedLinear(
-            weight=made.codes((rows, inner // 4), "int16"),
-            scales=made.full((inner // size, rows), scale),
-            group_size=size,
-            chunk=chunk_of(inner, size),
-            codes="e2m1" if floats else "int4",
-            row_scales=made.full((rows,), STD / E2M1_STD, "float32") if by_rows else None,
-        )
-    if scheme.inputs == "fp8-block":
-        tiles = -(-rows // FP8_TILE), inner // FP8_TILE
-        return TileScaledLinear(
-            weight=made.codes(shape, "float8_e4m3fn"),
-            scales=made.full(tiles, STD / E4M3_STD, "float32"),
-            out_dtype=made.dtype,
-        )
-    is_int = scheme.inputs == "int8"
-    return ScaledLinear(
-        weight=made.codes(shape, "int8" if is_int else "float8_e4m3fn"),
-        scales=made.full((rows,), STD / (INT8_STD if is_int else E4M3_STD), "float32"),
-        out_dtype=made.dtype,
-    )
+    made = draws(name)
+
+    def make(part: str, shape: Shape, kind: str | None) -> Any:
+        if part == "weight":
+            assert kind is not None
+            return made.codes(shape, kind)
+        by_rows = part == "scales" and scheme.name == "nvfp4"  # their `row_scales` have the value
+        return made.full(shape, 1.0 if by_rows else SCALES[scheme.name], kind)
+
+    return new_linear(scheme.name, shape, made.dtype, make, size=scheme.group_size)

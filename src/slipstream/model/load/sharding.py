@@ -35,7 +35,7 @@ from slipstream.spec.model import ModelSpec, Shape, parameters
 from slipstream.spec.parallel import ParameterShard, Range, Shard, cuts, split_shapes, split_spec
 from slipstream.spec.parameters import Deinterleave, Placement
 from slipstream.spec.scheme import WeightFormat
-from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.native_formats import native_group_size
 
 Blocks: TypeAlias = "npt.NDArray[np.uint8]"
@@ -339,7 +339,7 @@ def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) 
         if piece.copies > 1:
             blocks = blocks[cut.first : cut.first + cut.count]
         if cut.columns is not None:
-            quant = next(quant for quant in TYPES.values() if quant.name == piece.type)
+            quant = BY_NAME[piece.type]
             at = [
                 tuple(_units_before(x, quant.block_size, name) * quant.block_bytes for x in part)
                 for part in cut.columns

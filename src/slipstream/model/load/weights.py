@@ -37,12 +37,7 @@ from slipstream.model.stored.bitmasks import made_dense
 from slipstream.model.stored.packing import tensor_numbers
 from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.parameters import (
-    Placement,
-    Shape,
-    Transform,
-    keeps_float32,
-)
+from slipstream.spec.parameters import Placement, Shape, Transform, keeps_float32
 from slipstream.spec.scheme import Scheme
 from slipstream.spec.stored.safetensors import safetensors_files
 

@@ -9,20 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights.forms import (
-    GroupedLinear,
-    Linear,
-    ScaledLinear,
-    SplitLinear,
-    TileScaledLinear,
-    chunk_of,
-)
-from slipstream.kernels.weights.quantize import DTYPES, pack4
-from slipstream.model.stored.packing import code_pairs, group_scales, unpack_words
-from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
+from slipstream.kernels.arrays import to_array, to_tensor
+from slipstream.kernels.weights.forms import Linear, ScaledLinear, SplitLinear
+from slipstream.kernels.weights.quantize import pack4
+from slipstream.model.stored.parts import unpack_words
+from slipstream.model.stored.rounded import RoundedTensors
 from slipstream.spec.parameters import Shape
 from slipstream.spec.scheme import WeightFormat
-from slipstream.spec.stored.native_formats import native_group_size
 from slipstream.spec.stored.quantization_config import Method
 
 
@@ -49,44 +42,18 @@ class RoundedWeights(RoundedTensors):
         self.dtype, self.columns = dtype, columns or {}
         self._device, self._on_host = device, on_host
 
-    def empty(self, name: str) -> RoundedWeight:
-        """Allocates a weight. What no tensor fills (a rank's padding heads) stays zero."""
-        fmt, (outer, inner) = self.formats[name], self.shapes[name]
+    def make(self, name: str, part: str, shape: Shape, kind: str | None) -> Tensor:
+        """Allocates a tensor. What no tensor of the checkpoint fills (a rank's padding heads) stays
+        zero."""
         device = torch.device("cpu") if name in self._on_host else self._device
-        if fmt.inputs is not None:
-            codes = torch.zeros(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
-            blocks = (
-                (-(-outer // fmt.block_rows), fmt.groups(inner)) if fmt.block_rows > 1 else (outer,)
-            )
-            scales = torch.zeros(blocks, dtype=torch.float32, device=device)
-            return RoundedWeight(codes, scales, None)
-        size = native_group_size(fmt, outer, inner)
-        assert size, "`check_scheme` and `native_formats` see to it"
-        codes = torch.zeros(outer, inner // 4, dtype=torch.int16, device=device)
-        scales = torch.zeros(inner // size, outer, dtype=self.dtype, device=device)
-        zeros = torch.zeros_like(scales) if self.method == "awq" or not fmt.symmetric else None
-        rows = torch.ones(outer, dtype=torch.float32, device=device) if fmt.factor else None
-        return RoundedWeight(codes, scales, zeros, chunk_of(inner, size), rows)
+        new = torch.ones if part == "row_scales" else torch.zeros
+        return new(shape, dtype=getattr(torch, kind) if kind else self.dtype, device=device)
 
-    def linear(self, name: str, weight: RoundedWeight) -> Linear:
-        w, fmt = weight, self.formats[name]
-        if fmt.block_rows > 1:
-            return TileScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
-        if w.chunk:
-            size = w.inner // len(w.scales)
-            return GroupedLinear(
-                weight=w.codes,
-                scales=w.scales,
-                zeros=w.zeros,
-                group_size=size,
-                chunk=w.chunk,
-                codes="e2m1" if fmt.in_pairs else "int4",
-                row_scales=w.row_scales,
-                divides=not fmt.by_modelopt,
-            )
-        if fmt.split:
-            return SplitLinear.of(w.codes, w.scales, self.columns[name], self.dtype)
-        return ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
+    def finished(self, name: str, weight: Linear) -> Linear:
+        if not self.formats[name].split:
+            return weight
+        assert isinstance(weight, ScaledLinear)
+        return SplitLinear.of(weight.weight, weight.scales, self.columns[name], self.dtype)
 
     def on_device(self, value: Tensor, name: str) -> Tensor:
         return value if name in self._on_host else value.to(self._device)
@@ -101,13 +68,14 @@ class RoundedWeights(RoundedTensors):
         return pack4(codes.contiguous(), chunk)
 
     def unpack(self, words: Tensor, bits: int, count: int) -> Tensor:
-        return unpack_words(words.contiguous(), bits, count).int() + 8
+        return to_tensor(unpack_words(to_array(words), bits, count)).int() + 8
 
     def code_pairs(self, octets: Tensor) -> Tensor:
-        return code_pairs(octets)
+        return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1).int()
 
     def group_scales(self, value: Tensor, fmt: WeightFormat) -> Tensor:
-        return group_scales(fmt, value)
+        value = value.float()
+        return torch.exp2(value - 127) if fmt.scale_type == "e8m0" else value
 
     def nibbles(self, words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
         return torch.stack([words >> 4 * i & 15 for i in order], dim=-1).flatten(1)

@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu.program.moe import pack4
-from slipstream.kernels.weights.forms import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.model.stored.parts import code_pairs, group_scales, unpack_words
-from slipstream.model.stored.rounded import RoundedTensors, RoundedWeight
+from slipstream.model.stored.rounded import RoundedTensors
 from slipstream.spec.parameters import Shape
 from slipstream.spec.scheme import WeightFormat
-from slipstream.spec.stored.native_formats import native_group_size
 from slipstream.spec.stored.quantization_config import Method
 
 Array = npt.NDArray[Any]
@@ -39,29 +37,10 @@ class HostRoundedWeights(RoundedTensors):
     ) -> None:
         """Prepares for the weights of `formats`, those that are held as stored."""
         super().__init__(shapes, formats, method)
-        self._dtype = np.dtype(dtype)
+        self.dtype = np.dtype(dtype)
 
-    def empty(self, name: str) -> RoundedWeight:
-        fmt, (rows, inner) = self.formats[name], self.shapes[name]
-        if fmt.inputs is not None:
-            return RoundedWeight(np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None)
-        size = native_group_size(fmt, rows, inner)
-        assert size, "`check_scheme` and `native_formats` see to it"
-        codes, scales = (
-            np.empty((rows, inner // 4), np.int16),
-            np.empty((inner // size, rows), self._dtype),
-        )
-        zeros = np.empty_like(scales) if self.method == "awq" or not fmt.symmetric else None
-        return RoundedWeight(codes, scales, zeros, chunk_of(inner, size))
-
-    def linear(self, name: str, weight: RoundedWeight) -> Linear:
-        w, given = weight, dict[str, Any](weight=weight.codes, scales=weight.scales)
-        if not w.chunk:
-            given |= dict(out_dtype=self._dtype)
-            return ScaledLinear(**given)
-        size = w.inner // len(w.scales)
-        given |= dict(codes="e2m1" if self.formats[name].in_pairs else "int4")
-        return GroupedLinear(**given, zeros=w.zeros, group_size=size, chunk=w.chunk)
+    def make(self, name: str, part: str, shape: Shape, kind: str | None) -> Array:
+        return np.empty(shape, kind or self.dtype)
 
     def on_host(self, value: Array) -> Array:
         return value
@@ -76,7 +55,7 @@ class HostRoundedWeights(RoundedTensors):
         return code_pairs(octets)
 
     def group_scales(self, value: Array, fmt: WeightFormat) -> Array:
-        return group_scales(fmt, value).astype(self._dtype)
+        return group_scales(fmt, value).astype(self.dtype)
 
     def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
         octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.weights.forms import GroupedLinear, Linear, chunk_of
+from slipstream.kernels.weights.forms import GroupedLinear, Linear, new_linear
 from slipstream.kernels.weights.quantize import pack4
 from slipstream.model.load.pulled import Pulled
 from slipstream.spec.parameters import Deinterleave, Placement, Shape
@@ -71,15 +71,13 @@ class Mxfp4Weights:
         CheckpointError names a tensor of another shape, or a scale that the model's type can't
         hold.
         """
-        outer, inner = self._shapes[target]
         place = torch.device("cpu") if target in self._on_host else self._device
-        made = GroupedLinear(
-            weight=torch.zeros(outer, inner // 4, dtype=torch.int16, device=place),
-            scales=torch.zeros(inner // self.size, outer, dtype=self.dtype, device=place),
-            group_size=self.size,
-            chunk=chunk_of(inner, self.size),
-            codes="e2m1",
-        )
+
+        def make(part: str, shape: Shape, kind: str | None) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int16 if kind else self.dtype, device=place)
+
+        made = new_linear("mxfp4", self._shapes[target], self.dtype, make, size=self.size)
+        assert isinstance(made, GroupedLinear)
         for part in PARTS:
             if (taken := self._taken.get((target, part))) is not None:  # else a rank's of zeros
                 self._put(made, part, *taken)

@@ -32,19 +32,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.weights.forms import Linear
+from slipstream.kernels.weights.forms import Linear, new_linear
 from slipstream.model.load.checkpoint import PASSED_OVER
 from slipstream.model.load.pulled import Pulled
 from slipstream.model.stored.parts import SCALES, stored_parts, stored_shape
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.stored.native_formats import native_group_size
 from slipstream.spec.stored.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 
 PARTS = (
@@ -68,28 +68,15 @@ _Taken: TypeAlias = tuple[str, str, Placement, Callable[[], Array]]
 """A tensor of the checkpoint: its name, the part of a weight that it is, its place, its reader."""
 
 
-@dataclass(slots=True)
-class RoundedWeight:
-    """Codes and scales of one product, filled by slices of rows."""
-
-    codes: Array  # 8 bits [out, in], or with 4 bits int16 [out, in / 4] (`GroupedLinear.weight`)
-    scales: Array  # float32 [out], or [blocks, groups], or with 4 bits in the model's type [groups, out]
-    zeros: Array | None  # same layout as the scales
-    chunk: int = 0  # of 4-bit codes; 0 for 8 bits
-    row_scales: Array | None = None  # float32 [out]
-
-    @property
-    def inner(self) -> int:
-        held: int = self.codes.shape[1]
-        return 4 * held if self.chunk else held
-
-
 class RoundedTensors:
     """Collects a checkpoint's quantized tensors. `linears()` returns the weights once all were
     taken.
 
     A library's class has the methods that raise NotImplementedError here.
     """
+
+    dtype: Any
+    """The model's type."""
 
     int32: Any
     uint8: Any
@@ -102,13 +89,13 @@ class RoundedTensors:
         self.shapes, self.formats, self.method = shapes, formats, method
         self._taken: dict[str, list[_Taken]] = {name: [] for name in formats}
 
-    def empty(self, name: str) -> RoundedWeight:
-        """Allocates a weight."""
+    def make(self, name: str, part: str, shape: Shape, kind: str | None) -> Array:
+        """Makes a tensor of the weight `name`, as `new_linear` asks for it."""
         raise NotImplementedError
 
-    def linear(self, name: str, weight: RoundedWeight) -> Linear:
+    def finished(self, name: str, weight: Linear) -> Linear:
         """Returns a filled weight as the op set takes it."""
-        raise NotImplementedError
+        return weight
 
     def on_device(self, value: Array, name: str) -> Array:
         """Moves `value` to where the weight `name` is held."""
@@ -124,7 +111,7 @@ class RoundedTensors:
         raise NotImplementedError
 
     def unpack(self, words: Array, bits: int, count: int) -> Array:
-        """int32 [rows, words] → [rows, count], codes whose zero is 8."""
+        """int32 [rows, words] in host memory → [rows, count], codes whose zero is 8."""
         raise NotImplementedError
 
     def code_pairs(self, octets: Array) -> Array:
@@ -199,21 +186,31 @@ class RoundedTensors:
     # --- A weight from its parts ---------------------------------------------------------
 
     def _linear(self, name: str) -> Linear:
-        weight = self.empty(name)
+        fmt, shape = self.formats[name], self.shapes[name]
+        assert fmt.product is not None
+        weight = new_linear(
+            fmt.product,
+            shape,
+            self.dtype,
+            partial(self.make, name),
+            size=native_group_size(fmt, *shape),
+            zeros=self.method == "awq" or not fmt.symmetric,
+            divides=not fmt.by_modelopt,
+        )
         for taken in self._taken[name]:
             self._put(weight, *taken)
-        return self.linear(name, weight)
+        return self.finished(name, weight)
 
     def _put(
         self,
-        into: RoundedWeight,
+        into: Any,  # a `new_linear`
         name: str,
         part: str,
         place: Placement,
         read: Callable[[], Array],
     ) -> None:
-        fmt, inner = self.formats[place.target], into.inner
-        rows = into.codes.shape[0] - place.start if place.rows is None else place.rows
+        fmt, inner = self.formats[place.target], into.in_features
+        rows = into.out_features - place.start if place.rows is None else place.rows
         at, groups = slice(place.start, place.start + rows), fmt.groups(inner)
         awq = self.method == "awq"
 
@@ -221,7 +218,7 @@ class RoundedTensors:
             return _checked(name, read(), shape, self.int32)
 
         def put4(codes: Array) -> None:
-            into.codes[at] = self.pack4(codes, into.chunk)
+            into.weight[at] = self.pack4(codes, into.chunk)
 
         def spread(given: Array, values: Array) -> None:
             values[:, at] = self.repeat(given, len(values) // groups)
@@ -235,11 +232,14 @@ class RoundedTensors:
                 assert into.row_scales is not None
                 into.row_scales[at] = _factor(name, float(read().reshape(-1)[0]))
             case "weight":
-                codes = _checked(name, read(), (rows, inner), into.codes.dtype)
-                self.put_eight_bits(into.codes[at], codes)
+                codes = _checked(name, read(), (rows, inner), into.weight.dtype)
+                self.put_eight_bits(into.weight[at], codes)
             case "weight_packed":
-                own = self.on_device(words(stored_shape(fmt, part, rows, inner)), place.target)
-                put4(self.unpack(own, fmt.bits, inner))
+                own = words(stored_shape(fmt, part, rows, inner))
+                if fmt.bits == 4:  # on the device, where it is quick
+                    put4(self.nibbles(self.on_device(own, place.target))[:, :inner])
+                else:
+                    put4(self.on_device(self.unpack(own, fmt.bits, inner), place.target))
             case "qweight" if awq:
                 own = self.on_device(words((inner, rows // 8)), place.target)
                 put4(self.nibbles(own, AWQ_COLUMNS).T)

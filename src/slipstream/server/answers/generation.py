@@ -212,10 +212,14 @@ class Answer:
         """A choice of the collected answer."""
         raise NotImplementedError
 
-    def event(self, *choice: bytes) -> bytes:
-        tail = (
-            b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.continuous_usage else self.tail
-        )
+    def event(self, *choice: bytes, num_before: int = 0) -> bytes:
+        """`num_before`: tokens that are counted already and come after the event."""
+        tail = self.tail
+        if self.continuous_usage:
+            usage = self.usage()
+            usage["completion_tokens"] -= num_before
+            usage["total_tokens"] -= num_before
+            tail = b'],"usage":' + encode(usage) + b"}\n\n"
         return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:

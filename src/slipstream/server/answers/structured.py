@@ -21,7 +21,7 @@ Choices = Annotated[list[Text], Meta(min_length=1)]
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
     """OpenAI's `json_schema`. The schema is enforced exactly, `strict` or not."""
 
-    name: Text
+    name: Text = "schema"
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None

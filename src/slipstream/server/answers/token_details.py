@@ -12,8 +12,11 @@ from slipstream.server.openai.protocol import GenerationRequest
 
 def prompt_details(body: GenerationRequest, info: PromptInfo) -> dict[str, Any]:
     """The requested details of the prompt: its tokens, and each one's log-probabilities by token
-    id."""
-    found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
+    id. What is not asked for is null, so that typed clients have the attribute."""
+    found: dict[str, Any] = {
+        "prompt_token_ids": info.token_ids if body.return_token_ids else None,
+        "prompt_logprobs": None,
+    }
     if (num_best := body.prompt_logprobs) is not None:
         found["prompt_logprobs"] = [
             None
@@ -34,7 +37,7 @@ def _by_id(token: Logprob) -> tuple[str, dict[str, Any]]:
 
 def choice_details(body: GenerationRequest, choice: Choice) -> dict[str, Any]:
     """The token ids of a collected choice, if asked for."""
-    return {"token_ids": choice.token_ids} if body.return_token_ids else {}
+    return {"token_ids": choice.token_ids if body.return_token_ids else None}
 
 
 def id_name(token: Logprob) -> str:

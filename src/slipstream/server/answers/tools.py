@@ -10,12 +10,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from slipstream.engine.text.tool_formats.base import Tool
-from slipstream.engine.text.tools import (
-    NO_PARAMETERS,
-    OfferedTools,
-    Reading,
-    reading,
-)
+from slipstream.engine.text.tools import NO_PARAMETERS, OfferedTools, Reading, reading
 from slipstream.server.answers.hints import HINT
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.json_depth import is_too_deep

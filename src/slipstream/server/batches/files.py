@@ -31,12 +31,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from slipstream.engine.threads.fair_threads import FairThreads
-from slipstream.server.http.errors import (
-    ApiError,
-    bad_request,
-    storage_error,
-    unavailable,
-)
+from slipstream.server.http.errors import ApiError, bad_request, storage_error, unavailable
 from slipstream.server.http.forms import AROUND, read_form
 from slipstream.server.http.limits import counted
 from slipstream.server.http.replies import json_response, page_answer, page_options

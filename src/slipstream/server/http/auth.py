@@ -107,11 +107,11 @@ class Keyring:
 def check_role(key: Key, path: str) -> None:
     """Raise ApiError (403) if the key's role does not allow the route."""
     if key.role == "metrics" and path not in METRICS_ROUTES:
-        raise _forbidden(key, "user")
+        raise forbidden(key, "user")
     if key.role == "user" and path in ADMIN_ROUTES:
-        raise _forbidden(key, "admin")
+        raise forbidden(key, "admin")
     if key.role == "user" and path in METRICS_ROUTES - {"/version"}:
-        raise _forbidden(key, "metrics")
+        raise forbidden(key, "metrics")
 
 
 def check_model(key: Key | None, model: str | None) -> None:
@@ -123,7 +123,7 @@ def check_model(key: Key | None, model: str | None) -> None:
         )
 
 
-def _forbidden(key: Key, needed: str) -> ApiError:
+def forbidden(key: Key, needed: str) -> ApiError:
     message = f"this key has the role {key.role}; the route asks for {needed}"
     return ApiError(403, message, kind="permission_error", code="permission_denied")
 

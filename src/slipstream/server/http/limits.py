@@ -185,11 +185,13 @@ def counted(state: ServerState, handler: Handler) -> Handler:
 
 @contextmanager
 def limited(state: ServerState, record: RequestRecord) -> Iterator[None]:
-    """Apply the key's limits without checking the model; see `admitted`."""
+    """Apply the key's limits without checking the model; see `admitted`. Within another `limited`
+    of the same request it does nothing, so a request counts once."""
     key = record.key
-    if key is None or not key.is_limited:
+    if key is None or not key.is_limited or record.is_limited:
         yield
         return
+    record.is_limited = True
     try:
         grant = record.grant = state.limiter.admit(key, background=record.background)
         try:
@@ -200,3 +202,5 @@ def limited(state: ServerState, record: RequestRecord) -> Iterator[None]:
         if error.status == 429 and error.code != "overloaded":
             state.metrics.limited[error.kind] += 1
         raise
+    finally:
+        record.is_limited = False

@@ -55,6 +55,8 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/unload_lora_adapter": UnloadAdapterRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/v1/completions/render": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponseInput,
     "/v1/batches": BatchRequest,

@@ -64,6 +64,10 @@ ROUTES = _QUIET | {
     "/infill",
     "/embedding",
     "/apply-template",
+    "/chat/completions/input_tokens",
+    "/v1/chat/completions/input_tokens",
+    "/responses",
+    "/responses/input_tokens",
     "/props",
     "/slots",
     "/v2",
@@ -77,6 +81,8 @@ ROUTES = _QUIET | {
     "/v1/responses/input_tokens",
     "/tokenize",
     "/detokenize",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
     "/openapi.json",
     "/docs",
     "/status",
@@ -131,6 +137,7 @@ class RequestRecord:
     param: str | None = None  # the field that was refused
     key: Key | None = None  # the request's
     grant: Grant | None = None  # of a key with limits
+    is_limited: bool = False  # the key's limits are applied, and the grant is not closed yet
     model: str | None = None  # the served name
     answer: Answer | None = None
     body: str | None = None  # for the audit log, if it gets bodies

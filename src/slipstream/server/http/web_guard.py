@@ -27,6 +27,8 @@ from slipstream.server.http.rates import RATE_HEADERS
 from slipstream.server.state import ServerSettings
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:/?#@,\s\\]+))(?::[0-9]*)?")
+LOCALHOST = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?")
+"""Origins that `--cors-origin localhost` means: pages from any port of the reader's own machine."""
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _UPLOADS = frozenset({"/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations"})
 _FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -92,6 +94,8 @@ class WebGuard:
         origin = headers.get("origin")
         if "*" in self._origins or (origin is not None and origin.lower() in self._origins):
             return
+        if "localhost" in self._origins and LOCALHOST.fullmatch((origin or "").lower()):
+            return
         own = f"{scheme}://{headers.get('host', '')}".lower().removesuffix(
             _USUAL_PORTS.get(scheme, "/")
         )
@@ -115,6 +119,7 @@ def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=settings.cors_origins,
+        allow_origin_regex=LOCALHOST.pattern if "localhost" in settings.cors_origins else None,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", *RATE_HEADERS],

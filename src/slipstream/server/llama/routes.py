@@ -26,19 +26,22 @@ from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import Schema
 from slipstream.server.answers.tools import ToolSpecs, chat_template, tool_dicts
 from slipstream.server.http.errors import bad_request
-from slipstream.server.http.limits import counted, read_as
+from slipstream.server.http.limits import counted, in_flight, read_as
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import json_response
-from slipstream.server.openai import completions
+from slipstream.server.openai import chat, completions
 from slipstream.server.openai.embeddings import PooledRoute, of_inputs
+from slipstream.server.openai.models import served_model
 from slipstream.server.openai.protocol import (
     MAX_INPUTS,
     OFF,
     Breaker,
+    ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     Int,
     Message,
+    PromptString,
     Stop,
     Text,
     TokenId,
@@ -46,12 +49,16 @@ from slipstream.server.openai.protocol import (
     message_dict,
     refuse_unless_off,
     register,
+    without_objects,
 )
 from slipstream.server.openai.tokens import message_variables
-from slipstream.server.state import ServerState
+from slipstream.server.state import ServerState, TokenizerProtocol
 
-Bias = Annotated[list[tuple[TokenId, float | bool]], Meta(max_length=1024)]
-Parts = list[str | TokenId | list[str | TokenId]]
+Bias = Annotated[list[tuple[TokenId | str, float | bool]], Meta(max_length=1024)]
+
+
+Part = str | TokenId | PromptString
+Parts = list[Part | list[Part]]
 
 
 class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -83,12 +90,13 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None  # -1: by chance
     stop: Stop = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | Bias | None = None  # pairs; false: never
+    logit_bias: dict[str, float] | Bias | None = None  # of tokens or texts; false: never
     n_probs: Int | None = None
     grammar: str | None = None
     json_schema: Schema | None = None
     return_tokens: bool = False
     timings_per_token: bool = False
+    response_fields: Annotated[list[str], Meta(max_length=64)] | None = None  # a/b: b in a
     cache_salt: Text | None = None  # vLLM's
     # Refused, unless their value means "off".
     dynatemp_range: Raw = OFF
@@ -96,7 +104,6 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     t_max_predict_ms: Raw = OFF
     post_sampling_probs: Raw = OFF
     return_progress: Raw = OFF
-    response_fields: Raw = OFF
     lora: Raw = OFF
     repeat_last_n: Raw = OFF  # no effect without a penalty
     # About slots, the cache and disabled samplers.
@@ -118,21 +125,17 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         "t_max_predict_ms": (b"null", b"0", b"-1"),
         "post_sampling_probs": (b"null", b"false"),
         "return_progress": (b"null", b"false"),
-        "response_fields": (b"null", b"[]"),
         "lora": (b"null", b"[]"),
     }
 
-    def translated(self, prompt: Any) -> LlamaCompletion:
+    def translated(self, prompt: Any, tokenizer: TokenizerProtocol | None) -> LlamaCompletion:
         refuse_unless_off(self, self.off)
         if self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty:
             refuse_unless_off(self, {"repeat_last_n": (b"null", b"-1", b"64")})
         fields = {name: getattr(self, name) for name in _SAME}
         fields |= {ours: getattr(self, theirs) for theirs, ours in _NAMES.items()}
-        biases = self.logit_bias
-        if isinstance(biases, list):
-            fields["logit_bias"] = {
-                str(token): -100.0 if bias is False else float(bias) for token, bias in biases
-            }
+        if self.logit_bias is not None:
+            fields["logit_bias"] = _token_biases(self.logit_bias, tokenizer)
         if self.n_predict is not None and self.n_predict < 0:
             fields["max_tokens"] = None
         if self.seed is not None and self.seed < 0:
@@ -144,9 +147,28 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
             "return_token_ids": True,
             "shows_tokens": self.return_tokens,
             "times_tokens": self.timings_per_token,
+            "shows_fields": self.response_fields or None,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return decode(LlamaCompletion, encode(given))
+
+
+def _token_biases(
+    given: dict[str, float] | list[tuple[int | str, float | bool]],
+    tokenizer: TokenizerProtocol | None,
+) -> dict[str, float]:
+    """Biases by token id. A text's bias is that of each of its tokens."""
+    biases = dict[str, float]()
+    for key, bias in given.items() if isinstance(given, dict) else given:
+        value = -100.0 if bias is False else float(bias)
+        if isinstance(key, int) or key.isdecimal():
+            biases[str(key)] = value
+        elif tokenizer is None:
+            raise bad_request("this server runs without a tokenizer; send token ids", "logit_bias")
+        else:
+            ids = tokenizer.encode(key, add_special_tokens=False)
+            biases |= dict.fromkeys(map(str, ids), value)
+    return biases
 
 
 _SAME = (
@@ -168,6 +190,7 @@ class LlamaCompletion(CompletionRequest, forbid_unknown_fields=True, kw_only=Tru
 
     shows_tokens: bool = False
     times_tokens: bool = False
+    shows_fields: list[str] | None = None
 
     def check(self) -> None:
         if self.max_tokens != 0:  # 0 only reads the prompt, which is in the cache then
@@ -182,7 +205,7 @@ class LlamaCompletion(CompletionRequest, forbid_unknown_fields=True, kw_only=Tru
 class LlamaCompletionRequest(LlamaBody, forbid_unknown_fields=True, kw_only=True):
     """POST /completion and /completions: llama.cpp's format"""
 
-    prompt: str | Annotated[Parts, Meta(max_length=MAX_INPUTS * 64)]
+    prompt: str | PromptString | Annotated[Parts, Meta(max_length=MAX_INPUTS * 64)]
 
 
 class InfillExtra(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -202,7 +225,7 @@ class InfillRequest(LlamaBody, forbid_unknown_fields=True, kw_only=True):
 class LlamaEmbeddingRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /embedding: llama.cpp's format"""
 
-    content: str | Annotated[Parts, Meta(max_length=MAX_INPUTS)]
+    content: str | PromptString | Annotated[Parts, Meta(max_length=MAX_INPUTS)]
     model: str | None = None
 
 
@@ -217,12 +240,15 @@ class ApplyTemplateRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+COUNT_PATHS = ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")
+
 BODIES: dict[str, type[Struct]] = {
     "/completion": LlamaCompletionRequest,
     "/completions": LlamaCompletionRequest,
     "/infill": InfillRequest,
     "/embedding": LlamaEmbeddingRequest,
     "/apply-template": ApplyTemplateRequest,
+    **dict.fromkeys(COUNT_PATHS, ChatRequest),
 }
 register(*BODIES.values(), LlamaCompletion, parts=(InfillExtra,))
 
@@ -260,6 +286,8 @@ def infill_prompt(state: ServerState, body: InfillRequest) -> list[str | int]:
     parts += [ids["suffix"], body.input_suffix, ids["middle"]]
     return [part for part in parts if part != ""]
 
+
+_NONE = object()
 
 # --- Answers -------------------------------------------------------------------------
 
@@ -299,12 +327,25 @@ class LlamaAnswer(completions.CompletionAnswer):
 
     def end(self) -> bytes:
         facts = [{**self.facts(i), "content": "", "tokens": []} for i in range(len(self.choices))]
-        ends = [b"data: " + encode(fact) + b"\n\n" for fact in facts]
+        ends = [b"data: " + encode(self._chosen(fact)) + b"\n\n" for fact in facts]
         return b"".join([self._take_events(), *ends])
 
     def collected(self) -> bytes:
-        found = [self.facts(i) for i in self.choices_given()]
+        found = [self._chosen(self.facts(i)) for i in self.choices_given()]
         return encode(found if isinstance(self.body.prompt, list) and len(found) > 1 else found[0])
+
+    def _chosen(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Those of the facts that `response_fields` names; all of them without it."""
+        if self.body.shows_fields is None:
+            return facts
+        chosen = dict[str, Any]()
+        for path in self.body.shows_fields:
+            found: Any = facts
+            for name in path.split("/"):
+                found = found.get(name, _NONE) if isinstance(found, dict) else _NONE
+            if found is not _NONE:
+                chosen[path] = found
+        return chosen
 
     def facts(self, index: int) -> dict[str, Any]:
         choice, reason = self.choices[index], self.stop_reasons.get(index)
@@ -356,10 +397,11 @@ class LlamaAnswer(completions.CompletionAnswer):
         first = choice.first_token or time.monotonic()
         read = max(0, len(info.token_ids) - info.num_cached_tokens)
         prompt_ms = (first - self.record.start) * 1e3
+        predicted_ms = max(0.0, choice.last_token - first) * 1e3
         return {
             "cache_n": info.num_cached_tokens,
             **_rate("prompt", read, prompt_ms),
-            **_rate("predicted", choice.num_tokens, max(0.0, choice.last_token - first) * 1e3),
+            **_rate("predicted", choice.num_tokens, predicted_ms, steps=choice.num_tokens - 1),
         }
 
     def _counts(self, index: int) -> dict[str, int]:
@@ -376,12 +418,14 @@ class LlamaAnswer(completions.CompletionAnswer):
         )
 
 
-def _rate(name: str, count: int, ms: float) -> dict[str, Any]:
+def _rate(name: str, count: int, ms: float, steps: int | None = None) -> dict[str, Any]:
+    """A count, its time, and rates over `steps`: an answer's first token comes with the prompt."""
+    over = max(0, count if steps is None else steps)
     return {
         f"{name}_n": count,
         f"{name}_ms": ms,
-        f"{name}_per_token_ms": ms / count if count else 0.0,
-        f"{name}_per_second": 1e3 * count / ms if ms else 0.0,
+        f"{name}_per_token_ms": ms / over if over else 0.0,
+        f"{name}_per_second": 1e3 * over / ms if ms else 0.0,
     }
 
 
@@ -416,16 +460,17 @@ class _Complete(GenerationRoute):
     def read(self, raw: bytes, scope: Scope) -> LlamaCompletion:
         body = decode(self.body, raw)
         scope["record"].hints += given_hints(body)
+        tokenizer = self.state.engine.tokenizer
         if isinstance(body, InfillRequest):
-            return body.translated(infill_prompt(self.state, body))
+            return body.translated(infill_prompt(self.state, body), tokenizer)
         assert isinstance(body, LlamaCompletionRequest)
-        return body.translated(body.prompt)
+        return body.translated(without_objects(body.prompt, "prompt"), tokenizer)
 
 
 class _Embedding(PooledRoute):
     def read(self, raw: bytes) -> EmbeddingRequest:
         body = decode(LlamaEmbeddingRequest, raw)
-        return EmbeddingRequest(input=body.content, model=body.model)
+        return EmbeddingRequest(input=without_objects(body.content, "content"), model=body.model)
 
 
 async def _embedding(
@@ -452,6 +497,17 @@ class _About:
         if body.tools:
             variables["tools"] = tool_dicts(body.tools)
         return json_response({"prompt": tokenizer.apply_chat_template(plain, **variables)})
+
+    async def count(self, request: Request) -> Response:
+        state = self.state
+        body = await read_as(ChatRequest, request, state)
+        body.check()
+        body.model = served_model(state, body.model)
+        async with in_flight(state, request.receive, request.scope["record"]):
+            prompt = await chat.prompt_of(state, body)
+        return json_response(
+            {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
+        )
 
     async def props(self, request: Request) -> Response:
         state = self.state
@@ -501,6 +557,7 @@ def routes(state: ServerState) -> list[Route]:
         Route("/infill", _Complete(state, InfillRequest), methods=["POST"]),
         Route("/embedding", embedding, methods=["POST"]),
         Route("/apply-template", counted(state, about.apply_template), methods=["POST"]),
+        *(Route(path, counted(state, about.count), methods=["POST"]) for path in COUNT_PATHS),
         Route("/props", about.props),
         Route("/slots", about.slots),
     ]

@@ -24,9 +24,9 @@ from slipstream.engine.process.core_operations import Health
 from slipstream.errors import EngineDeadError
 from slipstream.params.lora_request import LoRARequest
 from slipstream.server.app import make_app, make_state, model_routes
-from slipstream.server.http.auth import check_model
+from slipstream.server.http.auth import check_model, forbidden
 from slipstream.server.http.errors import bad_request, shutting_down
-from slipstream.server.http.limits import in_flight, own_receive, read_body
+from slipstream.server.http.limits import in_flight, limited, own_receive, read_body
 from slipstream.server.http.record import Observers, RequestRecord
 from slipstream.server.many.about import About
 from slipstream.server.many.asked import Asked, named_in_form
@@ -46,7 +46,9 @@ MAX_TRIES = 3
 _NEEDS_NO_ENGINE = frozenset(
     {
         *("/tokenize", "/detokenize", "/apply-template", "/props", "/slots", "/api/show"),
-        *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+        *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/responses/input_tokens"),
+        *("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"),
+        *("/v1/chat/completions/render", "/v1/completions/render"),
     }
 )
 """Routes that a model answers while it sleeps, once it has been loaded."""
@@ -134,7 +136,12 @@ class Dispatch:
             raise bad_request("this server has no model; POST /api/pull fetches one", "model")
         check_model(record.key, slot.name)
         keep_alive = asked.keep_alive_s(self.path)
-        if keep_alive == 0 and asked.is_empty(self.path):
+        unloads = keep_alive == 0 and asked.is_empty(self.path)
+        if keep_alive is not None and record.key is not None and record.key.role != "admin":
+            if unloads:  # as POST /models/unload
+                raise forbidden(record.key, "admin")
+            keep_alive = max(keep_alive, slot.model.keep_alive_s)
+        if unloads:
             await self.slots.unload(slot)
             await About.unloaded(asked.model or slot.name, self.path)(scope, receive, send)
             return
@@ -151,21 +158,22 @@ class Dispatch:
         if self.path in _NEEDS_NO_ENGINE and slot.server_state is not None:
             await slot.routes[self.number].app(scope, own_receive(raw, receive), told)
             return
-        for tries_left in reversed(range(MAX_TRIES)):
-            more = await self._acquire(slot, receive, record)
-            if more is not None:
-                waited = record.load_s = (waited or 0.0) + more
-            try:
-                prepare(slot, self.state)
-                await slot.routes[self.number].app(scope, own_receive(raw, receive), told)
-                return
-            except EngineDeadError:
-                if started or not tries_left:
-                    raise
-                record.num_prompt_tokens = record.num_output_tokens = 0
-                record.ttft_s = None
-            finally:
-                self.slots.release(slot, keep_alive)
+        with limited(self.state, record):  # a key over its limits loads nothing
+            for tries_left in reversed(range(MAX_TRIES)):
+                more = await self._acquire(slot, receive, record)
+                if more is not None:
+                    waited = record.load_s = (waited or 0.0) + more
+                try:
+                    prepare(slot, self.state)
+                    await slot.routes[self.number].app(scope, own_receive(raw, receive), told)
+                    return
+                except EngineDeadError:
+                    if started or not tries_left:
+                        raise
+                    record.num_prompt_tokens = record.num_output_tokens = 0
+                    record.ttft_s = None
+                finally:
+                    self.slots.release(slot, keep_alive)
 
     async def _acquire(self, slot: Slot, receive: Receive, record: RequestRecord) -> float | None:
         """`ModelSlots.acquire`. A client that leaves, or the end of the server, ends the wait."""

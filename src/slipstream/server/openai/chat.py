@@ -48,7 +48,7 @@ class ChatAnswer(Answer):
         index = b'{"index":%d,"delta":' % delta.index
         if not choice.begun:
             choice.begun = True
-            events.append(self._begin(index, _ROLE))
+            events.append(self._begin(index, _ROLE, len(delta.token_ids)))
         ids = self._ids(delta)
         if delta.text or delta.logprobs or ids:
             logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
@@ -82,9 +82,9 @@ class ChatAnswer(Answer):
     def extra_fields(self) -> dict[str, Any]:
         return prompt_details(self.body, self.prompt_info[0])
 
-    def _begin(self, index: bytes, role: bytes) -> bytes:
+    def _begin(self, index: bytes, role: bytes, num_before: int = 0) -> bytes:
         """The first event of a choice, with the prompt's token ids if asked for."""
-        event = self.event(index, role)
+        event = self.event(index, role, num_before=num_before)
         if not self.body.return_token_ids:
             return event
         return (

@@ -171,23 +171,15 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     return cast("list[str | list[int]]", body.prompts())
 
 
-async def prepare(
-    state: ServerState,
-    body: CompletionRequest,
-    record: RequestRecord,
-    *,
-    answer: Callable[..., Answer] = CompletionAnswer,
-    max_tokens: int | None = DEFAULT_MAX_TOKENS,
-) -> Answer:
-    """The `answer` to a body. `max_tokens` applies if the body has none (None: what is left of the
-    context)."""
+async def read_prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
+    """The prompts of a body, for the engine."""
     special = body.add_special_tokens is not False
     given = body.prompts()
     if any(isinstance(prompt, list) and str in map(type, prompt) for prompt in given):
         body.prompt = cast(
             Any, await without_mixes(state, given, "prompt", add_special_tokens=special)
         )
-    prompts: list[Prompt] = [
+    return [
         await text_prompt(
             state,
             prompt,
@@ -198,6 +190,19 @@ async def prepare(
         else TokensPrompt(prompt_token_ids=prompt)
         for prompt in _prompts(body)
     ]
+
+
+async def prepare(
+    state: ServerState,
+    body: CompletionRequest,
+    record: RequestRecord,
+    *,
+    answer: Callable[..., Answer] = CompletionAnswer,
+    max_tokens: int | None = DEFAULT_MAX_TOKENS,
+) -> Answer:
+    """The `answer` to a body. `max_tokens` applies if the body has none (None: what is left of the
+    context)."""
+    prompts = await read_prompts(state, body)
     if body.use_beam_search:
         beams, sampling = search(body, body.max_tokens or DEFAULT_MAX_TOKENS)
         return answer(state, body, prompts, sampling, record, beams)

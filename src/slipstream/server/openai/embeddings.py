@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from slipstream.engine.requests.pooled import (
@@ -57,7 +59,7 @@ from slipstream.server.openai.protocol import (
     SparseRequest,
     decode,
 )
-from slipstream.server.openai.tokens import conversation, without_mixes
+from slipstream.server.openai.tokens import conversation, text_prompt, without_mixes
 from slipstream.server.state import ServerState
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
@@ -102,21 +104,14 @@ async def embeddings(
     refuse_classifier(engine.description)
     check_dimensions(engine.description, body.dimensions)
     answer = await of_inputs(state, body, record)
-    tokens = record.num_prompt_tokens
     found = rows(answer, body.dimensions)
     vectors = (
         [base64.b64encode(row).decode() for row in found]
         if body.encoding_format == "base64"
         else found.tolist()
     )
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)
-        ],
-        "model": body.model,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
+    return listed("embd", body, record, data)
 
 
 async def of_inputs(
@@ -132,7 +127,11 @@ async def of_inputs(
         prompts = [await conversation(state, body)]
     else:
         prompts = [
-            p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p)
+            await text_prompt(
+                state, p, add_special_tokens=body.add_special_tokens is not False, any_length=True
+            )
+            if isinstance(p, str)
+            else TokensPrompt(prompt_token_ids=p)
             for p in await without_mixes(state, body.prompts(), "input")
         ]
     try:
@@ -157,7 +156,7 @@ def listed(
         "created": int(time.time()),
         "model": body.model,
         "data": data,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
     }
 
 
@@ -167,7 +166,7 @@ async def classify(
     model = state.engine.description
     names = label_names(model)
     found = label_probabilities(
-        model, await of_inputs(state, body, record), activate=body.use_activation
+        model, await of_inputs(state, body, record), activate=body.use_activation is not False
     )
     data = [
         {
@@ -225,6 +224,28 @@ async def embed_sparse(
     ]
 
 
+def _as_cohere(kind: str, found: npt.NDArray[np.float32]) -> list[Any]:
+    """The vectors as Cohere's `embedding_types` has them. The two binary types have a bit for each
+    number, 1 if it is above 0: eight of them are a number from 0 to 255, or from -128 to 127."""
+    if kind == "base64":
+        return [base64.b64encode(row.tobytes()).decode() for row in found]
+    if kind == "float":
+        return cast("list[Any]", found.tolist())
+    bits = np.packbits(found > 0, axis=1).astype(np.int16)
+    return cast("list[Any]", (bits - 128 if kind == "binary" else bits).tolist())
+
+
+def _without_start(state: ServerState, text: str) -> str | list[int]:
+    """The text; one longer than the context as its last tokens, after those that begin each text."""
+    tokenizer = state.engine.tokenizer
+    assert tokenizer is not None
+    limit, ids = state.engine.config.model.max_model_len, tokenizer.encode(text)
+    if len(ids) <= limit:
+        return text
+    begin = ids[:1] if ids[0] in tokenizer.special_ids else []
+    return [*begin, *ids[len(ids) - limit + len(begin) :]]
+
+
 class CohereEmbedRoute(PooledRoute):
     """Cohere's /v2/embed."""
 
@@ -234,9 +255,12 @@ class CohereEmbedRoute(PooledRoute):
     async def answered(
         self, state: ServerState, body: CohereEmbedRequest, record: RequestRecord
     ) -> dict[str, Any]:
+        texts: list[Any] = list(body.texts)
+        if body.truncate == "START" and state.engine.tokenizer is not None:
+            texts = [_without_start(state, text) for text in texts]
         own = EmbeddingRequest(
             model=body.model,
-            input=list(body.texts),
+            input=texts,
             dimensions=body.output_dimension,
             truncate_prompt_tokens=-1 if body.truncate == "END" else None,
             priority=body.priority,
@@ -244,17 +268,17 @@ class CohereEmbedRoute(PooledRoute):
         )
         names, vectors = {"input": "texts", "dimensions": "output_dimension"}, dict[str, Any]()
         try:
+            refuse_classifier(state.engine.description)
+            check_dimensions(state.engine.description, own.dimensions)
+            answer = await of_inputs(state, own, record)
+            found = rows(answer, own.dimensions)
             for kind in body.embedding_types or ["float"]:
-                own.encoding_format = kind
-                if not vectors:
-                    found = await embeddings(state, own, record)
-                    rows_ = [one["embedding"] for one in found["data"]]
-                vectors[kind] = rows_
+                vectors[kind] = _as_cohere(kind, found)
         except RequestError as error:
             name, bracket, rest = (error.field or "").partition("[")
             error.field = names.get(name, name) + bracket + rest
             raise
-        units = {"input_tokens": record.num_prompt_tokens}
+        units = {"input_tokens": record.num_prompt_tokens, "image_tokens": 0}
         return {
             "id": f"embed-{record.id}",
             "response_type": "embeddings_by_type",
@@ -269,6 +293,13 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     named, documents = body.given()
     if body.truncate and body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = -1
+    if (most := body.max_tokens_per_doc) and (tokenizer := engine.tokenizer) is not None:
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
+        documents = [
+            text if len(own) <= most else tokenizer.decode(own[:most])
+            for text, own in zip(documents, ids, strict=True)
+        ]
+    activate = body.use_activation is not False and not body.raw_scores
     texts = rerank_texts(engine.description, body.query, documents)
     try:
         task = engine.description.text_task
@@ -279,14 +310,17 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
             error.field = "query" if document < 0 else f"{named}[{document}]"
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    ranked = rank(
+        engine.description, documents, answer, body.top_n, engine.tokenizer, activate=activate
+    )
     if body.texts is not None:
         return [
             {"index": one.index, "score": one.relevance_score}
             | ({"text": one.document} if body.return_text else {})
-            for one in rank(engine.description, documents, answer, body.top_n, engine.tokenizer)
+            for one in ranked
         ]
     results: list[dict[str, Any]] = []
-    for result in rank(engine.description, documents, answer, body.top_n, engine.tokenizer):
+    for result in ranked:
         one = {"index": result.index, "relevance_score": result.relevance_score}
         results.append(
             {**one, "document": {"text": result.document}} if body.return_documents else one
@@ -315,7 +349,9 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
                 )
             error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
         raise
-    found, _ = scores(model, len(first), answer, state.engine.tokenizer)
+    found, _ = scores(
+        model, len(first), answer, state.engine.tokenizer, activate=body.use_activation is not False
+    )
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     return {
         "id": f"score-{record.id}",

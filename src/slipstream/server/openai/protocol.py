@@ -276,6 +276,36 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         return each_prompt(self.prompt, "prompt")
 
 
+class TextOnly(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class PromptString(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A text as an object, as llama.cpp's clients send it where pictures could stand beside it."""
+
+    prompt_string: str | None = None
+    content: Annotated[list[TextOnly], Meta(min_length=1)] | None = None
+    multimodal_data: list[str] = []
+
+    def whole(self, name: str) -> str:
+        if self.multimodal_data:
+            message = "pictures go to /chat/completions, as image_url; leave multimodal_data out"
+            raise bad_request(message, name)
+        if (self.prompt_string is None) == (self.content is None):
+            raise bad_request("give either prompt_string or content", name)
+        if self.content is not None:
+            return "".join(part.text for part in self.content)
+        return self.prompt_string or ""
+
+
+def without_objects(given: Any, name: str) -> Any:
+    """A prompt or prompts; texts that are objects as texts."""
+    if isinstance(given, PromptString):
+        return given.whole(name)
+    return [without_objects(part, name) for part in given] if isinstance(given, list) else given
+
+
 Prompted: TypeAlias = "str | list[str | int]"
 """A prompt of a body: a text, or token ids with texts between them, as llama.cpp takes them."""
 
@@ -508,14 +538,17 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
 
     input: (
         str
-        | Annotated[list[str | TokenId | list[str | TokenId]], Meta(max_length=MAX_INPUTS)]
+        | PromptString
+        | Annotated[
+            list[str | TokenId | PromptString | list[str | TokenId]], Meta(max_length=MAX_INPUTS)
+        ]
         | None
     ) = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_generation_prompt: bool = False  # for messages, as the next three
+    add_generation_prompt: bool = False  # for messages, as the next two
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # default: true for texts, false for messages
 
     def prompts(self) -> list[Prompted]:
         """A list with one entry for each text of `input`."""
@@ -524,11 +557,7 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(self, name):
                 raise bad_request(f"{name} is for messages; leave it out", name)
-        if self.add_special_tokens is False:
-            raise bad_request(
-                "add_special_tokens: false is for messages; send token ids", "add_special_tokens"
-            )
-        return each_prompt(self.input, "input")
+        return each_prompt(without_objects(self.input, "input"), "input")
 
 
 class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
@@ -539,9 +568,9 @@ class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClassifyRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
-    """POST /classify and /v1/classify: vLLM's format. Without `use_activation` scores are not probabilities"""
+    """POST /classify and /v1/classify: vLLM's format. With `use_activation` false scores are not probabilities"""
 
-    use_activation: bool = True
+    use_activation: bool | None = None
 
 
 class PoolingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
@@ -585,11 +614,15 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)] = []
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
+    max_tokens_per_doc: Annotated[int, Meta(ge=0)] = (
+        0  # Cohere's; what is longer is cut. 0: not cut
+    )
+    use_activation: bool | None = None  # vLLM's; false: scores are a classifier's logits
     texts: Texts | None = None  # TEI's, as the next four
     return_text: bool = False
     truncate: bool = False
     truncation_direction: Literal["right", "Right"] = "right"
-    raw_scores: Literal[False] = False
+    raw_scores: bool = False
 
     def given(self) -> tuple[str, list[str]]:
         """The name of the field with the documents, and their texts."""
@@ -602,7 +635,7 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
 
 class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     """POST /score and /v1/score: in vLLM's format; one `text_1` goes with all of `text_2`. Its other names for them are
-    `queries` and `documents`, and `data_1` and `data_2`"""
+    `queries` and `documents` (or `items`), and `data_1` and `data_2`"""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -610,13 +643,21 @@ class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: str | Texts | None = None
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
+    items: str | Texts | None = None
+    use_activation: bool | None = None
 
     def names(self) -> tuple[str, str]:
         """The names of the two fields that are given."""
-        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-        given = [name for pair in pairs for name in pair if getattr(self, name) is not None]
+        pairs = (
+            *(("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")),
+            ("queries", "items"),
+        )
+        named = dict.fromkeys(name for pair in pairs for name in pair)
+        given = [name for name in named if getattr(self, name) is not None]
         if len(given) == 1:
-            ((missing,),) = (set(pair) - set(given) for pair in pairs if given[0] in pair)
+            missing = next(
+                other for a, b in pairs for own, other in ((a, b), (b, a)) if own == given[0]
+            )
             raise bad_request(f"{missing} is missing; it goes with {given[0]}", missing)
         if tuple(given) not in pairs:
             raise bad_request("give text_1 and text_2, or queries and documents", "text_1")
@@ -632,9 +673,9 @@ class CohereEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     input_type: (
         Literal["search_document", "search_query", "classification", "clustering"] | None
     ) = None
-    embedding_types: list[Literal["float", "base64"]] | None = None
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
     output_dimension: Int | None = None
-    truncate: Literal["NONE", "END"] = "END"
+    truncate: Literal["NONE", "START", "END"] = "END"
     priority: Int | None = None
     cache_salt: Text | None = None
     user: str | None = None
@@ -861,6 +902,8 @@ register(
     RefusalPart,
     ImagePart,
     parts=(
+        PromptString,
+        TextOnly,
         ImageUrl,
         *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
         *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),

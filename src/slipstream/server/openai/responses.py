@@ -504,8 +504,14 @@ def routes(state: ServerState) -> list[Route]:
     kept = Responses(state)
     one = "/v1/responses/{id}"
     return [
-        Route("/v1/responses", GenerationRoute(state, ResponsesRequest, prepare), methods=["POST"]),
-        Route("/v1/responses/input_tokens", counted(state, kept.count), methods=["POST"]),
+        *(
+            Route(path, GenerationRoute(state, ResponsesRequest, prepare), methods=["POST"])
+            for path in ("/v1/responses", "/responses")  # llama.cpp's server has it at the root
+        ),
+        *(
+            Route(path, counted(state, kept.count), methods=["POST"])
+            for path in ("/v1/responses/input_tokens", "/responses/input_tokens")
+        ),
         Route(one, kept.get, methods=["GET"]),
         Route(one, kept.delete, methods=["DELETE"]),
         Route(f"{one}/cancel", kept.cancel, methods=["POST"]),

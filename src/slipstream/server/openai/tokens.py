@@ -166,6 +166,13 @@ async def without_mixes(
     return made
 
 
+async def text_tokens(state: ServerState, text: str) -> list[int]:
+    """The tokens of a prompt with the tokenizer's special ones."""
+    tokenizer = _tokenizer(state, "prompt")
+    encoding = partial(_encode, state, tokenizer, text, "prompt", add_special_tokens=True)
+    return await in_thread_if_long(encoding, len(text), tokenizer)
+
+
 async def text_prompt(
     state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False
 ) -> Prompt:
@@ -233,11 +240,6 @@ class Tokens:
                 _encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special
             )
             tokens = await in_thread_if_long(encoding, len(body.prompt), tokenizer)
-        elif body.add_special_tokens:
-            raise bad_request(
-                "messages get their special tokens from the chat template; leave it out",
-                "add_special_tokens",
-            )
         else:
             tokenizer = _tokenizer(state, "messages")
             variables = message_variables(body, body.add_generation_prompt is not False)
@@ -245,6 +247,7 @@ class Tokens:
                 if "tools" not in (tokenizer.tool_template or ""):
                     raise bad_request("this model's chat template knows no tools", "tools")
                 variables["tools"] = tool_dicts(body.tools)
+            variables["add_special_tokens"] = bool(body.add_special_tokens)
             tokens, _ = await pictured_tokens(state, body.messages, **variables)
         strings = (
             [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None

@@ -54,6 +54,9 @@ LEAST = {"memory": 2**28, "volume": 2**28}
 
 _NAME = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"
 
+BASE = "python:3.12.12-slim-bookworm"
+"""Image that ours is built on. glibc 2.36: the wheel built in it runs in it."""
+
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 
 
@@ -120,32 +123,36 @@ class Deployment:
 
 def dockerfile(made: Deployment) -> str:
     """A Dockerfile for `docker build -f FILE .` in a clone. The C++ compiler stays in the first
-    stage. On a GPU's machine the image has a C compiler, which Triton needs."""
-    extras = sorted({*made.extras, *(["gpu"] if made.gpus else [])})
-    compiler = "RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*\n"
-    wheel = "slipstream @ file://$(ls /wheels/slipstream-*.whl)"
-    wheel = wheel.replace(
-        "slipstream @", f"slipstream[{','.join(extras)}] @" if extras else "slipstream @"
-    )
+    stage. On a GPU's machine the image has a C compiler, which Triton needs; CUDA's libraries come
+    with torch, and the driver's with NVIDIA's container toolkit."""
+    extras = ",".join(sorted({*made.extras, *(["gpu"] if made.gpus else [])}))
+    wheel = f"slipstream{f'[{extras}]' if extras else ''} @ file://$(ls /wheels/slipstream-*.whl)"
+
+    def installed(packages: str) -> str:
+        return f"RUN apt-get update && apt-get install -y --no-install-recommends {packages} && rm -rf /var/lib/apt/lists/*\n"
+
+    served = ["serve", "--host", "0.0.0.0", "--port", str(PORT)]
     return (
-        "FROM python:3.12-slim AS build\n"
-        "RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*\n"
+        f"FROM {BASE} AS build\n"
+        f"{installed('g++')}"
         "WORKDIR /source\n"
         "COPY pyproject.toml README.md LICENSE ./\n"
         "COPY csrc csrc\n"
         "COPY src src\n"
         "RUN pip wheel --no-cache-dir --no-deps -w /wheels .\n"
         "\n"
-        "FROM python:3.12-slim\n"
-        f"{compiler if made.gpus else ''}"
+        f"FROM {BASE}\n"
+        f"{installed('gcc libc6-dev') if made.gpus else ''}"
         "COPY --from=build /wheels /wheels\n"
         f'RUN pip install --no-cache-dir "{wheel}"\n'
         f"RUN useradd --create-home --home-dir {HOME} --uid {USER} slipstream\n"
-        "USER slipstream\n"
+        f"USER {USER}\n"
         f"WORKDIR {HOME}\n"
         f"VOLUME {HOME}\n"
         f"EXPOSE {PORT}\n"
+        f"HEALTHCHECK --interval=10s --timeout=5s --start-period={START_S}s CMD {json.dumps(READY)}\n"
         'ENTRYPOINT ["slipstream"]\n'
+        f"CMD {json.dumps(served)}\n"
     )
 
 
@@ -164,12 +171,6 @@ def compose(made: Deployment, *, build_from: str, dockerfile_name: str) -> dict[
         "security_opt": ["no-new-privileges:true"],
         "restart": "unless-stopped",
         "stop_grace_period": f"{made.stop_s}s",
-        "healthcheck": {
-            "test": ["CMD", *READY],
-            "interval": "10s",
-            "timeout": "5s",
-            "start_period": f"{START_S}s",
-        },
         "cpus": made.cpus,
         "mem_limit": made.memory,
     }

@@ -475,6 +475,22 @@ def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metr
                 if one is not None:
                     family.add_metric([model], getattr(one, field))
             yield family
+    if sized := {model: stats for model, stats in there.items() if stats.block_size}:
+        text = "Size of the KV cache's blocks in tokens, and their number (vLLM's labels)"
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        cache = GaugeMetricFamily(_PREFIX + "cache_config_info", text, labels=labels)
+        for model, stats in sized.items():
+            cache.add_metric([model, str(stats.block_size), str(stats.num_blocks)], 1.0)
+        yield cache
+    if any(stats.adapters is not None for stats in there.values()):
+        text = "Time of the scrape, with the adapters on the device and those that requests wait for (vLLM's labels)"
+        labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        names = GaugeMetricFamily(_PREFIX + "lora_requests_info", text, labels=labels)
+        for model, stats in there.items():
+            if (own := stats.adapters) is not None:
+                lists = [",".join(found) for found in (own.names_on_device, stats.waiting_adapters)]
+                names.add_metric([model, str(own.max_on_device), *lists], time.time())
+        yield names
     if any(stats.spec_accepted_by_position for stats in there.values()):
         text = "Guessed tokens that the model confirmed, by their place in the run"
         name = _PREFIX + "spec_decode_num_accepted_tokens_per_pos"

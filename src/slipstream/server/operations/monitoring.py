@@ -250,3 +250,70 @@ def board() -> dict[str, Any]:
         "templating": {"list": variables},
         "panels": panels,
     }
+
+
+RULES, BOARD = "slipstream-rules.yml", "slipstream-dashboard.json"
+COMPOSE, PROMETHEUS = "compose.monitoring.yaml", "prometheus.yml"
+SOURCES, BOARDS = "grafana-datasources.yml", "grafana-dashboards.yml"
+IMAGES = {"prometheus": "prom/prometheus:v3.5.0", "grafana": "grafana/grafana:12.2.0"}
+_PROVISIONING, _BOARDS = "/etc/grafana/provisioning", "/var/lib/grafana/dashboards"
+
+
+def compose(target: str) -> dict[str, dict[str, Any]]:
+    """Files, by name, that run Prometheus and Grafana next to the server at `target`, with the
+    rules and the board in the same folder. Docker Compose joins the first with others."""
+    mounts = {
+        "prometheus": {name: f"/etc/prometheus/{name}" for name in (PROMETHEUS, RULES)},
+        "grafana": {
+            SOURCES: f"{_PROVISIONING}/datasources/slipstream.yml",
+            BOARDS: f"{_PROVISIONING}/dashboards/slipstream.yml",
+            BOARD: f"{_BOARDS}/{BOARD}",
+        },
+    }
+    own: dict[str, dict[str, Any]] = {
+        "prometheus": {
+            "ports": ["127.0.0.1:9090:9090"],
+            "extra_hosts": ["host.docker.internal:host-gateway"],
+        },
+        "grafana": {
+            "ports": ["127.0.0.1:3000:3000"],
+            "depends_on": ["prometheus"],
+            "environment": {  # to look at, without a password that would stand here
+                "GF_AUTH_ANONYMOUS_ENABLED": "true",
+                "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+                "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+                "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": f"{_BOARDS}/{BOARD}",
+            },
+        },
+    }
+    paths = {"prometheus": "/prometheus", "grafana": "/var/lib/grafana"}
+    services = {
+        name: {
+            "image": IMAGES[name],
+            **own[name],
+            "volumes": [
+                *(f"./{file}:{place}:ro" for file, place in mounts[name].items()),
+                f"{name}:{paths[name]}",
+            ],
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges:true"],
+            "restart": "unless-stopped",
+        }
+        for name in IMAGES
+    }
+    scrape = {"job_name": "slipstream", "static_configs": [{"targets": [target]}]}
+    source = {"name": "Prometheus", "type": "prometheus", "url": "http://prometheus:9090"}
+    provider = {"name": "slipstream", "type": "file", "options": {"path": _BOARDS}}
+    return {
+        COMPOSE: {"services": services, "volumes": {name: {} for name in services}},
+        PROMETHEUS: {
+            "global": {"scrape_interval": "5s", "evaluation_interval": "15s"},
+            "rule_files": [RULES],
+            "scrape_configs": [scrape],
+        },
+        SOURCES: {
+            "apiVersion": 1,
+            "datasources": [{**source, "access": "proxy", "isDefault": True}],
+        },
+        BOARDS: {"apiVersion": 1, "providers": [provider]},
+    }

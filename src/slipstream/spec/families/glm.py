@@ -26,13 +26,7 @@ from slipstream.spec.families.deepseek import SARVAM_KEYS, SHARED, corrected_mix
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.mtp import DEEPSEEK, LLAMA_CPP
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
-from slipstream.spec.model import (
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    QKNormSpec,
-    RopeSpec,
-)
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec
 
 
 def read_glm(c: ConfigReader) -> ModelSpec:

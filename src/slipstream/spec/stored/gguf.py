@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.errors import CheckpointError
 from slipstream.spec.stored.gguf_parts import parts_of
+from slipstream.spec.stored.gguf_types import TYPES, QuantType
 
 # NumPy is imported only when a file is opened: the command line imports this module, and `--help`
 # must be quick.
@@ -28,45 +29,6 @@ if TYPE_CHECKING:
 
     RawBytes: TypeAlias = npt.NDArray[np.uint8]
 
-
-@dataclass(frozen=True, slots=True)
-class QuantType:
-    """A storage type: `block_bytes` bytes store `block_size` consecutive values of a row."""
-
-    name: str
-    block_size: int
-    block_bytes: int
-
-
-TYPES: dict[int, QuantType] = {
-    0: QuantType("F32", 1, 4),
-    1: QuantType("F16", 1, 2),
-    2: QuantType("Q4_0", 32, 18),
-    3: QuantType("Q4_1", 32, 20),
-    6: QuantType("Q5_0", 32, 22),
-    7: QuantType("Q5_1", 32, 24),
-    8: QuantType("Q8_0", 32, 34),
-    10: QuantType("Q2_K", 256, 84),
-    11: QuantType("Q3_K", 256, 110),
-    12: QuantType("Q4_K", 256, 144),
-    13: QuantType("Q5_K", 256, 176),
-    14: QuantType("Q6_K", 256, 210),
-    16: QuantType("IQ2_XXS", 256, 66),
-    17: QuantType("IQ2_XS", 256, 74),
-    18: QuantType("IQ3_XXS", 256, 98),
-    19: QuantType("IQ1_S", 256, 50),
-    20: QuantType("IQ4_NL", 32, 18),
-    21: QuantType("IQ3_S", 256, 110),
-    22: QuantType("IQ2_S", 256, 82),
-    23: QuantType("IQ4_XS", 256, 136),
-    29: QuantType("IQ1_M", 256, 56),
-    30: QuantType("BF16", 1, 2),
-    34: QuantType("TQ1_0", 256, 54),
-    35: QuantType("TQ2_0", 256, 66),
-    39: QuantType("MXFP4", 32, 17),
-    40: QuantType("NVFP4", 64, 36),
-}
-"""The types that can be read, by their number in a file."""
 
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0",

@@ -17,7 +17,8 @@ No torch here: a drafter's caller gives it tensors or arrays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,16 +137,14 @@ class Drafter(ABC):
             where.extend(range(first, first + len(s.drafts)))
         return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
 
-    def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        """True if copies of the drafts are kept.
+    def kept_drafts(
+        self, drafted: Sequence[ScheduledRequest], rows: RowTable
+    ) -> Callable[[], Tensor] | None:
+        """Function that still gives the drafts after the draw, which overwrites those in the rows.
 
-        A step overwrites those in the rows with its tokens.
+        None if no copies of them are kept.
         """
-        return False
-
-    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """The same as `tokens_of` before the draw, from the kept copies."""
-        raise NotImplementedError
+        return None
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
         """Launch the start of the next `write_drafts`, as far as it is known after `plan`'s draw.
@@ -220,10 +219,8 @@ class Chain(Drafter):
             self.run_passes(left, rows)
         for s in drafted:
             row = rows.rows[s.request_id]
-            row.num_drafted, row.ahead = (
-                s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1),
-                range(0),
-            )
+            row.num_drafted = s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1)
+            row.ahead = range(0)
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
         if self.graphs is None:
@@ -236,14 +233,14 @@ class Chain(Drafter):
             # next to decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
-    def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        return self.graphs is not None and all(
-            len(s.drafts) <= rows.rows[s.request_id].num_kept for s in drafted
-        )
-
-    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        assert self.graphs is not None
-        return self.graphs.kept_drafts(drafted)
+    def kept_drafts(
+        self, drafted: Sequence[ScheduledRequest], rows: RowTable
+    ) -> Callable[[], Tensor] | None:
+        if self.graphs is None or any(
+            len(s.drafts) > rows.rows[s.request_id].num_kept for s in drafted
+        ):
+            return None
+        return partial(self.graphs.kept_drafts, drafted)
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Compute the unseen tokens before each request's last one."""

@@ -51,10 +51,8 @@ class HeadDrafter(Drafter):
         if isinstance(self.head, LayeredHead):
             self.layers = self.head.spec.layers
         self.target_ids, self.weights_bytes = loaded.target_ids, loaded.weights_bytes
-        self.vocab_size, self.hidden_size = (
-            loaded.head.spec.vocab_size,
-            loaded.head.spec.hidden_size,
-        )
+        self.vocab_size = loaded.head.spec.vocab_size
+        self.hidden_size = loaded.head.spec.hidden_size
         self.states, self.sample = StateCache(memory.platform.values), memory.ops.sample
 
     @property
@@ -218,10 +216,8 @@ class HeadBlock(HeadDrafter):
             ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1)
             for s in drafted
         ]
-        given, lengths = (
-            gather(rows, StepPlan(0, tuple(shares))),
-            np.array([s.num_tokens for s in shares]),
-        )
+        given = gather(rows, StepPlan(0, tuple(shares)))
+        lengths = np.array([s.num_tokens for s in shares])
         sampled, index, meta = given.sampled, given.sample_index, given.meta
         total, ends = int(lengths.sum()), lengths.cumsum()
         token_ids = self._masked(

@@ -91,10 +91,8 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
     The places of a group are chosen together (`GroupLimit`), so experts stay in their group: either
     two experts of one group are exchanged, or two whole groups.
     """
-    by_rank, group_of = (
-        loads_of_ranks(load, rank_of),
-        np.arange(len(load)) * num_groups // len(load),
-    )
+    by_rank = loads_of_ranks(load, rank_of)
+    group_of = np.arange(len(load)) * num_groups // len(load)
     most = int(by_rank.argmax())
     own, others = np.flatnonzero(rank_of == most), np.flatnonzero(rank_of != most)
     given = load[own][:, None] - load[others][None, :]
@@ -105,10 +103,8 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
     if gain > 0:
         best = PlaceSwap(gain, ((int(own[i]), int(others[j])),))
     if num_groups > 1:
-        of_groups, is_on = (
-            load.reshape(num_groups, -1),
-            np.eye(len(by_rank))[rank_of].reshape(num_groups, -1, len(by_rank)),
-        )
+        of_groups = load.reshape(num_groups, -1)
+        is_on = np.eye(len(by_rank))[rank_of].reshape(num_groups, -1, len(by_rank))
         # [a, b, rank]: load of each rank if group b had the places of group a
         brought = np.einsum("bi,air->abr", of_groups, is_on)
         own_load = np.einsum("aar->ar", brought)

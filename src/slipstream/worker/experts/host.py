@@ -60,11 +60,9 @@ class LoadFollower:
     """Every few steps, adapts one layer's experts on the device to the measured load."""
 
     def __init__(self, ops: OpSet, load: ExpertLoad) -> None:
-        self._ops, self._load, self._steps = (
-            ops if isinstance(ops, HostExpertOps) else None,
-            load,
-            0,
-        )
+        self._ops = ops if isinstance(ops, HostExpertOps) else None
+        self._load = load
+        self._steps = 0
 
     def after_step(self) -> None:
         if self._ops is None or not self._ops.holds_experts:

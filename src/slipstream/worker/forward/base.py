@@ -6,13 +6,13 @@ Values are tensors or NumPy arrays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.messages.steps import StepPlan, StepShape
+from slipstream.messages.steps import StepPlan, StepShape, TokenMask
 from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
@@ -26,6 +26,7 @@ from slipstream.worker.inputs.input_batch import (
 )
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.inputs.step_shape import shape_of
+from slipstream.worker.sampling.draws import BestLogprobs, DrawnTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,8 +93,8 @@ class InputBatch:
     @cached_property
     def shape(self) -> StepShape:
         """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
-        assert self.plan is not None
-        return self.plan.largest or shape_of(self.plan.scheduled)
+        plan, _ = self.step
+        return plan.largest or shape_of(plan.scheduled)
 
     @cached_property
     def is_greedy(self) -> bool:
@@ -149,6 +150,8 @@ class Output:
     tokens: Tensor | None = None
     # with `tokens`, if requests want them: packed log-probabilities (`OpSet.packed_logprobs`)
     logprobs: Tensor | None = None
+    # with grammars, if a graph draws: sets `tokens` and `logprobs`, unless the masks are too many
+    end: Callable[[TokenMask], None] | None = None
     num_decodes: int = 0
     padding: int = 0
 
@@ -175,6 +178,7 @@ class BegunStep:
     done: Event | None  # None: the step is done
     cache: StateCache | None
     states: tuple[Tensor, AttentionMetadata]
+    logprobs: BestLogprobs | None = None
 
     def finish(self) -> None:
         """Wait for the step, and keep its states."""
@@ -215,6 +219,15 @@ class Forward(ABC):
 
         The logits are not written to memory. Of equal logits the first wins. None if this path must
         write logits.
+        """
+        return None
+
+    def drawn(
+        self, hidden: Tensor, table: RowTable, sampled: SampledRows, mask: TokenMask | None
+    ) -> DrawnTokens | None:
+        """Tokens of hidden states [N, E], drawn among those that `mask` allows.
+
+        None if this path can't draw what the requests ask for without its logits.
         """
         return None
 

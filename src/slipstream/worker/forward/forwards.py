@@ -89,11 +89,9 @@ class OneToken(Eager):
         self.kernel = kernel
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        return (
-            super().covers(batch)
-            if batch.num_tokens == 1
-            else Reason("the step has more than one token")
-        )
+        if batch.num_tokens == 1:
+            return super().covers(batch)
+        return Reason("the step has more than one token")
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         hidden = self.kernel.forward(token_ids, kv, meta)
@@ -171,11 +169,15 @@ class WithImages(Variant):
     name = "images"
 
     def __init__(
-        self, base: PlainForward, encoder: ImageEncoder | None, adapters: Adapters | None
+        self,
+        base: PlainForward,
+        vision: VisionSpec,
+        encoder: ImageEncoder | None,
+        adapters: Adapters | None,
     ) -> None:
         """`encoder` is None in later pipeline stages, which receive its output among embeddings."""
         super().__init__(base)
-        self.encoder, self.adapters = encoder, adapters
+        self.vision, self.encoder, self.adapters = vision, encoder, adapters
 
     def covers(self, batch: InputBatch) -> Reason | None:
         return None if batch.has_images else NO_IMAGES
@@ -184,14 +186,11 @@ class WithImages(Variant):
         given = batch.gathered
         images = step_images(*batch.step)
         ops: Any = self.decoder.ops
-        if batch.has_adapters:
-            assert self.adapters is not None
+        if self.adapters is not None and batch.has_adapters:
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
-        spec = self.decoder.spec
-        assert spec.vision is not None
-        axes = getattr(spec.attentions[0].position, "axes", None)
+        axes = getattr(self.decoder.spec.attentions[0].position, "axes", None)
         decoder = self.decoder.with_ops(
-            cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, axes))
+            cast("OpSet", ImageOps(ops, images, given.meta, self.vision, axes))
         )
         h = self.decoder.embedded(given.token_ids, given.meta)
         if images.parts and self.encoder is not None:
@@ -207,17 +206,17 @@ class WithImages(Variant):
             h = h.index_copy(0, tokens, rows[:, :size].to(h.dtype))
             if rows.shape[1] > size:
                 decoder = stacked(decoder, h, images.tokens, rows[:, size:].to(h.dtype))
-        hidden, states = decoder.run(h, batch.kv, self._with_inputs(h, given, images, spec.vision))
+        hidden, states = decoder.run(h, batch.kv, self._with_inputs(h, given, images))
         return self._output(self._keep(hidden, states, given.meta), given)
 
     def _with_inputs(
-        self, h: Tensor, given: GatheredInputs, images: StepImages, vision: VisionSpec
+        self, h: Tensor, given: GatheredInputs, images: StepImages
     ) -> AttentionMetadata:
         """The step's metadata with the layers' own inputs, in which pictures have a token's row."""
         token_ids = given.token_ids
-        if self.decoder.layer_inputs is not None and vision.own_input_id is not None:
+        if self.decoder.layer_inputs is not None and self.vision.own_input_id is not None:
             index = upload(images.tokens, h.device)
-            token_ids = token_ids.index_fill(0, index, vision.own_input_id)
+            token_ids = token_ids.index_fill(0, index, self.vision.own_input_id)
         return self.decoder.with_inputs(token_ids, h, given.meta)  # type: ignore[no-any-return]
 
 
@@ -246,11 +245,6 @@ class Forwards:
         self.images, self.takes_images = encoder, True
         self._build()
 
-    @property
-    def adapted(self) -> Adapted:
-        assert self.adapters is not None
-        return Adapted(self.base, self.adapters)
-
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
         """Keep states from now on: each step writes what `tap` reads between the layers.
 
@@ -277,9 +271,10 @@ class Forwards:
             else:
                 self.paths = [OneToken(self.decoder, kernel, self.states), self.base]
         if self.adapters is not None:
-            self.paths.append(self.adapted)
-        if self.takes_images:
-            self.paths.insert(0, WithImages(self.base, self.images, self.adapters))
+            self.paths.append(Adapted(self.base, self.adapters))
+        vision = self.decoder.spec.vision
+        if self.takes_images and vision is not None:
+            self.paths.insert(0, WithImages(self.base, vision, self.images, self.adapters))
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:

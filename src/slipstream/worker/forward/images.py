@@ -113,11 +113,9 @@ class StepImages:
 
 
 def step_images(plan: StepPlan, table: RowTable) -> StepImages:
-    parts, sequences, places = (
-        list[tuple[ImageSpan, int, int]](),
-        list[int](),
-        list[tuple[int, LongArray]](),
-    )
+    parts = list[tuple[ImageSpan, int, int]]()
+    sequences = list[int]()
+    places = list[tuple[int, LongArray]]()
     tokens = [np.empty(0, np.int64)]
     start = 0
     for i, s in enumerate(plan.scheduled):

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.cpu.program.native_program import RunningStep
+from slipstream.kernels.cpu.program.programs import Beyond
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.messages.steps import TokenMask
 from slipstream.model.step_program import StepProgram
 from slipstream.platform import Event
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainForward
 from slipstream.worker.forward.state_cache import StateCache
+from slipstream.worker.inputs.input_batch import SampledRows
+from slipstream.worker.inputs.rows import RowTable
+from slipstream.worker.sampling.asked import wanted_logprobs
+from slipstream.worker.sampling.constrained import mask_bits
+from slipstream.worker.sampling.draws import DrawnTokens
 from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.thread_governor import ThreadGovernor
 
@@ -78,19 +85,23 @@ class ProgramForward(PlainForward):
             not names
             or given.sample_index is not None
             or table is None
-            or not table.is_drawn(names)
+            or table.wanted("grammar", names)
+            or table.changes_logits(names)
         ):
             return super().run(batch)
         params = sampling_tensors(table, given.sampled) if table.wanted("draw", names) else None
-        begun = self.program.begin(given.token_ids, batch.kv, given.meta, params)
+        which, counts = wanted_logprobs(table, given.sampled)
+        beyond = Beyond(None, which, max(counts)) if which else None
+        begun = self.program.begin(given.token_ids, batch.kv, given.meta, params, beyond)
         if begun is None:
             return super().run(batch)
-        tokens, states, running = begun
+        tokens, packed, states, running = begun
         done: Event = running
         if self.governor is not None:
             num_keys = sum(s.num_computed_tokens + 1 for s in given.sampled.requests)
             done = GovernedStep(running, self.governor, self.pool, (len(tokens), num_keys))
-        step = BegunStep(given.sampled, tokens, done, self.states, (states, given.meta))
+        logprobs = None if packed is None else (which, packed, counts)
+        step = BegunStep(given.sampled, tokens, done, self.states, (states, given.meta), logprobs)
         if len(tokens) > RUN_AHEAD or self.pool.num_used == 1:
             step.finish()
         return step
@@ -116,3 +127,14 @@ class ProgramForward(PlainForward):
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
         return self.program.greedy(hidden)
+
+    def drawn(
+        self, hidden: Tensor, table: RowTable, sampled: SampledRows, mask: TokenMask | None
+    ) -> DrawnTokens | None:
+        if not self.program.writes_no_logits or table.changes_logits(sampled.names):
+            return None
+        which, counts = wanted_logprobs(table, sampled)
+        bits = None if mask is None or not mask.positions else mask_bits(mask)
+        beyond = Beyond(bits, which, max(counts, default=0))
+        tokens, packed = self.program.drawn(hidden, sampling_tensors(table, sampled), beyond)
+        return DrawnTokens(tokens, (which, packed, counts) if which else None)

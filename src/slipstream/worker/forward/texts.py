@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.messages.texts import TextsPlan, TextTask
+from slipstream.platform import platform_of
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
@@ -56,7 +57,7 @@ class TextGraphs(GraphStore):
         task: TextTask = "embed",
     ) -> None:
         decoder = forwards.decoder
-        super().__init__(decoder.device)
+        super().__init__(platform_of(decoder.device))
         self.forwards = forwards
         self.how = how
         self.task = task

@@ -76,8 +76,7 @@ class ChainGraphs(GraphStore):
         max_model_len: int,
         max_num_seqs: int,
     ) -> None:
-        assert rows.device is not None
-        super().__init__(rows.device)
+        super().__init__(rows.platform)
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
         self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
@@ -237,7 +236,6 @@ class ChainGraphs(GraphStore):
         Returns the drafts [S, K]. Device work only.
         """
         drafter, again, ops = self.drafter, self._num_again(num_drafts), self.rows.ops
-        assert ops is not None
         sizes = {"num_drafts": num_drafts, "size": size, "num_again": again, "first": drafter.first}
         places = ops.chain_places(self.rows.tokens, self._last_drafts, inputs, **sizes)
         token_ids, every = self._inputs(places)

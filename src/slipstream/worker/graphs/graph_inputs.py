@@ -15,7 +15,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
 from slipstream.spec.reason import Reason
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.forward.forwards import HAS_ADAPTERS, Forwards, InputBatch
+from slipstream.worker.forward.forwards import HAS_ADAPTERS, Adapted, Forwards, InputBatch
 from slipstream.worker.graphs.mixed_inputs import Size, padded_room
 from slipstream.worker.inputs.feature_inputs import shared_prefixes
 from slipstream.worker.inputs.rows import RowTable
@@ -152,7 +152,8 @@ class AdapterInput(GraphInput):
             given[2 * room :].view(-1, 3),
             tile_tokens(num_tokens),
         )
-        return forwards.adapted.hidden(token_ids, kv, meta, tokens, decoder)
+        adapted = Adapted(forwards.base, self.adapters)
+        return adapted.hidden(token_ids, kv, meta, tokens, decoder)
 
     def fill(self, size: Size, plan: StepPlan) -> None:
         scheduled = plan.scheduled

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from slipstream.platform import Graph, platform_of
+from slipstream.platform import Graph, Platform
 from slipstream.worker.graphs.mixed_inputs import Size
 
 
@@ -26,9 +25,9 @@ class Captured:
 class GraphStore:
     """Captured work by size. What is captured, and when, its owner decides."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.platform = platform_of(device)
-        self._recorder = self.platform.graphs() if device.type != "cpu" else None
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        self._recorder = platform.graphs() if platform.is_asynchronous else None
         self._captured: dict[Size, Captured] = {}
         self.num_cold = 0
 
@@ -47,8 +46,7 @@ class GraphStore:
         work: Callable[[], Any],
         compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> tuple[Graph, Any]:
-        assert self._recorder is not None
-        return self._recorder.capture(work, compiling)
+        return (self._recorder or self.platform.graphs()).capture(work, compiling)
 
     def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
         """Context around the run that compiles kernels before a capture."""

@@ -5,8 +5,9 @@ step's time there. It is not part of the step's graph, because the requests' sam
 unknown at capture. There are ends of several kinds (`EndKind`). Parameters are read on the device,
 from the requests' rows. These steps end op by op:
 
-1. Steps with a grammar, a list of allowed tokens or a sampler of `sampler_chain.py`.
-2. Steps that sample more tokens than the largest end, or have more than MAX_BIASES biases.
+1. Steps with a list of allowed tokens or a sampler of `sampler_chain.py`.
+2. Steps that sample more tokens than the largest end, have more than MAX_BIASES biases, or more
+   than MAX_MASKS different masks of grammars.
 3. Steps of pipeline stages, and of ranks that draw together.
 
 The step's graph copies to `places` which hidden states are sampled and where their tokens go. So
@@ -18,24 +19,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.costs.graph_sizes import end_sizes
+from slipstream.messages.steps import TokenMask
 from slipstream.platform import Graph
 from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.graphs.mixed_inputs import padded_room
 from slipstream.worker.inputs.input_batch import SampledRows
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.biases import Biases, biases_of
+from slipstream.worker.sampling.constrained import mask_bits
 from slipstream.worker.sampling.sampler import tensors_of_rows
 
 _logger = logging.getLogger("slipstream.engine")
 
 MAX_BIASES = 1024
 """Maximum biases of tokens, bad words and early end tokens in a step that ends in a graph."""
+
+MAX_MASKS = 128
+"""Maximum different masks of a step that ends in a graph: 2 MB of device memory for 128,000 tokens."""
 
 NUM_LOGPROBS = (0, 5, 20)
 """Numbers of most likely tokens that ends report. A step takes the next larger one."""
@@ -47,6 +55,7 @@ class EndKind(NamedTuple):
     draws: bool = False
     changes: bool = False  # applies biases and penalties
     num_top: int | None = None  # log-probabilities: the number of most likely tokens
+    masked: bool = False  # draws among the tokens that grammars allow
 
 
 GREEDY, DRAWN = EndKind(), EndKind(draws=True)
@@ -61,8 +70,9 @@ Record = Callable[[Callable[[], Values]], tuple[Graph, Values]]
 
 def end_kind(rows: RowTable, names: Sequence[str]) -> EndKind | None:
     """Kind of the end of a step that samples for these requests. None: there is none."""
-    if any(rows.wanted(want, names) for want in ("grammar", "allowed", "chain")):
+    if any(rows.wanted(want, names) for want in ("allowed", "chain")):
         return None
+    masked = rows.wanted("grammar", names)
     top = None
     if rows.wanted("logprobs", names):
         most = max(rows.rows[name].sampling.logprobs or 0 for name in names)
@@ -70,7 +80,8 @@ def end_kind(rows: RowTable, names: Sequence[str]) -> EndKind | None:
         if top is None:
             return None
     changes = rows.wanted("penalties", names) or rows.wanted("bias", names)
-    return EndKind(changes or top is not None or rows.wanted("draw", names), changes, top)
+    draws = changes or top is not None or masked or rows.wanted("draw", names)
+    return EndKind(draws, changes, top, masked)
 
 
 class StepEnds:
@@ -98,12 +109,20 @@ class StepEnds:
         places = torch.zeros(2, MAX_BIASES, dtype=torch.int64, device=hidden.device)
         self._biases = Biases(places[0], places[1], torch.zeros(MAX_BIASES, device=hidden.device))
         self._num_biases = 0
+        # The row of bits of each sampled token; −1: all tokens are allowed.
+        self._which = torch.full((width,), -1, dtype=torch.int64, device=hidden.device)
+        self._each = torch.arange(width, device=hidden.device)
         self._captured: dict[tuple[int, EndKind], tuple[Graph, Values]] = {}
         self._complete: set[EndKind] = set()  # kinds for which no memory is left
 
     @property
     def num_captured(self) -> int:
         return len(self._captured)
+
+    @cached_property
+    def _bits(self) -> Tensor:
+        words = -(-self.forwards.base.decoder.spec.vocab_size // 32)
+        return torch.zeros(MAX_MASKS, words, dtype=torch.int32, device=self._which.device)
 
     def take(self, places: Tensor) -> None:
         """Copy `places`, int32 [3, T], as device work of a step's graph.
@@ -113,14 +132,14 @@ class StepEnds:
         count = min(places.shape[1], self.places.shape[1])
         self.places[:, :count].copy_(places[:, :count])
 
-    def run(self, sampled: SampledRows, room: int) -> Values | None:
+    def run(self, sampled: SampledRows, room: int, mask: TokenMask | None = None) -> Values | None:
         """Draw and write the tokens of `sampled` after the replay of a step's graph.
 
         The graph has room for `room` tokens. If no captured end fits, one is captured now. None if
-        no end fits.
+        no end fits, or if the step needs a mask and has none yet.
         """
         kind = end_kind(self.rows, sampled.names)
-        if kind is None:
+        if kind is None or kind.masked != (mask is not None):
             return None
         count = len(sampled.rows)
         fits = range(count, room + 1)
@@ -128,6 +147,8 @@ class StepEnds:
         if size is None:
             size = next((n for n in self.sizes if n in fits), None)
         if size is None or (kind.changes and not self._put_biases(sampled)):
+            return None
+        if mask is not None and not self._put_masks(mask, size):
             return None
         if not self.capture(size, kind):
             return None
@@ -168,6 +189,18 @@ class StepEnds:
             ours[:count].copy_(theirs)
         return True
 
+    def _put_masks(self, mask: TokenMask, size: int) -> bool:
+        """Copy the step's masks to where ends read them. False if they are too many."""
+        (positions, which), bits = mask_bits(mask)
+        if len(bits) > MAX_MASKS:
+            return False
+        platform, places = self.rows.platform, np.full(size, -1, np.int64)
+        places[positions] = which
+        platform.upload_into(self._which[:size], places)
+        if len(bits):
+            platform.upload_into(self._bits[: len(bits)], bits)
+        return True
+
     def _end(self, size: int, kind: EndKind) -> Values:
         index, rows, positions = self.places[:, :size].unbind(0)
         base = self.forwards.base
@@ -177,8 +210,12 @@ class StepEnds:
             tokens = ops.argmax(logits)
         else:
             raw = logits
-            if kind.changes and logits.dtype == torch.float32:
-                raw = logits.clone() if kind.num_top is not None else logits
+            if kind.num_top is not None and (
+                kind.masked or (kind.changes and logits.dtype == torch.float32)
+            ):
+                raw = logits.clone()
+            if kind.masked:
+                ops.mask_logits(logits, self._each[:size], self._bits, self._which[:size])
             bias, longest = (self._biases, self.rows.tokens.shape[1]) if kind.changes else (None, 0)
             params = tensors_of_rows(self.rows, rows, positions, bias, longest)
             tokens = ops.sample(logits, params)

@@ -29,7 +29,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -38,17 +38,11 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.messages.steps import StepPlan
+from slipstream.messages.steps import StepPlan, TokenMask
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
-from slipstream.worker.forward.forwards import (
-    NO_PLAN,
-    Forward,
-    Forwards,
-    InputBatch,
-    Output,
-)
+from slipstream.worker.forward.forwards import NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.graphs.graph_inputs import GraphInput
 from slipstream.worker.graphs.graph_store import Captured, GraphStore
 from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder
@@ -83,7 +77,8 @@ class StagePipe(Pipe):
         self._incoming = incoming
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert self._incoming is not None
+        if self._incoming is None:
+            raise ValueError("the first stage receives nothing")
         return self._incoming[: shape[0]].clone()  # layers add to it in place
 
     def send(self, x: Tensor) -> Tensor:
@@ -104,8 +99,7 @@ class StepGraphs(GraphStore, Forward):
     ) -> None:
         """`given`: what the steps read in addition to rows and tokens. The graphs `beside` share
         their memory with these, since one replays at a time."""
-        assert rows.device is not None
-        super().__init__(rows.device)
+        super().__init__(rows.platform)
         self.given = given or GraphInput()
         self.name = self.given.name
         self.forwards = forwards
@@ -197,10 +191,8 @@ class StepGraphs(GraphStore, Forward):
             if self.forwards.decoder.partition is not None:
                 raise
             self.ladder.stop()
-            count, remedy = (
-                len(self._captured),
-                "lower gpu_memory_utilization, or max_num_batched_tokens",
-            )
+            count = len(self._captured)
+            remedy = "lower gpu_memory_utilization, or max_num_batched_tokens"
             _logger.warning(
                 "no memory is left for more %s than the %d captured; for all of them %s",
                 self.name,
@@ -276,14 +268,24 @@ class StepGraphs(GraphStore, Forward):
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
     def _drawn(self, output: Output, size: Size) -> Output:
-        """Draw and write the sampled tokens by a graph, if one does what their requests want."""
+        """Draw and write the sampled tokens by a graph, if one does what their requests want.
+
+        With a grammar this is done once the masks are there.
+        """
         if self._ends is not None and output.sampled.requests:
-            before = self._ends.num_captured
-            drawn = self._ends.run(output.sampled, sum(size))
-            self.num_cold += self._ends.num_captured - before
-            if drawn is not None:
-                output.tokens, output.logprobs = drawn
+            if self.rows.wanted("grammar", output.sampled.names):
+                output.end = partial(self._end, output, size)
+            else:
+                self._end(output, size)
         return output
+
+    def _end(self, output: Output, size: Size, mask: TokenMask | None = None) -> None:
+        assert self._ends is not None
+        before = self._ends.num_captured
+        drawn = self._ends.run(output.sampled, sum(size), mask)
+        self.num_cold += self._ends.num_captured - before
+        if drawn is not None:
+            output.tokens, output.logprobs = drawn
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
@@ -294,8 +296,7 @@ class StepGraphs(GraphStore, Forward):
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph of `num_decodes` tokens, and `num_behind` more from row `first` on."""
         rows = ((0, num_decodes), (first, num_behind))
-        if self._incoming is not None:
-            assert self._pipe is not None
+        if self._incoming is not None and self._pipe is not None:
             x = self._pipe.receive(
                 (num_decodes + num_behind, self._incoming.shape[1]), self._incoming.dtype
             )
@@ -316,17 +317,14 @@ class StepGraphs(GraphStore, Forward):
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
     def _run_decodes(self, batch: InputBatch, size: Size) -> Output:
-        plan, num_tokens = batch.plan, batch.num_tokens
-        assert plan is not None
+        (plan, _), num_tokens = batch.step, batch.num_tokens
         scheduled = plan.scheduled
         self.ladder.note_wanted((self.ladder.decode_size(batch.shape.num_tokens), 0))
         table = self.rows.rows
         host = self._idle_decodes(size[0])
         index, sample_rows, sample_positions, of_tokens, at, lens = host
-        rows, positions = (
-            [table[s.request_id].index for s in scheduled],
-            [s.num_computed_tokens for s in scheduled],
-        )
+        rows = [table[s.request_id].index for s in scheduled]
+        positions = [s.num_computed_tokens for s in scheduled]
         if num_tokens > len(scheduled):
             lengths = np.array([s.num_tokens for s in scheduled], np.int64)
             of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(
@@ -408,8 +406,7 @@ class StepGraphs(GraphStore, Forward):
     # --- Mixed steps --------------------------------------------------------------------------------------------------
 
     def _run_mixed(self, batch: InputBatch, size: Size) -> Output:
-        plan = batch.plan
-        assert plan is not None
+        plan, _ = batch.step
         num_decodes = num_leading_decodes(plan.scheduled)
         num_behind = batch.num_tokens - num_decodes
         self.ladder.note_wanted(
@@ -421,10 +418,8 @@ class StepGraphs(GraphStore, Forward):
         self.given.fill(size, plan)
         self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
         index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
-        sampled, padding = (
-            SampledRows(requests=sequences, rows=rows, positions=positions),
-            size[0] - num_decodes,
-        )
+        sampled = SampledRows(requests=sequences, rows=rows, positions=positions)
+        padding = size[0] - num_decodes
         output = Output(
             self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding
         )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.kernels.positions import sectioned_positions
 from slipstream.messages.media import ImageSpan
 from slipstream.messages.steps import ScheduledRequest
-from slipstream.worker.inputs.rows import Row
+
+if TYPE_CHECKING:
+    from slipstream.worker.inputs.rows import LongArray, Row
+
+
+def turned_positions(images: Sequence[ImageSpan]) -> tuple[LongArray, int]:
+    """Three positions [3, n] of tokens up to the end of the last image, and the shift of the text after them."""
+    end = images[-1].end
+    places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in images])
+    return places, int(places.max()) + 1 - end
 
 
 def image_parts(row: Row, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:

@@ -25,13 +25,13 @@ import numpy.typing as npt
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
-from slipstream.kernels.positions import sectioned_positions
 from slipstream.messages.media import ImageSpan
 from slipstream.messages.requests import count_ids, pack_ids
 from slipstream.messages.steps import FROM_MODEL, STATES, NewRequest, ScheduledRequest, StepPlan
 from slipstream.params.sampling import SamplingParams
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
+from slipstream.worker.inputs.image_rows import turned_positions
 from slipstream.worker.inputs.packed_tables import PackedTables
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ class Row:
     adapter: int = NO_ADAPTER  # slot of its adapter
     mirostat_mu: float = 0.0
     num_drafted: int = 0  # tokens that the drafter has computed, without wrong drafts
-    num_kept: int = (
-        0  # drafts of the last chain that a graph has run (`worker/graphs/chain_graphs.py`)
-    )
+    # drafts of the last chain that a graph has run (`worker/graphs/chain_graphs.py`)
+    num_kept: int = 0
     ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
     num_blocks: int = 0  # blocks in its first group
     images: tuple[ImageSpan, ...] = ()
@@ -184,10 +183,8 @@ class RowTable:
         self.host_states = np.zeros((capacity + 1, state_columns), np.int32)
         # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
         # tokens, seed.
-        self.sampling_floats, self.sampling_ints = (
-            self._tables["sampling_floats"],
-            self._tables["sampling_ints"],
-        )
+        self.sampling_floats = self._tables["sampling_floats"]
+        self.sampling_ints = self._tables["sampling_ints"]
         self.rows: dict[str, Row] = {}
         self.num_dropped = 0  # rows since the start
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
@@ -340,20 +337,18 @@ class RowTable:
         shifts = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows):
             if row.images:
-                end = row.images[-1].end
-                row.places = sectioned_positions(
-                    end, [(x.offset, x.rows, x.columns) for x in row.images]
-                )
-                shifts[i] = row.places.max() + 1 - end
+                row.places, shifts[i] = turned_positions(row.images)
         self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
 
     def is_greedy(self, request_ids: Sequence[str]) -> bool:
         """True if the requests want only the index of the largest logit."""
         return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
 
-    def is_drawn(self, request_ids: Sequence[str]) -> bool:
-        """True if the requests want nothing but tokens of the model's own logits."""
-        return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS if want != "draw")
+    def changes_logits(self, request_ids: Sequence[str]) -> bool:
+        """True if one of the requests wants other logits than the model's own, masks aside."""
+        return any(
+            self.wanted(want, request_ids) for want in ("penalties", "bias", "allowed", "chain")
+        )
 
     def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
         """True if one of the requests wants the option."""

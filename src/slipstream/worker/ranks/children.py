@@ -44,6 +44,10 @@ class RankProcesses:
         self._killed: set[int] = set()  # numbers of processes that we killed
         self._lock = threading.Lock()
 
+    def add(self, rank: Rank) -> None:
+        if rank.process is not None:
+            self.all.append(rank.process)
+
     def watch(self) -> None:
         """Start watching; call this after all processes were started."""
         for number in range(len(self.all)):

@@ -29,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
+from slipstream.base.deaths import stdin_of
 from slipstream.config import (
     DeviceInfo,
     EngineArgs,
@@ -135,10 +136,8 @@ class ProcessExecutor(Executor):
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
         # all ranks must get all messages in one order
-        self._sending, self._asking = (
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()
         self._grammars: set[str] = set()  # requests that sample with a grammar
         # adapters that every rank has in its host memory
         self._adapters: AdapterPlaces | None = None
@@ -153,9 +152,7 @@ class ProcessExecutor(Executor):
         )
         for number in range(own):
             self._ranks.append(spawn(number))
-            process = self._ranks[-1].process
-            assert process is not None
-            self._group.all.append(process)
+            self._group.add(self._ranks[-1])
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = (
             "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
@@ -204,12 +201,10 @@ class ProcessExecutor(Executor):
         largest = (
             last.ledger if mixed else max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
         )
-        self.ledger, self.phases, self.tiles, self.canary = (
-            largest,
-            first.phases,
-            first.tiles,
-            last.canary,
-        )
+        self.ledger = largest
+        self.phases = first.phases
+        self.tiles = first.tiles
+        self.canary = last.canary
         config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(
             self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_states
@@ -359,8 +354,7 @@ class ProcessExecutor(Executor):
         sending.join()
         for rank in self._ranks:
             if rank.process is not None:
-                assert rank.process.stdin is not None
-                rank.process.stdin.close()
+                stdin_of(rank.process).close()
             rank.link.close()
 
     def result_of(self, step: RemoteStep) -> StepResult:

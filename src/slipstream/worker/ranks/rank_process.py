@@ -119,10 +119,8 @@ class RankProcess:
         self._answered_by_all: tuple[type, ...] = (LoadRankAdapter,)
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 logs for all
-        device, on_host = (
-            begin.device,
-            (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size),
-        )
+        device = begin.device
+        on_host = (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size)
         if self._local_rank is not None:
             on_host = self._local_rank, self._local_rank + 1
             # this is the executor's CPU; the dtype must be the same on all hosts

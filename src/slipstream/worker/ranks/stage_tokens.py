@@ -57,10 +57,8 @@ class FirstStage:
         """Register a launched step in which these requests sample."""
         table = self._rows.rows
         rows, counts = [table[s.request_id] for s in sampled], [s.num_sampled for s in sampled]
-        indices, ends = (
-            [row.index for row in rows],
-            [s.num_computed_tokens + s.num_tokens for s in sampled],
-        )
+        indices = [row.index for row in rows]
+        ends = [s.num_computed_tokens + s.num_tokens for s in sampled]
         places, is_plain = np.array([indices, ends], np.int64), max(counts) == 1
         if not is_plain:
             starts = np.cumsum(counts) - counts

@@ -17,9 +17,7 @@ from slipstream.messages.steps import Extra, TokenMask
 from slipstream.worker.inputs.input_batch import SampledRows
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.asked import wanted_logprobs
-from slipstream.worker.sampling.sampler import (
-    sampling_tensors,
-)
+from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.sampling.sampler_chain import draw_chained, places
 
 BestLogprobs: TypeAlias = tuple[list[int], Any, list[int]]

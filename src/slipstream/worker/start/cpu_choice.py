@@ -203,10 +203,8 @@ def _steps(
     """Functions that run one token after a prompt, and the prompt."""
     if isa is None:
         return _steps_by_torch(weights, num_threads)
-    ops, dtype = (
-        HostOps(num_threads, isa),
-        np.dtype("float32" if weights == "float32" else "bfloat16"),
-    )
+    ops = HostOps(num_threads, isa)
+    dtype = np.dtype("float32" if weights == "float32" else "bfloat16")
     values: Any = {name: np.full(shape, 0.01, dtype) for name, shape in parameters(_spec()).items()}
     scheme, given = SCHEMES["int8"] if weights == "int8" else None, _as_any(ops)
     program = compile_step(
@@ -221,10 +219,8 @@ def _steps(
     ]
 
     def step(first: int, num_tokens: int) -> Callable[[], object]:
-        meta, ids = (
-            single_sequence(first, num_tokens, block_size=BLOCK, platform=platform_of(None)),
-            _as_any(np.zeros(num_tokens, np.int32)),
-        )
+        meta = single_sequence(first, num_tokens, block_size=BLOCK, platform=platform_of(None))
+        ids = _as_any(np.zeros(num_tokens, np.int32))
         return lambda: program.forward(ids, kv, meta)
 
     return step(PROMPT, 1), step(0, PROMPT)

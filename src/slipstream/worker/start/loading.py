@@ -25,12 +25,7 @@ from slipstream.config.engine_folder import packed_folder
 from slipstream.config.forms import LearnedDrafts, ModelDrafts, MTPDrafts, TensorParallel
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import peer_copy_tokens
-from slipstream.errors import (
-    CheckpointError,
-    ConfigError,
-    UnsupportedModelError,
-    install_command,
-)
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError, install_command
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
 from slipstream.spec.description import ModelDescription, read_spec
@@ -208,10 +203,8 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
         if tokens := peer_copy_tokens(config, spec):
-            dtype, is_mixture = (
-                getattr(torch, config.model.dtype),
-                any(isinstance(x.mlp, MoESpec) for x in spec.layers),
-            )
+            dtype = getattr(torch, config.model.dtype)
+            is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)
             try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
     return Partition(
         config.parallel.shard(ranks.rank),

@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import subprocess
 from pathlib import Path
-from typing import IO
 
+from slipstream.base.deaths import stdin_of
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.config.engine_folder import kernels_folder
 from slipstream.hub import cache_folder
@@ -79,8 +79,7 @@ class PreparedKernels:
         self._process = process = subprocess.Popen(
             KERNEL_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
-        pipe: IO[bytes] | None = process.stdin
-        assert pipe is not None
+        pipe = stdin_of(process)
         pipe.write(self._order.dump().encode())
         pipe.close()
         process.stdin = None

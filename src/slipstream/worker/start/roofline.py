@@ -277,11 +277,9 @@ def _share(
     label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings
 ) -> OperatorShare:
     """Sum up operators of one label; `each` has seconds, bytes and operations of one operator."""
-    seconds, num_bytes, operations = (
-        sum(s for s, _, _ in each),
-        sum(b for _, b, _ in each),
-        sum(o for _, _, o in each),
-    )
+    seconds = sum(s for s, _, _ in each)
+    num_bytes = sum(b for _, b, _ in each)
+    operations = sum(o for _, _, o in each)
     floor, bound = None, None
     if kind is not None:
         floors = {"read": num_bytes / ceilings.read, kind: operations / getattr(ceilings, kind)}

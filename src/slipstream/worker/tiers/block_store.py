@@ -58,7 +58,9 @@ class HostBlockStore:
         self._threads: list[threading.Thread] = []
         if disk is not None:
             work = [self._read_all] * READERS + [self._write_all]
-            self._threads = [threading.Thread(target=f, name="kv-tier", daemon=True) for f in work]
+            self._threads = [
+                threading.Thread(target=f, args=(disk,), name="kv-tier", daemon=True) for f in work
+            ]
             for thread in self._threads:
                 thread.start()
 
@@ -104,30 +106,25 @@ class HostBlockStore:
         arrays = self._states if copy.is_state else self._arrays
         return [memoryview(array[copy.block]) for array in arrays]
 
-    def _read_all(self) -> None:
+    def _read_all(self, disk: DiskTier) -> None:
         while (copy := self._reads.get()) is not None:
-            self._note(copy, None)
+            self._note(disk, copy, None)
 
-    def _write_all(self) -> None:
+    def _write_all(self, disk: DiskTier) -> None:
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (found := self._writes.get()) is not None:
-            self._note(*found)
+            self._note(disk, *found)
 
-    def _note(self, copy: BlockCopy, era: int | None) -> None:
+    def _note(self, disk: DiskTier, copy: BlockCopy, era: int | None) -> None:
         """Write a block, or read it if `era` is None.
 
         The copy is reported as done in any case, because a request may wait for it.
         """
-        assert self.disk is not None
         ok = False
         try:
             pieces = self._pieces(copy)
-            ok = (
-                self.disk.read(copy.key, pieces)
-                if era is None
-                else self.disk.write(copy.key, pieces, era)
-            )
+            ok = disk.read(copy.key, pieces) if era is None else disk.write(copy.key, pieces, era)
         except Exception:
             _logger.exception("a block of KV cache could not be copied")
         self._done.append((copy.number, ok))

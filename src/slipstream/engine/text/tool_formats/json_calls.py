@@ -6,14 +6,7 @@ import json
 from collections.abc import Generator, Sequence
 from typing import ClassVar
 
-from slipstream.engine.text.tool_formats.base import (
-    Parser,
-    Script,
-    Tool,
-    ToolFormat,
-    Writer,
-    drop,
-)
+from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop
 
 
 class JsonCalls(ToolFormat):

@@ -17,11 +17,9 @@ from slipstream.engine.text.tool_formats.base import (
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 SINGULAR, SINGULAR_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"
-CALL, ARGUMENTS, CALL_END = (
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-)
+CALL = "<|tool_call_begin|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+CALL_END = "<|tool_call_end|>"
 
 
 class KimiK2(ToolFormat):

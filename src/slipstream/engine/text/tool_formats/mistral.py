@@ -33,9 +33,8 @@ class Mistral(JsonList):
             yield from parser.spaces(drop)
         if marker == "{":
             parser.put_back(marker)
-        bare = (
-            marker == "[ARGS]" and parser.at_end and not parser.is_cut
-        )  # a call without arguments
+        # a call without arguments
+        bare = marker == "[ARGS]" and parser.at_end and not parser.is_cut
         if not (marker and is_name(name)) or not (bare or (yield from parser.peek()) == "{"):
             parser.refuse(opening, "".join(head) + (marker if marker != "{" else ""))
             return False

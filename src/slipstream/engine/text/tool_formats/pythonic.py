@@ -29,11 +29,9 @@ class Pythonic(ToolFormat):
 
     def call(self, tool: Tool, writer: Writer) -> str:
         def value(schema: Mapping[str, Any]) -> str:
-            return (
-                '("True" | "False")'
-                if schema.get("type") == "boolean" and len(schema) == 1
-                else writer.schema(schema)
-            )
+            if schema.get("type") == "boolean" and len(schema) == 1:
+                return '("True" | "False")'
+            return writer.schema(schema)
 
         arguments = properties(
             tool,

@@ -29,10 +29,8 @@ def properties(
 ) -> str:
     """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
     RequestError if the schema says what can't be written so."""
-    schema, known = (
-        tool.parameters,
-        {"type", "properties", "required", "additionalProperties", "$defs", "definitions"},
-    )
+    schema = tool.parameters
+    known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     unknown = sorted(set(schema) - known - _NOTES)
     if unknown or schema.get("type", "object") != "object":
         what = unknown[0] if unknown else "type"
@@ -40,10 +38,8 @@ def properties(
             f"parameters of {tool.name}: {what} can't be enforced in the format {form!r}",
             field="tools",
         )
-    required, defs = (
-        set(schema.get("required", ())),
-        {k: schema[k] for k in ("$defs", "definitions") if k in schema},
-    )
+    required = set(schema.get("required", ()))
+    defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
     if missing := sorted(required - set(schema.get("properties", {}))):
         raise RequestError(
             f"parameters of {tool.name}: {missing[0]} is required and has no schema", field="tools"

@@ -3,16 +3,17 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.arrays import address
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.program.native_program import Program
-from slipstream.kernels.cpu.sampling.sampling import array, uniform
+from slipstream.kernels.cpu.sampling.sampling import array
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -108,18 +109,54 @@ class Argmax:
 
 
 DRAW_PARAMS = np.dtype(
-    [("u", "f8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4")]
+    [
+        *(("seed", "i8"), ("position", "i8"), ("mask", "u8"), ("logprobs", "u8"), ("token", "i8")),
+        *(("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4")),
+        *(("mask_words", "i4"), ("num_top", "i4")),
+    ]
 )
 """The struct `ss_draw_params`."""
 
 
-def draw_params(params: SamplingTensors) -> npt.NDArray[np.void]:
-    """Parameters [S] of a draw; those of biases and penalties are not among them."""
-    made = np.empty((len(params.temperature), 1), DRAW_PARAMS)
-    for name in ("temperature", "top_p", "min_p", "top_k"):
-        made[name][:, 0] = array(getattr(params, name))
-    made["u"][:, 0] = uniform(array(params.seeds), array(params.history_lens))
-    return made
+class Beyond(NamedTuple):
+    """What rows ask for beyond a draw of their logits.
+
+    `mask` has rows and each one's row of bits, int64 [2, N], and the bits, int32 [U, words].
+    `logprobs` has rows that want the log-probabilities of their token and of `num_top` others.
+    `tokens`, int64 [S], are given, and none is drawn.
+    """
+
+    mask: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None
+    logprobs: Sequence[int] = ()
+    num_top: int = 0
+    tokens: npt.NDArray[np.int64] | None = None
+
+
+def draw_params(
+    count: int,
+    params: SamplingTensors | None,
+    beyond: Beyond = Beyond(),  # noqa: B008
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    """The bytes [S, n] of a draw's parameters, without `params` a greedy one's, and where log-probabilities go, int32
+    [S, 2 + 2 · num_top]. Those of biases and penalties are not among them."""
+    made = np.zeros((count, 1), DRAW_PARAMS)
+    if params is not None and not params.all_greedy:
+        for name in ("temperature", "top_p", "min_p", "top_k"):
+            made[name][:, 0] = array(getattr(params, name))
+        made["seed"][:, 0] = array(params.seeds)
+        made["position"][:, 0] = array(params.history_lens)
+    made["token"] = -1 if beyond.tokens is None else beyond.tokens[:, None]
+    if beyond.mask is not None:
+        (rows, which), bits = beyond.mask
+        made["mask"][rows, 0] = address(bits) + which * bits.strides[0]
+        made["mask_words"] = bits.shape[1]
+    packed = np.empty((count if beyond.logprobs else 0, 2 + 2 * beyond.num_top), np.int32)
+    if beyond.logprobs:
+        made["num_top"] = beyond.num_top
+        places = np.array(beyond.logprobs, np.int64)
+        made["logprobs"][places, 0] = address(packed) + places * packed.strides[0]
+    # as bytes: NumPy describes the fields of other arrays with each question for their address
+    return made.view(np.uint8), packed
 
 
 class RowDraws:
@@ -141,22 +178,33 @@ class RowDraws:
             add_linear(p, x, logits, w)
         p.add("draw", logits, self._given, self._out, size)
 
-    def __call__(self, x: Floats, params: SamplingTensors) -> npt.NDArray[np.int64]:
+    def __call__(
+        self,
+        x: Floats,
+        params: SamplingTensors | None,
+        beyond: Beyond = Beyond(),  # noqa: B008
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """The tokens, and the packed log-probabilities of rows that want them."""
         x = np.ascontiguousarray(x)
-        found = self.of(x, params)
+        found = self.of(x, params, beyond)
         self.program.run(native.StepInputs(num_tokens=len(x)))
         return found
 
-    def of(self, x: Floats, params: SamplingTensors) -> npt.NDArray[np.int64]:
-        """Binds `x` and the parameters, and returns the array that the next run of `program` fills.
-        `x` and the array must live until then."""
+    def of(
+        self,
+        x: Floats,
+        params: SamplingTensors | None,
+        beyond: Beyond = Beyond(),  # noqa: B008
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Binds `x` and the parameters, and returns the arrays that the next run of `program` fills.
+        `x`, the arrays and `beyond` must live until then."""
         assert x.dtype == np.float32
-        self._given_params = draw_params(params)
+        self._given_params, packed = draw_params(len(x), params, beyond)
         found = np.empty((len(x), 1), np.int64)
         self.program.bind(self._x, x)
         self.program.bind(self._given, self._given_params)
         self.program.bind(self._out, found)
-        return found[:, 0]
+        return found[:, 0], packed
 
 
 def add_linear(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu.arrays import (
-    address,
-)
+from slipstream.kernels.cpu.arrays import address
 from slipstream.kernels.cpu.native_interface import LayerPointers, StepInputs
 from slipstream.kernels.cpu.program.native_program import ints, point_at, read_and_written
 from slipstream.kernels.metadata import AttentionMetadata

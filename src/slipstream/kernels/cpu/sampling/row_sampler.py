@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from slipstream.kernels.cpu.program.programs import Argmax, RowDraws
-from slipstream.kernels.cpu.sampling import logprobs, sampling, token_masks
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.kernels.cpu.program.programs import Argmax, Beyond, RowDraws
+from slipstream.kernels.cpu.sampling import sampling, token_masks
+from slipstream.kernels.cpu.sampling.logprobs import unpacked_logprobs
 from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import SamplingTensors
@@ -31,11 +35,23 @@ class RowSampler:
 
     def draw(self, logits: Floats, params: SamplingTensors) -> Longs:
         """Draws from logits [S, V] after biases and penalties."""
-        size = logits.shape[1]
+        return self._draws_of(logits.shape[1])(logits, params)[0]
+
+    def _draws_of(self, size: int) -> RowDraws:
         if size not in self._draws:
             self._draws[size] = RowDraws(self.pool, size)
-        return self._draws[size](logits, params)
+        return self._draws[size]
 
-    best_logprobs = staticmethod(logprobs.best_logprobs)
-    packed_logprobs = staticmethod(logprobs.packed_logprobs)
+    def packed_logprobs(self, logits: Floats, tokens: Longs, num_top: int) -> npt.NDArray[np.int32]:
+        """Applies `OpSet.packed_logprobs`."""
+        size = logits.shape[1]
+        beyond = Beyond(None, range(len(logits)), min(num_top, size), tokens)
+        return self._draws_of(size)(logits, None, beyond)[1]
+
+    def best_logprobs(
+        self, logits: Floats, tokens: Longs, num_top: int
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """Applies `OpSet.best_logprobs`."""
+        return unpacked_logprobs(self.packed_logprobs(logits, tokens, num_top))
+
     mask_logits = staticmethod(token_masks.mask_logits)

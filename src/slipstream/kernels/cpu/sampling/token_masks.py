@@ -17,4 +17,5 @@ def mask_logits(
     ).view(bool)
     places = range(len(bits)) if which is None else which.tolist()
     for row, place in zip(rows.tolist(), places, strict=True):
-        np.copyto(logits[row], -np.inf, where=banned[place])
+        if place >= 0:
+            np.copyto(logits[row], -np.inf, where=banned[place])

@@ -5,7 +5,7 @@ cores.
 
 1. One thread block runs on each multiprocessor: a producer and two consumers of four warps each.
 2. The producer fills a ring of key and value tiles in shared memory. A 16-bit cache is copied by TMA; an 8-bit one goes
-   through registers and becomes float16. For 8-bit products (`hopper_consumer_8bit.py`) keys are copied by TMA, and
+   through registers and becomes float16. For 8-bit products keys are copied by TMA, and
    values go through registers to change their order.
 3. Each consumer holds 64 rows (tokens × G query heads of a kv head, G rounded up to a power of two). Both walk along the
    same tiles from last to first. While the tensor cores multiply queries with the next tile and weights with the
@@ -32,7 +32,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention.hopper_consumer import consumer
-from slipstream.kernels.triton.attention.hopper_consumer_8bit import consumer_8bit
 from slipstream.kernels.triton.attention.hopper_memory import CONSUMER_ROWS, MAX_PARTS, barriers
 from slipstream.kernels.triton.attention.hopper_producer import producer
 from slipstream.kernels.triton.attention.split_keys import combine, scratch
@@ -65,51 +64,27 @@ def _prefill_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     mailbox = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    if FP8:
-        gl.warp_specialize(
-            [
-                (consumer_8bit, (
-                    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
-                    v_scale_ptr, scale, softcap, window, first_seq, splits,
-                    0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SPLIT,
-                )),
-                (consumer_8bit, (
-                    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
-                    v_scale_ptr, scale, softcap, window, first_seq, splits,
-                    1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SPLIT,
-                )),
-                (producer, (
-                    q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
-                    table_stride, first_seq, last_seq, splits,
-                    K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED, SPLIT, FP8,
-                )),
-            ],
-            [4, PRODUCER_WARPS],
-            [CONSUMER_REGS, PRODUCER_REGS],
-        )  # fmt: skip
-
-    else:
-        gl.warp_specialize(
-            [
-                (consumer, (
-                    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
-                    v_scale_ptr, scale, softcap, window, first_seq, splits,
-                    0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT,
-                )),
-                (consumer, (
-                    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
-                    v_scale_ptr, scale, softcap, window, first_seq, splits,
-                    1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT,
-                )),
-                (producer, (
-                    q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
-                    table_stride, first_seq, last_seq, splits,
-                    K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED, SPLIT, FP8,
-                )),
-            ],
-            [4, PRODUCER_WARPS],
-            [CONSUMER_REGS, PRODUCER_REGS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consumer, (
+                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
+                v_scale_ptr, scale, softcap, window, first_seq, splits,
+                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT, FP8,
+            )),
+            (consumer, (
+                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
+                v_scale_ptr, scale, softcap, window, first_seq, splits,
+                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT, FP8,
+            )),
+            (producer, (
+                q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
+                table_stride, first_seq, last_seq, splits,
+                K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED, SPLIT, FP8,
+            )),
+        ],
+        [4, PRODUCER_WARPS],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )  # fmt: skip
 
 
 QUERIES, KEYS = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(128, 16, 2)

@@ -1,4 +1,4 @@
-"""The consumers of Hopper's attention kernel with 16-bit products."""
+"""The consumers of Hopper's attention kernel, with products of 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -46,6 +46,62 @@ def _online_softmax(s, m_i, l_i, tile):
     p = gl.exp2(s * tile - safe[:, None])
     alpha = gl.exp2(m_i - safe)
     return p, new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _online_softmax_8bit(s, m_i, l_i, tile):
+    """`_online_softmax` with a factor for each row, and weights times 256: below 2⁻¹⁷ of the largest they round to 0."""
+    new = gl.maximum(m_i, gl.max(s, 1) * tile)
+    safe = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2(s * tile[:, None] - (safe - 8.0)[:, None])
+    alpha = gl.exp2(m_i - safe)
+    return p, new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _pack(p):
+    """Weights as e4m3, four in an int32 [M, N / 16, 4]. Columns change places within 16 as
+    `_in_order_of_weights` says, so no thread needs another's."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = p.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 4, 2])
+    low, high = gl.split(parts)
+    a, b = gl.split(low)
+    c, d = gl.split(high)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; mov.b32 $0, {x, y}; }",
+        "=r,r,r,r,r", [a, b, c, d], gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _unpack(words, layout: gl.constexpr):
+    """The e4m3 weights in `words` as an operand."""
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1] * 16
+    first, third = words.to(gl.int8), (words >> 16).to(gl.int8)
+    second, fourth = (words >> 8).to(gl.int8), (words >> 24).to(gl.int8)
+    both = gl.join(gl.join(first, third), gl.join(second, fourth))
+    return gl.convert_layout(both.reshape([M, N]).to(gl.float8e4nv, bitcast=True), layout)
+
+
+@gluon.jit
+def _scores(
+    s, start, positions, to_log2, cap_factor, m_i, l_i, window, masked,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """A tile's weights from its products, as `_online_softmax` returns them."""
+    if HAS_SOFTCAP:
+        if FP8:
+            cap_factor = cap_factor[:, None]
+        s = softcap_scores(s, cap_factor)
+    if masked:
+        s = mask_scores(s, start, positions, window, HAS_WINDOW)
+    if FP8:
+        p, m_i, l_i, alpha = _online_softmax_8bit(s, m_i, l_i, to_log2)
+    else:
+        p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, to_log2)
+    return p, m_i, l_i, alpha
 
 
 @gluon.jit
@@ -108,22 +164,33 @@ def consumer(
     scale, softcap, window, first_seq, splits,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Compute rows 64 C … of a query tile. Row r is token r // BLOCK_G and query head r % BLOCK_G,
-    of which the first G exist."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    of which the first G exist.
+
+    With FP8, products are of 8 bits: e4m3 keys and values as the cache has them, queries and weights
+    rounded to e4m3. A row of queries has a factor of its own, so that its largest number is 448.
+    Weights are multiplied by 256, so that only those below 2⁻¹⁷ of the largest become 0. The tensor
+    cores add 8-bit products with 14 bits, so each tile has sums of its own, which are added in
+    float32.
+    """
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_N, 32 if FP8 else 16]
+    )
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 if FP8 else 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if FP8 else 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     M: gl.constexpr = CONSUMER_ROWS
-    TILE: gl.constexpr = k_smem.layout
-    dtype: gl.constexpr = k_smem.dtype
-    given_dtype: gl.constexpr = q_smem.dtype
+    GIVEN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if FP8 else k_smem.layout
+    TILE: gl.constexpr = gl.NVMMASharedLayout(min(D, 128), 8, 2) if FP8 else k_smem.layout
+    dtype: gl.constexpr = gl.float8e4nv if FP8 else k_smem.dtype
+    # values of a cache in 8 bits are stored by dimension
+    TURNED: gl.constexpr = SCALED or FP8
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    given = reinterpret(q_smem.index(C), given_dtype, [M, D], TILE)
-    q = reinterpret(given, dtype, [M, D], TILE)
+    given = reinterpret(q_smem.index(C), q_smem.dtype, [M, D], GIVEN)
+    q = reinterpret(q_smem.index(C), dtype, [M, D], TILE)
     n = 0
     round_ = 0
     mbarrier.wait(q_full.index(C), 0)
@@ -138,26 +205,38 @@ def consumer(
         part, parts = receive(mailbox, 8 * C + 6), receive(mailbox, 8 * C + 7)
         rows = gl.arange(0, M, ROWS)
         positions = position + C * (TOKENS // 2) + rows // BLOCK_G
-        to_log2 = scale * LOG2E
-        if SCALED:
-            to_log2 *= gl.load(k_scale_ptr + head)
+        if FP8:
+            numbers = given.load(OUT).to(gl.float32)
+            largest = gl.maximum(gl.max(gl.abs(numbers), 1), 1e-30)
+            numbers = numbers * (448.0 / largest)[:, None]
+            q.store(numbers.to(gl.float8e4nv))
+            fence_async_shared()
+            to_log2 = gl.convert_layout(largest * (1.0 / 448.0), ROWS) * (
+                scale * LOG2E * gl.load(k_scale_ptr + head)
+            )
+        else:
+            to_log2 = scale * LOG2E
+            if SCALED:
+                to_log2 *= gl.load(k_scale_ptr + head)
         cap_factor = to_log2 * 2.0 / softcap
         if HAS_SOFTCAP:
             to_log2 = softcap * LOG2E
+            if FP8:
+                to_log2 = gl.full([M], 1.0, gl.float32, ROWS) * to_log2
         m_i = gl.full([M], float("-inf"), gl.float32, ROWS)
         l_i = gl.full([M], 0.0, gl.float32, ROWS)
         if HAS_SINKS:
             sinks = gl.load(
                 sinks_ptr + head * G + rows % BLOCK_G, mask=rows % BLOCK_G < G, other=0.0
             )
-            m_i, l_i = sinks.to(gl.float32) * LOG2E, l_i + 1.0
+            m_i, l_i = sinks.to(gl.float32) * LOG2E, l_i + (256.0 if FP8 else 1.0)
             if SPLIT:  # counted once, in the first part
                 m_i, l_i = gl.where(part == 0, m_i, float("-inf")), gl.where(part == 0, l_i, 0.0)
         acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         # every row sees all keys from `mask_until` up to `mask_from`
         mask_from = position + C * (TOKENS // 2) + 1
         mask_until = position + TOKENS - window
-        if SCALED:
+        if SCALED and not FP8:
             q.store(given.load(OUT).to(dtype))
             fence_async_shared()
 
@@ -167,11 +246,14 @@ def consumer(
         s = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
-        if HAS_SOFTCAP:
-            s = softcap_scores(s, cap_factor)
-        s = mask_scores(s, (high - 1) * BLOCK_N, positions, window, HAS_WINDOW)
-        p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, to_log2)
-        weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        p, m_i, l_i, alpha = _scores(
+            s, (high - 1) * BLOCK_N, positions, to_log2, cap_factor, m_i, l_i, window, True, HAS_WINDOW, HAS_SOFTCAP, FP8,
+        )  # fmt: skip
+        if FP8:
+            weights = _pack(p)
+            alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))
+        else:
+            weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
         n += 1
         mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=high - low > 1)
         for j in range(1, high - low):
@@ -182,36 +264,57 @@ def consumer(
             )
             mbarrier.wait(v_full.index(previous), ((n - 1) // STAGES) & 1)
             v = v_smem.index(previous)
-            acc = warpgroup_mma(weights, v.permute((1, 0)) if SCALED else v, acc, is_async=True)
+            if TURNED:
+                v = v.permute((1, 0))
+            if FP8:
+                tile = gl.zeros([M, D], gl.float32, O_LAYOUT)
+                tile = warpgroup_mma(
+                    _unpack(weights, P_LAYOUT), v, tile, use_acc=False, is_async=True
+                )
+            else:
+                acc = warpgroup_mma(weights, v, acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            if HAS_SOFTCAP:
-                s = softcap_scores(s, cap_factor)
             start = (high - 1 - j) * BLOCK_N
             masked = start + BLOCK_N > mask_from
             if HAS_WINDOW:
                 masked = masked | (start < mask_until)
-            if masked:
-                s = mask_scores(s, start, positions, window, HAS_WINDOW)
-            p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, to_log2)
+            p, m_i, l_i, beta = _scores(
+                s, start, positions, to_log2, cap_factor, m_i, l_i, window, masked, HAS_WINDOW, HAS_SOFTCAP, FP8,
+            )  # fmt: skip
             n += 1
             # This wait keeps the compiler from moving the exponents after the tensor cores' work.
             mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=j + 1 < high - low)
-            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-            weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
-            mbarrier.arrive(v_empty.index(previous), count=1)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            if FP8:
+                tile = warpgroup_mma_wait(0, deps=(tile,))
+                acc = acc * alpha[:, None] + tile
+                weights = _pack(p)
+                alpha = gl.convert_layout(beta, gl.SliceLayout(1, O_LAYOUT))
+                mbarrier.arrive(v_empty.index(previous), count=1)
+            else:
+                acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+                weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                mbarrier.arrive(v_empty.index(previous), count=1)
+                acc = acc * gl.convert_layout(beta, gl.SliceLayout(1, O_LAYOUT))[:, None]
         mbarrier.arrive(q_empty.index(C), count=1)
         slot = (n - 1) % STAGES
         mbarrier.wait(v_full.index(slot), ((n - 1) // STAGES) & 1)
         v = v_smem.index(slot)
-        acc = warpgroup_mma(weights, v.permute((1, 0)) if SCALED else v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if TURNED:
+            v = v.permute((1, 0))
+        if FP8:
+            tile = gl.zeros([M, D], gl.float32, O_LAYOUT)
+            tile = warpgroup_mma(_unpack(weights, P_LAYOUT), v, tile, use_acc=False, is_async=True)
+            tile = warpgroup_mma_wait(0, deps=(tile,))
+            acc = acc * alpha[:, None] + tile
+        else:
+            acc = warpgroup_mma(weights, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
 
         write_rows(
             out_ptr, partial_ptr, lse_ptr, parts_ptr, v_scale_ptr, acc, m_i, l_i, rows, token, left, head, part, parts,
-            first_seq, splits, C, K, G, BLOCK_G, D, TOKENS, SCALED, SPLIT, 0.0,
+            first_seq, splits, C, K, G, BLOCK_G, D, TOKENS, TURNED, SPLIT, 8.0 if FP8 else 0.0,
         )  # fmt: skip
         round_ += 1
         mbarrier.wait(q_full.index(C), round_ & 1)

@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
+from slipstream.kernels.cache import int4 as int4_cache
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.triton import pointwise
@@ -37,6 +39,38 @@ from slipstream.kernels.triton.attention.split_keys import (
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.platform import platform_of
 
+
+def _key_instructions(dim: int) -> tuple[str, str]:
+    """PTX of `_halves_of_keys`, four bytes at a time, and its registers."""
+    chunk = max(16, dim // 8)
+    chunks, each = dim // 2 // chunk, chunk * 8 // dim
+    fifth = f"${5 * chunks}"
+    lines = [f"mov.b32 b, {fifth};"]
+    if each > 1:  # four bytes have one shift
+        lines = [f"and.b32 c, ${5 * chunks + 1}, 3; shr.b32 b, {fifth}, c;"]
+    for i in range(chunks):
+        bit, codes = i * each, f"${4 * chunks + i}"
+        for half in range(2):
+            to = half * 2 * chunks + 2 * i
+            shift = f"shr.b32 f, b, {bit};" if half else f"shl.b32 f, b, {4 - bit};"
+            lines.append(
+                f"{f'shr.b32 c, {codes}, 4;' if half else f'mov.b32 c, {codes};'} and.b32 c, c, 0x0F0F0F0F; {shift} "
+                f"lop3.b32 c, f, 0x10101010, c, 0xEA; prmt.b32 ${to}, c, 0x54, 0x4140; prmt.b32 ${to + 1}, c, 0x54, 0x4342;"
+            )
+    text = "{ .reg .b32 b, c, f; " + " ".join(lines) + " }"
+    return text, ",".join(["=&r"] * (4 * chunks) + ["r"] * (chunks + 1 + (each > 1)))
+
+
+VALUE_INSTRUCTIONS = (
+    "{ .reg .b32 c, m; mov.b32 m, 0x54785478; shl.b32 c, $4, 4; and.b32 c, c, 0xF0F0F0F0; prmt.b32 $0, c, 0x54, 0x4140; "
+    "prmt.b32 $1, c, 0x54, 0x4342; and.b32 c, $4, 0xF0F0F0F0; prmt.b32 $2, c, 0x54, 0x4140; prmt.b32 $3, c, 0x54, 0x4342; "
+    "sub.f16x2 $0, $0, m; sub.f16x2 $1, $1, m; sub.f16x2 $2, $2, m; sub.f16x2 $3, $3, m; }"
+)
+"""PTX of `_halves_of_values`: codes as bits of a float16 of 64, from which 71.5 is subtracted."""
+CTAS_PER_SM = 16
+"""Thread blocks of one warp that a multiprocessor has registers for."""
+TWO, FOUR, EIGHT = (tl.constexpr((tl.float16,) * n) for n in (2, 4, 8))
+CANDIDATES = tl.constexpr(int4_cache.CANDIDATES)
 VALUE_SCALE = tl.constexpr(16.0)
 """Weights times values' scales are multiplied by it, so that float16 holds them: 16 steps are twice the largest value."""
 
@@ -58,15 +92,32 @@ def _hadamard(x, y, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _code(x, largest, MOST: tl.constexpr):
-    """Numbers x [M, N] whose largest magnitudes are [M] → codes, int32, and the scales' bytes [M]."""
+def _codes(x, y, MOST: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Numbers x, y [M, N] → their codes, int32, and the bytes of their common scales [M]: of
+    CANDIDATES scales those with the least squared error."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
     half = tl.minimum(largest * (1.0 / MOST), 60000.0).to(tl.float16)
-    byte = tl.minimum((half.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, 0xF7)
+    first = tl.minimum((half.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, 0xF7)
+    byte, least = first, tl.full(largest.shape, float("inf"), tl.float32)
+    for i in tl.static_range(CANDIDATES):
+        tried = tl.maximum(first - i, 0)
+        step = _scale(tried)
+        error = _error(x, step, MOST) + _error(y, step, MOST)
+        byte, least = tl.where(error < least, tried, byte), tl.minimum(error, least)
     step = _scale(byte)
-    inverse = 1.0 / tl.where(step > 0.0, step, 1.0)
-    code = tl.floor(x * inverse[:, None])
-    code = tl.minimum(tl.maximum(code, -1.0 * MOST), MOST - 1.0) + MOST
-    return code.to(tl.int32), byte.to(tl.uint8)
+    return _code(x, step, MOST), _code(y, step, MOST), byte.to(tl.uint8)
+
+
+@triton.jit
+def _code(x, step, MOST: tl.constexpr):
+    code = tl.floor(x * (1.0 / tl.where(step > 0.0, step, 1.0))[:, None])
+    return (tl.minimum(tl.maximum(code, -1.0 * MOST), MOST - 1.0) + MOST).to(tl.int32)
+
+
+@triton.jit
+def _error(x, step, MOST: tl.constexpr):
+    found = (_code(x, step, MOST).to(tl.float32) + (0.5 - MOST)) * step[:, None]
+    return tl.sum((found - x) * (found - x), 1)
 
 
 @triton.jit
@@ -99,8 +150,8 @@ def _write_key(
     x = (x - tl.load(fold + AWAY + ds)[None, :]) * tl.load(fold + ds)[None, :]
     y = (y - tl.load(fold + AWAY + HALF + ds)[None, :]) * tl.load(fold + HALF + ds)[None, :]
     x, y = _hadamard(x, y, HALF)
-    low, first = _code(x, tl.max(tl.abs(x), 1), 16)
-    high, second = _code(y, tl.max(tl.abs(y), 1), 16)
+    low, _, first = _codes(x, x, 16, CANDIDATES)
+    high, _, second = _codes(y, y, 16, CANDIDATES)
     base *= BLOCK_SIZE * (HALF + FIFTH + 2)
     to = keys_ptr + (base + slot * HALF)[:, None] + ds[None, :]
     tl.store(to, (low & 15 | (high & 15) << 4).to(tl.uint8), mask=mask)
@@ -118,9 +169,7 @@ def _write_value(at, values_ptr, base, slot, inside, HALF: tl.constexpr, BLOCK_S
     ds, mask = tl.arange(0, HALF), inside[:, None]
     x, y = _halves(at, mask, HALF)
     x, y = _hadamard(x, y, HALF)
-    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
-    low, step = _code(x, largest, 8)
-    high, step = _code(y, largest, 8)
+    low, high, step = _codes(x, y, 8, CANDIDATES)
     base *= BLOCK_SIZE * (HALF + 1)
     to = values_ptr + (base + slot)[:, None] + ds[None, :] * BLOCK_SIZE
     tl.store(to, (low | high << 4).to(tl.uint8), mask=mask)
@@ -176,32 +225,91 @@ def _rotate_kernel(x_ptr, num_rows, D: tl.constexpr, ROWS: tl.constexpr, PDL: tl
 
 @triton.jit
 def _halves_of_keys(
-    k_ptr, base, slot, ds,
-    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    k_ptr, base, slot,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Keys' numbers without their scales, float16 [N, HALF] twice, and their scales [N] twice."""
+    """Keys' codes by chunks of CHUNK bytes: HALF / CHUNK halves of each kind, float16 [N, CHUNK], the
+    lower ones first. Code c is 64 + c / 16."""
     FIFTH: tl.constexpr = HALF // 4
+    CHUNKS: tl.constexpr = HALF // CHUNK
+    EACH: tl.constexpr = CHUNK // FIFTH  # fifth bits of a byte that a chunk has
     base *= BLOCK_SIZE * (HALF + FIFTH + 2)
-    codes = tl.load(k_ptr + (base + slot * HALF)[:, None] + ds[None, :]).to(tl.uint16)
+    ds = tl.arange(0, CHUNK)
     bits = k_ptr + (base + BLOCK_SIZE * HALF + slot * FIFTH)[:, None] + (ds % FIFTH)[None, :]
-    fifth = tl.load(bits).to(tl.uint16) >> (ds // FIFTH).to(tl.uint16)[None, :]
-    # 0x5400 is the float16 64, whose fourth bit from the right is 1
-    low = (codes << 4) & 0xF0 | (fifth << 8) & 0x100 | 0x5400
-    high = codes & 0xF0 | (fifth << 4) & 0x100 | 0x5400
-    steps = k_ptr + base + BLOCK_SIZE * (HALF + FIFTH) + slot * 2
-    low = low.to(tl.float16, bitcast=True) - 79.5
-    high = high.to(tl.float16, bitcast=True) - 79.5
-    return low, high, _scale(tl.load(steps)), _scale(tl.load(steps + 1))
+    fifth = tl.load(bits)
+    inputs = (fifth,)
+    if EACH > 1:
+        shifts = (ds // FIFTH).to(tl.uint8)[None, :]
+        inputs += (tl.broadcast_to(shifts, fifth.shape),)  # type: ignore[assignment]
+    at = k_ptr + (base + slot * HALF)[:, None] + ds[None, :]
+    codes = ()
+    for i in tl.static_range(CHUNKS):
+        codes += (tl.load(at + i * CHUNK),)  # type: ignore[assignment]
+    if ASM != "":
+        given = codes + inputs
+        if CHUNKS == 4:
+            made = tl.inline_asm_elementwise(ASM, REGISTERS, given, EIGHT, True, 4)
+        elif CHUNKS == 2:
+            made = tl.inline_asm_elementwise(ASM, REGISTERS, given, FOUR, True, 4)
+        else:
+            made = tl.inline_asm_elementwise(ASM, REGISTERS, given, TWO, True, 4)
+    else:
+        if EACH > 1:
+            fifth >>= shifts
+        made = ()
+        for i in tl.static_range(CHUNKS):
+            more = fifth >> (i * EACH)
+            made += (_sixteenths(codes[i] & 15 | (more & 1) << 4),)
+        for i in tl.static_range(CHUNKS):
+            more = fifth >> (i * EACH)
+            made += (_sixteenths(codes[i] >> 4 | more & 16),)
+    return made
 
 
 @triton.jit
-def _halves_of_values(v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Values' numbers without their scales, float16 [HALF, N] twice, and their scales [N]."""
+def _sixteenths(codes):
+    return (codes.to(tl.uint16) | 0x5400).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Bytes of the scales of keys' halves, two in a number [N], and of values."""
+    KEY: tl.constexpr = HALF + HALF // 4
+    at = k_ptr + base * (BLOCK_SIZE * (KEY + 2)) + (BLOCK_SIZE * KEY + slot * 2)
+    values = v_ptr + base * (BLOCK_SIZE * (HALF + 1)) + (BLOCK_SIZE * HALF + slot)
+    return tl.load(at.to(tl.pointer_type(tl.uint16))), tl.load(values)
+
+
+@triton.jit
+def _halves_of_values(
+    v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr
+):
+    """Values' numbers without their scales, float16 [HALF, N] twice."""
     base *= BLOCK_SIZE * (HALF + 1)
-    codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None]).to(tl.uint16)
-    low = ((codes << 4) & 0xF0 | 0x5400).to(tl.float16, bitcast=True) - 71.5
-    high = (codes & 0xF0 | 0x5400).to(tl.float16, bitcast=True) - 71.5
-    return low, high, _scale(tl.load(v_ptr + base + BLOCK_SIZE * HALF + slot)) * VALUE_SCALE
+    codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None])
+    if ASM != "":
+        low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [codes], TWO, True, 4)
+    else:
+        low, high = _sixteenths(codes << 4) - 71.5, _sixteenths(codes & 0xF0) - 71.5
+    return low, high
+
+
+@triton.jit
+def _queries(at, live, HALF: tl.constexpr, CHUNK: tl.constexpr):
+    """Queries [CHUNK, G] as `_halves_of_keys` has keys; and for both halves what the products have too
+    much: the 64 and the middle of 32 codes."""
+    found = ()
+    low, high = 0.0, 0.0
+    for i in tl.static_range(2 * HALF // CHUNK):
+        ds = i * CHUNK + tl.arange(0, CHUNK)
+        q = tl.load(at + ds[:, None], mask=live, other=0.0).to(tl.float16)
+        found += (q,)  # type: ignore[assignment]
+        total = tl.sum(q.to(tl.float32), 0)[None, :] * 64.96875
+        if i * CHUNK < HALF:
+            low += total
+        else:
+            high += total
+    return found, (low, high)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "num_seqs", "splits"])
@@ -211,12 +319,15 @@ def _decode_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILES: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGED_G: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    MAX_PARTS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    MAX_PARTS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, KEY_ASM: tl.constexpr, REGISTERS: tl.constexpr,
+    VALUE_ASM: tl.constexpr,
 ):  # fmt: skip
     """`paged._decode_kernel` over codes."""
     if PDL:
         pdl_wait()
     HALF: tl.constexpr = D // 2
+    CHUNK: tl.constexpr = max(16, D // 8)
+    CHUNKS: tl.constexpr = HALF // CHUNK
     tile, seq = tl.program_id(0), tl.program_id(1)
     part, begin = parts_ptr + seq * 8, 0 * seq
     end, slot = tl.load(part + 2), tl.load(part + 3)
@@ -233,8 +344,7 @@ def _decode_kernel(
     heads = head * G + gs
     offset = (seq * (K * G) + heads)[None, :] * D + ds[:, None]
     live = (gs < G)[None, :]
-    q_low = tl.load(q_ptr + offset, mask=live, other=0.0).to(tl.float16)
-    q_high = tl.load(q_ptr + offset + HALF, mask=live, other=0.0).to(tl.float16)
+    queries, sums = _queries(q_ptr + (seq * (K * G) + heads)[None, :] * D, live, HALF, CHUNK)
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + heads, mask=gs < G, other=0.0)[None, :]
@@ -248,18 +358,48 @@ def _decode_kernel(
         l_i = tl.where(is_first, 1.0, l_i)
     low, high = tl.zeros((HALF, BLOCK_G), tl.float32), tl.zeros((HALF, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
+    # Scales are too small for asynchronous copies: they are loaded a tile ahead, and their blocks' numbers two.
+    last = tl.maximum(end - 1, 0) // BLOCK_N * BLOCK_N
+    block, at_slot = _locate_keys(table, begin, end, BLOCK_N, BLOCK_SIZE, True)
+    key_ahead, value_ahead = _steps(k_ptr, v_ptr, block * K + head, at_slot, HALF, BLOCK_SIZE)
+    ahead, slot_ahead = _locate_keys(
+        table, tl.minimum(begin + BLOCK_N, last), end, BLOCK_N, BLOCK_SIZE, True
+    )
     for start in range(begin, end, BLOCK_N):
+        key_steps, value_steps = key_ahead, value_ahead
+        key_ahead, value_ahead = _steps(
+            k_ptr, v_ptr, ahead * K + head, slot_ahead, HALF, BLOCK_SIZE
+        )
+        ahead, slot_ahead = _locate_keys(
+            table, tl.minimum(start + 2 * BLOCK_N, last), end, BLOCK_N, BLOCK_SIZE, True
+        )
         at = start + tl.arange(0, BLOCK_N)
         block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = block * K + head
         # Loads are not masked: all bytes of the cache stand for finite numbers.
-        k_low, k_high, first, second = _halves_of_keys(k_ptr, base, at_slot, ds, HALF, BLOCK_SIZE)
-        v_low, v_high, steps = _halves_of_values(v_ptr, base, at_slot, ds, HALF, BLOCK_SIZE)
-        s = tl.dot(k_low, q_low, input_precision="ieee") * first[:, None]
-        s += tl.dot(k_high, q_high, input_precision="ieee") * second[:, None]
+        keys = _halves_of_keys(k_ptr, base, at_slot, HALF, BLOCK_SIZE, CHUNK, KEY_ASM, REGISTERS)
+        v_low, v_high = _halves_of_values(v_ptr, base, at_slot, ds, HALF, BLOCK_SIZE, VALUE_ASM)
+        s, more = (
+            tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[0],
+            tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[1],
+        )
+        for i in tl.static_range(CHUNKS):
+            s = tl.dot(keys[i], queries[i], s, input_precision="ieee")
+            more = tl.dot(keys[CHUNKS + i], queries[CHUNKS + i], more, input_precision="ieee")
+        s = s * _scale(key_steps & 0xFF)[:, None] + more * _scale(key_steps >> 8)[:, None]
         away = (length - 1 - at)[:, None]
         s, to_log2 = _scores(
-            s, scale, softcap, slope, bias, reach, away, live, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+            s,
+            scale * 16.0,
+            softcap,
+            slope,
+            bias,
+            reach,
+            away,
+            live,
+            HAS_SOFTCAP,
+            HAS_ALIBI,
+            HAS_BIAS,
         )
         seen = at < end
         if HAS_WINDOW:
@@ -269,7 +409,7 @@ def _decode_kernel(
         p = tl.exp2(s * to_log2 - new[None, :])
         alpha = tl.exp2(m_i - new)
         l_i = l_i * alpha + tl.sum(p, 0)
-        weights = (p * steps[:, None]).to(tl.float16)
+        weights = (p * (_scale(value_steps) * VALUE_SCALE)[:, None]).to(tl.float16)
         low = low * alpha[None, :] + tl.dot(v_low, weights, input_precision="ieee")
         high = high * alpha[None, :] + tl.dot(v_high, weights, input_precision="ieee")
         m_i = new
@@ -298,13 +438,33 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
+@triton.jit
+def _whole_keys(
+    k_ptr, base, slot, ds,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Keys' numbers without their scales, float16 [N, HALF] twice, and their scales [N] twice."""
+    FIFTH: tl.constexpr = HALF // 4
+    base *= BLOCK_SIZE * (HALF + FIFTH + 2)
+    codes = tl.load(k_ptr + (base + slot * HALF)[:, None] + ds[None, :]).to(tl.uint16)
+    bits = k_ptr + (base + BLOCK_SIZE * HALF + slot * FIFTH)[:, None] + (ds % FIFTH)[None, :]
+    fifth = tl.load(bits).to(tl.uint16) >> (ds // FIFTH).to(tl.uint16)[None, :]
+    # 0x5400 is the float16 64, whose fourth bit from the right is 1
+    low = (codes << 4) & 0xF0 | (fifth << 8) & 0x100 | 0x5400
+    high = codes & 0xF0 | (fifth << 4) & 0x100 | 0x5400
+    steps = k_ptr + base + BLOCK_SIZE * (HALF + FIFTH) + slot * 2
+    low = low.to(tl.float16, bitcast=True) - 79.5
+    high = high.to(tl.float16, bitcast=True) - 79.5
+    return low, high, _scale(tl.load(steps)), _scale(tl.load(steps + 1))
+
+
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "first_seq"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, starts_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, scale, softcap, window,
     table_stride, reach, first_seq,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE_ASM: tl.constexpr,
 ):  # fmt: skip
     """`paged._prefill_kernel` over codes, with a causal mask."""
     HALF: tl.constexpr = D // 2
@@ -341,8 +501,9 @@ def _prefill_kernel(
         at = key + tl.arange(0, BLOCK_N)
         block, slot = _locate_keys(table, key, end, BLOCK_N, BLOCK_SIZE, True)
         base = block * K + head
-        k_low, k_high, first, second = _halves_of_keys(k_ptr, base, slot, ds, HALF, BLOCK_SIZE)
-        v_low, v_high, steps = _halves_of_values(v_ptr, base, slot, ds, HALF, BLOCK_SIZE)
+        k_low, k_high, first, second = _whole_keys(k_ptr, base, slot, ds, HALF, BLOCK_SIZE)
+        v_low, v_high = _halves_of_values(v_ptr, base, slot, ds, HALF, BLOCK_SIZE, VALUE_ASM)
+        _, steps = _steps(k_ptr, v_ptr, base, slot, HALF, BLOCK_SIZE)
         distance = positions[:, None] - at[None, :]
         s = tl.dot(q_low, tl.trans(k_low), input_precision="ieee") * first[None, :]
         s += tl.dot(q_high, tl.trans(k_high), input_precision="ieee") * second[None, :]
@@ -353,7 +514,7 @@ def _prefill_kernel(
         if HAS_WINDOW:
             s = tl.where(distance < window, s, float("-inf"))
         p, alpha, m_i, l_i = _online_softmax(s, to_log2, m_i, l_i)
-        weights = (p * steps[None, :]).to(tl.float16)
+        weights = (p * (_scale(steps) * VALUE_SCALE)[None, :]).to(tl.float16)
         low = tl.dot(weights, tl.trans(v_low), low * alpha[:, None], input_precision="ieee")
         high = tl.dot(weights, tl.trans(v_high), high * alpha[:, None], input_precision="ieee")
     total = (tl.where(l_i == 0.0, 1.0, l_i) * VALUE_SCALE)[:, None]
@@ -408,8 +569,9 @@ def attention(
         block_g = min(max(8, triton.next_power_of_2(group)), max(8, DECODE_ACC_SIZE // dim))
         head_tiles, (block_n, warps, stages) = triton.cdiv(group, block_g), decode_tile
         programs_each = num_kv_heads * head_tiles
+        text, registers = ("", "") if knobs.runtime.interpret else _key_instructions(dim)
         processors = platform_of(q.device).multiprocessors
-        parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
+        parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors, CTAS_PER_SM)
         partial, lse = scratch(
             num_decodes if parts.splits else len(parts.arrived), q, dim, max(1, parts.splits)
         )
@@ -417,7 +579,8 @@ def attention(
             q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived, *tensors, *scalars,
             num_decodes, parts.splits, HEAD_TILES=head_tiles, BLOCK_G=block_g, BLOCK_N=block_n,
             MERGED_G=min(block_g, triton.next_power_of_2(group)), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
-            num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q),
+            KEY_ASM=text, REGISTERS=registers, VALUE_ASM=text and VALUE_INSTRUCTIONS, num_warps=warps, num_stages=stages,
+            **shape, **flags, **pdl_options(q),
         )  # fmt: skip
         if parts.splits > 1:
             combine(partial, lse, out[:num_decodes], parts.splits)
@@ -426,8 +589,8 @@ def attention(
         block_m = 32 if num_rows <= 32 and not deterministic else 64 if dim > 128 else 128
         _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, triton.cdiv(num_rows, block_m))](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *tensors, *scalars, num_decodes,
-            BLOCK_M=block_m, BLOCK_N=32 if dim > 128 else 64, num_warps=4 if block_m == 32 else 8, num_stages=2, **shape,
-            **flags,
+            VALUE_ASM="" if knobs.runtime.interpret else VALUE_INSTRUCTIONS, BLOCK_M=block_m,
+            BLOCK_N=32 if dim > 128 else 64, num_warps=4 if block_m == 32 else 8, num_stages=2, **shape, **flags,
         )  # fmt: skip
     rows, per_program = out.shape[0] * num_heads, 16 if out.shape[0] <= 128 else 64
     if rows:

@@ -77,14 +77,19 @@ class DecodeParts:
         programs_each: int,
         block_n: int,
         num_processors: int,
+        ctas_per_sm: int = CTAS_PER_SM,
     ) -> DecodeParts:
         """Parts of `meta`'s decodes, in tiles of `block_n` keys; `programs_each` thread blocks
-        compute each part. Made once for all layers of a step."""
+        compute each part. `ctas_per_sm`: see `num_splits`. Made once for all layers of a step."""
         num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
         splits = 0
         if meta.num_decodes <= FEW_SEQUENCES:
             splits = num_splits(
-                meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors
+                meta.num_decodes * programs_each,
+                meta.max_seq_len,
+                block_n,
+                num_processors,
+                ctas_per_sm,
             )
         sizes = dict(
             programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits

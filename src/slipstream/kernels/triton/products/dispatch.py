@@ -9,12 +9,15 @@
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` | torch's scaled GEMM on Hopper, else `fp8_tile_linear` |
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
 | nvfp4, mxfp4 | `float4_linear` | `float4_linear` | to 512 `float4_linear`, else cuBLAS on the expanded weight |
+| GGUF types | `gguf.linear` | `gguf.linear` | dense copy, or expanded |
 | others, deterministic | `gemm` | `gemm` | `gemm` (4 bits dequantised first) |
 
 With few tokens a product is bound by reading the weight. All sums have a fixed order. Tiles come
 from `spec.devices.autotune_table`; shapes that it lacks use the heuristics here."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -26,7 +29,7 @@ from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
-from slipstream.kernels.triton.products import float4
+from slipstream.kernels.triton.products import float4, gguf
 from slipstream.kernels.triton.products.fp8_block import (
     fp8_tile_linear,
     fp8_tile_linear_invariant,
@@ -39,11 +42,15 @@ from slipstream.kernels.triton.products.int4_groupwise import (
     int4_gemv,
     int4_linear,
 )
+from slipstream.kernels.triton.products.sparse24 import sparse24_linear
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights.forms import (
     Activations,
+    BlockLinear,
+    CodedLinear,
     Float4Linear,
     GroupedLinear,
+    JoinedLinear,
     Linear,
     Quantized,
     ScaledLinear,
@@ -66,6 +73,17 @@ INT4_DENSE_TOKENS = 16
 THRESHOLDS = Thresholds(tokens=(1, SKINNY_TOKENS, NARROW_TOKENS, INT4_DENSE_TOKENS))
 
 
+def pack(w: Linear, *, dense_copies: bool) -> Linear:
+    """`OpSet.pack_weight`; with `dense_copies`, 4-bit and GGUF weights have a dense copy for steps of
+    many tokens."""
+    if isinstance(w, BlockLinear):
+        return gguf.pack(w, dense=dense_copies)
+    if not isinstance(w, GroupedLinear):
+        return w
+    packed = float4.pack_float4(w) if w.codes == "e2m1" else w
+    return replace(packed, dense=_dense(packed, w.scales.dtype)) if dense_copies else packed
+
+
 def linear(
     x: Activations,
     w: Linear,
@@ -75,6 +93,17 @@ def linear(
 ) -> Tensor:
     """`OpSet.linear`. `scratch` is on the weight's device; without it a dense weight can't use
     Hopper's own kernel. `deterministic`: a row's result depends on that row only."""
+    if isinstance(w, CodedLinear | JoinedLinear):
+        assert isinstance(x, Tensor)
+        if not deterministic:
+            assert scratch is not None
+            return gguf.linear(x, w, scratch)
+        w = gguf.expanded(w)
+    if (
+        w.sparse is not None
+        and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens
+    ):
+        return sparse24_linear(x, w)
     if isinstance(w, TileScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         if deterministic:

@@ -40,10 +40,9 @@ from slipstream.kernels.weights.forms import (
     JoinedLinear,
     Linear,
 )
-from slipstream.kernels.weights.gguf_codes import FORMS, CodeForm
 from slipstream.spec.devices.autotune_table import NUM_COUNTERS
 from slipstream.spec.model import MoESpec
-from slipstream.spec.stored.gguf import TYPES
+from slipstream.spec.stored.gguf_types import BY_NAME, FORMS, CodeForm
 
 SCALED_TOKENS = 32
 """Largest number of tokens at which sums are scaled, not weights. Scaling a sum costs an operation
@@ -175,7 +174,7 @@ def _write(w: CodedLinear, blocks: np.ndarray, rows: np.ndarray) -> None:
 def _write_some(w: CodedLinear, raw: Tensor, rows: Tensor) -> None:
     form, count = FORMS[w.type], len(raw)
     group, units = form.group, w.factors.shape[0]
-    found = gguf_codes.split(raw.reshape(-1, TYPES_BY_NAME[w.type].block_bytes), w.type)
+    found = gguf_codes.split(raw.reshape(-1, BY_NAME[w.type].block_bytes), w.type)
     slab, within = rows // SLAB, rows % SLAB
 
     def padded(x: Tensor, size: int) -> Tensor:
@@ -215,9 +214,6 @@ def _write_some(w: CodedLinear, raw: Tensor, rows: Tensor) -> None:
         assert found.d is not None
         d = found.d if found.dmin is None else found.d | found.dmin << 16
         w.d[:, rows] = d.view(count, -1).T
-
-
-TYPES_BY_NAME = {quant.name: quant for quant in TYPES.values()}
 
 
 # --- From codes to numbers --------------------------------------------------------------------------------------------

@@ -20,10 +20,7 @@ from slipstream.spec.families.builders import (
     rope,
 )
 from slipstream.spec.families.llama import MIXTRAL
-from slipstream.spec.families.metadata import (
-    layer_norm_gguf_config,
-    llama_gguf_config,
-)
+from slipstream.spec.families.metadata import layer_norm_gguf_config, llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import (
     LayerSpec,

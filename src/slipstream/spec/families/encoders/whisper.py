@@ -5,13 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slipstream.spec.families.base import ConfigReader, Family, Names
-from slipstream.spec.families.builders import (
-    activation,
-    attention,
-    heads,
-    layer_norm,
-    plain,
-)
+from slipstream.spec.families.builders import activation, attention, heads, layer_norm, plain
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.media.audio import AudioSpec
 from slipstream.spec.model import (

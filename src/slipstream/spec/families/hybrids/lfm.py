@@ -6,15 +6,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import (
-    attention,
-    before,
-    heads,
-    kinds,
-    model,
-    rms,
-    rope,
-)
+from slipstream.spec.families.builders import attention, before, heads, kinds, model, rms, rope
 from slipstream.spec.families.metadata import kv_heads, llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (

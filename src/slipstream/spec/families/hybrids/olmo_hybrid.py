@@ -15,13 +15,7 @@ from slipstream.spec.families.builders import (
     rope,
 )
 from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
-from slipstream.spec.model import (
-    GatedDeltaSpec,
-    LayerSpec,
-    ModelSpec,
-    QKNormSpec,
-    SequentialBlock,
-)
+from slipstream.spec.model import GatedDeltaSpec, LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
 
 
 def read(c: ConfigReader) -> ModelSpec:

@@ -19,12 +19,7 @@ from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, square
 from slipstream.spec.families.pictures.qwen_vl import OUTER, PLAIN, check_width, read_processing
 from slipstream.spec.families.qwen import QWEN3_VL, read_qwen3_vl, read_qwen3_vl_moe
-from slipstream.spec.media.vision import (
-    DeepStackSpec,
-    GridPositionSpec,
-    MLPConnector,
-    VisionSpec,
-)
+from slipstream.spec.media.vision import DeepStackSpec, GridPositionSpec, MLPConnector, VisionSpec
 from slipstream.spec.model import LayerSpec, ModelSpec
 
 ENCODER = {

@@ -133,9 +133,9 @@ function setBusy(busy) {
 
 function showTalk() {
   at("title").textContent = document.title = shown.name();
-  const path = shown.path();
+  const path = shown.path(), following = shown.following();
   at("talk").replaceChildren(...path.map(message => {
-    const versions = shown.siblings(message), place = versions.indexOf(message), acts = {place, count: versions.length};
+    const versions = following.get(message.parent), place = versions.indexOf(message), acts = {place, count: versions.length};
     const streams = stopper && message === path.at(-1);
     acts.choose = step => { if (!stopper) { shown.chosen[message.parent] = versions[(place + step + versions.length) % versions.length].id; keep(shown); showTalk(); } };
     if (!streams && message.role !== "tool") acts.edit = box => edit(message, box);

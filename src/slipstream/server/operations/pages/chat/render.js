@@ -89,7 +89,11 @@ class AnswerView {
     this.inside = [this.folded, this.body, this.calls];
   }
 
+  // What is shown already is left as it is: reading Markdown is what takes time.
   show(message) {
+    const given = JSON.stringify([message.text, message.reasoning, message.calls]);
+    if (given === this.given) return;
+    this.given = given;
     this.folded.hidden = !message.reasoning;
     if (message.reasoning) fillMarkdown(this.thought, message.reasoning);
     fillMarkdown(this.body, message.text);
@@ -98,12 +102,15 @@ class AnswerView {
   }
 }
 
+const views = new WeakMap();  // of answers, by message
+
 // The element of a message. `acts`: {copy, edit, again, choose(step), place, count}; those that are missing have no button.
 function messageElement(message, acts) {
   const names = {user: "You", assistant: "Assistant", tool: "Result of a call"};
   const box = make("article", {class: `said ${message.role}`, "data-id": message.id, "aria-label": names[message.role]});
   if (message.role === "assistant") {
-    const view = new AnswerView();
+    const view = views.get(message) || new AnswerView();
+    views.set(message, view);
     view.show(message);
     box.append(...view.inside);
     box.view = view;

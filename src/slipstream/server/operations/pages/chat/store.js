@@ -31,7 +31,15 @@ class Conversation {
 
   last() { return this.path().at(-1); }
 
-  siblings(message) { return Object.values(this.messages).filter(other => other.parent === message.parent); }
+  // The messages that follow each message, by its id.
+  following() {
+    const found = new Map();
+    for (const message of Object.values(this.messages)) {
+      if (!found.has(message.parent)) found.set(message.parent, []);
+      found.get(message.parent).push(message);
+    }
+    return found;
+  }
 
   name() {
     const first = Object.values(this.messages).find(message => message.role === "user");

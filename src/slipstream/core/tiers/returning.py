@@ -1,0 +1,63 @@
+"""Blocks of pausing sessions, brought back from a tier before their next request comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slipstream.core.cache.prefix_cache import KEY_BYTES, group_key
+from slipstream.core.cache.sessions import Session
+
+if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
+
+
+def prefetch(kv: KVCacheManager, spare: int) -> None:
+    """Bring back blocks of sessions whose return is near, from a tier to the device.
+
+    Blocks that are evicted for them are worth less. `spare` blocks of the device stay free.
+    """
+    sessions, order, tiers = kv.sessions, kv.order, kv.tiers
+    if sessions is None or order is None or tiers is None or not sessions.keeps_keys:
+        return
+    sessions.tick()
+    while sessions.returning:
+        session = sessions.returning.pop()
+        joined = session.keys
+        keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+        worth = order.value_of(session, len(keys) * kv.block_size)
+
+        def has_room(count: int, worth: float = worth) -> bool:
+            blank = kv.pool.num_blank(count + spare)
+            return blank + order.num_below(worth) >= count + spare <= kv.pool.num_free
+
+        done = tiers.bring_back(keys, has_room, partial(_brought_back, kv, session, keys))
+        if done or session.returns_at > session.returns_by:
+            sessions.drop_keys(session)
+
+
+def _brought_back(
+    kv: KVCacheManager,
+    session: Session,
+    keys: list[bytes],
+    loaded: Sequence[bytes],
+    begin: int,
+    end: int,
+) -> None:
+    """Let a session's blocks that came from a tier wait with it."""
+    session.prefetched = begin, end
+    if kv.order is None or session.due is None:
+        return  # its request has come, and takes them
+    table: list[int] = []
+    if kv.full is not None:
+        for key in keys:
+            block = kv.pool.lookup(group_key(key, kv.full))
+            if block is None:
+                break
+            table.append(block)
+        for shared in kv.order.enter(table, session, "")[1]:
+            kv.order.sessions.close(shared, "shared")
+    own = {block for block in map(kv.pool.lookup, loaded) if block is not None}
+    if ends := own.difference(table):
+        kv.order.apart(session, ends, end)

@@ -1,0 +1,25 @@
+"""The error of a prompt or an answer that is longer than the context. No torch."""
+
+from __future__ import annotations
+
+from slipstream.errors import ContextLengthError
+
+
+def over_context(
+    max_model_len: int, num_prompt: int, max_tokens: int | None = None
+) -> ContextLengthError:
+    """Error that begins with the words by which OpenAI's clients know it.
+
+    The answer may have `max_tokens`; None: the prompt alone is too long.
+    """
+    what = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if max_tokens is None:
+        what += f"the prompt has {num_prompt} tokens, and at least one is for the answer; shorten the prompt"
+    else:
+        what += (
+            f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the prompt, and max_tokens is "
+            f"{max_tokens}); ask for at most {max_model_len - num_prompt} tokens, or shorten the prompt"
+        )
+    error = ContextLengthError(what, field="prompt" if max_tokens is None else "max_tokens")
+    error.lengths = (num_prompt, max_tokens, max_model_len)
+    return error

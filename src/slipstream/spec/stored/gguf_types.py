@@ -1,0 +1,112 @@
+"""GGUF's storage types: one row of `TYPES` has all that the engine needs to know of a type. No torch.
+
+The reader, the ledger, the kernels and random weights ask these rows. What a row can't say is in
+two places: `kernels.weights.gguf_codes` takes a type's blocks apart, and csrc/cpu/pack.cpp packs
+those that a CPU multiplies. A GPU's kernels know forms of codes, not types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Book: TypeAlias = Literal["linear", "e2m1", "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeForm:
+    """The form of a type's codes: value = book[code] · scale − minimum.
+
+    - `group`: the number of consecutive values that share a scale.
+    - `zero`: the code of the value 0 in a `linear` book.
+    - `scales`: the format of a group's scale. `bytes`: a signed byte times the float16 `d` of the
+      block. `nibbles`: the low half of a byte times `d`, with the minimum in the high half.
+      `halves`: a float16. `exponents`: a power of two.
+    - `mins`: groups have minima, in the format of the scales. They are multiples of `dmin`.
+    """
+
+    bits: Literal[2, 3, 4, 5, 6, 8]
+    group: Literal[16, 32]
+    zero: int = 0
+    book: Book = "linear"
+    scales: Literal["bytes", "nibbles", "halves", "exponents"] = "bytes"
+    mins: bool = False
+
+    @property
+    def shares_d(self) -> bool:
+        """Whether a block of 256 values has a float16 that its scales are multiples of."""
+        return self.scales in ("bytes", "nibbles")
+
+    def bytes_of_256(self, *, on_cpu: bool = False) -> int:
+        """Bytes of 256 values in the kernels' order (csrc/cpu/formats.h,
+        `kernels.triton.products.gguf`).
+
+        They are the file's, except for scales of 4 and 6 bits, which are widened to bytes, and
+        lattices' points, which are written out in 3 or 4 bits a number. A GPU has room for `dmin`
+        in every block.
+        """
+        each = 2 if self.scales == "halves" else 1
+        factors = each * (256 // self.group) * (2 if self.mins and self.scales != "nibbles" else 1)
+        halves = 2 if on_cpu and not self.mins else 4
+        return 32 * self.bits + factors + halves * self.shares_d
+
+
+@dataclass(frozen=True, slots=True)
+class QuantType:
+    """A storage type: `block_bytes` bytes store `block_size` consecutive values of a row.
+
+    - `form`: how blocks become numbers; None: they are numbers.
+    - `cpu_kind`: the type's kind in csrc/cpu/formats.h, if a CPU's kernels multiply it. Otherwise
+      a CPU dequantizes it.
+    - `halves`: the bytes of a block at which its float16 scale begins, and that of its minima.
+    """
+
+    name: str
+    block_size: int
+    block_bytes: int
+    form: CodeForm | None = None
+    cpu_kind: int | None = None
+    halves: tuple[int, ...] = (0,)
+
+
+TYPES: dict[int, QuantType] = {
+    0: QuantType("F32", 1, 4),
+    1: QuantType("F16", 1, 2),
+    2: QuantType("Q4_0", 32, 18, CodeForm(4, 32, zero=8, scales="halves"), 4),
+    3: QuantType("Q4_1", 32, 20, CodeForm(4, 32, scales="halves", mins=True), 5, (0, 2)),
+    6: QuantType("Q5_0", 32, 22, CodeForm(5, 32, zero=16, scales="halves"), 7),
+    7: QuantType("Q5_1", 32, 24, CodeForm(5, 32, scales="halves", mins=True), 8, (0, 2)),
+    8: QuantType("Q8_0", 32, 34, CodeForm(8, 32, zero=128, scales="halves"), 3),
+    10: QuantType("Q2_K", 256, 84, CodeForm(2, 16, scales="nibbles", mins=True), 16, (80, 82)),
+    11: QuantType("Q3_K", 256, 110, CodeForm(3, 16, zero=4), 17, (108,)),
+    12: QuantType("Q4_K", 256, 144, CodeForm(4, 32, mins=True), 9, (0, 2)),
+    13: QuantType("Q5_K", 256, 176, CodeForm(5, 32, mins=True), 10, (0, 2)),
+    14: QuantType("Q6_K", 256, 210, CodeForm(6, 16, zero=32), 11, (208,)),
+    16: QuantType("IQ2_XXS", 256, 66, CodeForm(3, 32, book="iq2")),
+    17: QuantType("IQ2_XS", 256, 74, CodeForm(3, 16, book="iq2")),
+    18: QuantType("IQ3_XXS", 256, 98, CodeForm(4, 32, book="iq3_xxs")),
+    19: QuantType("IQ1_S", 256, 50, CodeForm(3, 32, book="iq1")),
+    20: QuantType("IQ4_NL", 32, 18, CodeForm(4, 32, book="iq4", scales="halves")),
+    21: QuantType("IQ3_S", 256, 110, CodeForm(4, 32, book="iq3_s")),
+    22: QuantType("IQ2_S", 256, 82, CodeForm(3, 16, book="iq2")),
+    23: QuantType("IQ4_XS", 256, 136, CodeForm(4, 32, book="iq4")),
+    29: QuantType("IQ1_M", 256, 56, CodeForm(3, 16, book="iq1"), halves=()),
+    30: QuantType("BF16", 1, 2),
+    34: QuantType("TQ1_0", 256, 54, CodeForm(2, 32, zero=1), halves=(52,)),
+    35: QuantType("TQ2_0", 256, 66, CodeForm(2, 32, zero=1), halves=(64,)),
+    39: QuantType("MXFP4", 32, 17, CodeForm(4, 32, book="e2m1", scales="exponents"), 15, ()),
+    40: QuantType("NVFP4", 64, 36, CodeForm(4, 16, book="e2m1", scales="halves"), halves=()),
+}
+"""The types that can be read, by their number in a file."""
+
+BY_NAME = {quant.name: quant for quant in TYPES.values()}
+FORMS = {quant.name: quant.form for quant in TYPES.values() if quant.form is not None}
+"""The forms of the quantized types, by name."""
+
+CPU_BLOCK_BYTES = {
+    quant.name: quant.form.bytes_of_256(on_cpu=True)
+    for quant in TYPES.values()
+    if quant.form is not None and quant.cpu_kind is not None
+}
+GPU_BLOCK_BYTES = {name: form.bytes_of_256() for name, form in FORMS.items()}
+"""Bytes of 256 numbers in the types that the kernels of a CPU, or a GPU, compute with."""
