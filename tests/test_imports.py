@@ -46,7 +46,7 @@ NARROW = {  # part: what it may import of the parts before it, where that is not
     "frontend": (*BASE, "engine", "server"),
     "conformance": ("errors",),  # it asks over HTTP, as any client does
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
-    "simulate": (*BASE, "core", "bench"),
+    "simulate": (*BASE, "core", "bench", "server.many.models", "server.many.slot"),
     "fleet": (*BASE, "core.cache.prefix_cache", "engine", "server", "bench", "simulate"),
     "__main__": ("cli",),
 }

@@ -1,4 +1,4 @@
-"""What answers say about the distribution that they were drawn from.
+"""Statistics of answers: how the distribution that they were drawn from differs from the model's.
 
 p is the model's distribution at a position of an answer, q the server's. Log-probabilities are natural.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from slipstream.verify.served import Message
 
@@ -72,10 +73,23 @@ SCHEMA = {
     "required": ["name", "year", "kind"],
     "additionalProperties": False,
 }
+
+
+def keeps_to_schema(value: Any) -> bool:
+    """True if a value keeps to `SCHEMA`."""
+    if not isinstance(value, dict) or value.keys() != {"name", "year", "kind"}:
+        return False
+    name, year = value["name"], value["year"]
+    is_named = isinstance(name, str) and len(name) <= 20
+    has_year = isinstance(year, int) and not isinstance(year, bool)
+    return is_named and has_year and value["kind"] in ("song", "book", "film")
+
+
+TOOL_NAME = "weather"
 TOOL = {
     "type": "function",
     "function": {
-        "name": "weather",
+        "name": TOOL_NAME,
         "description": "The weather of a city.",
         "parameters": {
             "type": "object",
@@ -84,3 +98,9 @@ TOOL = {
         },
     },
 }
+
+
+def keeps_to_tool(value: Any) -> bool:
+    """True if a call's arguments keep to the parameters of `TOOL`."""
+    city = value.get("city") if isinstance(value, dict) else None
+    return isinstance(city, str) and len(city) <= 20

@@ -335,7 +335,7 @@ class LlamaAnswer(completions.CompletionAnswer):
         return encode(found if isinstance(self.body.prompt, list) and len(found) > 1 else found[0])
 
     def _chosen(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Those of the facts that `response_fields` names; all of them without it."""
+        """The facts that `response_fields` names; all of them without it."""
         if self.body.shows_fields is None:
             return facts
         chosen = dict[str, Any]()

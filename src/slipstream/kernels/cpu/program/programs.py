@@ -119,7 +119,7 @@ DRAW_PARAMS = np.dtype(
 
 
 class Beyond(NamedTuple):
-    """What rows ask for beyond a draw of their logits.
+    """Wishes of rows beyond a draw of their logits.
 
     `mask` has rows and each one's row of bits, int64 [2, N], and the bits, int32 [U, words].
     `logprobs` has rows that want the log-probabilities of their token and of `num_top` others.

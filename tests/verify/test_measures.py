@@ -1,0 +1,88 @@
+"""Statistics of answers, on distributions that the tests make."""
+
+import math
+
+import pytest
+import torch
+
+from slipstream.verify import measures
+from slipstream.verify.measures import Sample
+from slipstream.verify.served import ServedToken
+
+VOCABULARY, LENGTH = 64, 400
+
+
+def drawn(at=1.0, *, seed=0, keep=VOCABULARY, served=None):
+    """An answer of the model, drawn at a temperature from its `keep` likeliest tokens. `served`
+    are the server's own log-probabilities."""
+    chance = torch.Generator().manual_seed(seed)
+    logprobs = (2 * torch.randn(LENGTH, VOCABULARY, generator=chance)).log_softmax(-1)
+    least = logprobs.topk(keep, -1).values[:, -1:]
+    cut = torch.where(logprobs >= least, logprobs, -torch.inf)
+    ids = torch.multinomial((cut / at).softmax(-1), 1, generator=chance)[:, 0]
+    given = logprobs if served is None else served(logprobs)
+    likeliest = given.topk(5, -1)
+    tokens = [
+        ServedToken(
+            data=bytes([i]),
+            logprob=float(given[n, i]),
+            likeliest=tuple((bytes([int(t)]), float(v)) for v, t in zip(*row, strict=True)),
+        )
+        for n, (i, row) in enumerate(zip(ids.tolist(), zip(*likeliest, strict=True), strict=True))
+    ]
+    return Sample(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs, num_prompt_tokens=3)
+
+
+def token_id(data):
+    return data[0]
+
+
+@pytest.mark.parametrize("at", [0.5, 1.0, 1.1, 2.0])
+def test_the_temperature_of_answers_is_found_within_its_error(at):
+    found = measures.temperature([drawn(at, seed=n) for n in range(4)], 1.0)
+    assert abs(found.value - at) < 4 * found.stderr
+    assert found.stderr < 0.05 * at
+    assert found.count == 4 * LENGTH
+
+
+def test_greedy_answers_have_the_smallest_temperature_that_is_looked_for():
+    assert measures.temperature([drawn(at=1e-3)], 1.0).value == pytest.approx(0.02)
+
+
+def test_a_server_with_the_models_own_distribution_diverges_by_nothing():
+    assert max(measures.divergences(drawn(), token_id)) < 1e-6
+
+
+def test_the_divergence_is_at_most_the_true_one_and_most_of_it():
+    def flat(logprobs):
+        return (logprobs / 1.5).log_softmax(-1)
+
+    sample = drawn(served=flat)
+    q = flat(sample.logprobs)
+    true = float((q.exp() * (q - sample.logprobs)).sum(-1).mean())
+    found = sum(measures.divergences(sample, token_id)) / LENGTH
+    assert 0.5 * true < found <= true + 1e-6
+
+
+def test_another_temperature_explains_its_own_divergence():
+    sample = drawn(served=lambda logprobs: (logprobs / 1.1).log_softmax(-1))
+    assert sum(measures.divergences(sample, token_id)) > 1
+    assert sum(measures.divergences(sample, token_id, 1.1)) < 1e-3
+
+
+def test_a_cut_that_was_made_leaves_nothing_outside():
+    assert sum(measures.outside_top_k(drawn(keep=2), 2)) == 0
+    assert sum(measures.outside_top_k(drawn(), 2)) > 0.1 * LENGTH
+    assert sum(measures.outside_top_p(drawn(keep=1), 0.5)) == 0
+    assert sum(measures.outside_top_p(drawn(), 0.5)) > 0.1 * LENGTH
+
+
+def test_greedy_answers_regret_nothing():
+    assert max(measures.regrets(drawn(keep=1))) == 0
+    assert sum(measures.regrets(drawn())) / LENGTH > 0.1
+
+
+def test_one_value_has_no_error():
+    assert measures.mean([1.0]).stderr == math.inf
+    assert not measures.mean([1.0]).exceeds(0.0, 1.0)
+    assert measures.mean([1.0, 3.0]) == measures.Estimate(value=2.0, stderr=1.0, count=2)

@@ -1,0 +1,74 @@
+"""`slipstream verify` against a real server of a tiny model, and what servers refuse."""
+
+import json
+
+import httpx
+import pytest
+
+from slipstream.cli.main import main
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.verify.checks import Plan, Verification
+from slipstream.verify.reference import Reference
+from slipstream.verify.served import NotOfferedError, Served
+from tests.server.conftest import *  # noqa: F403 - the tiny server
+
+PLAN = Plan(rounds=1, prompts=6, max_tokens=8, long_lines=2)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_path):
+    return Reference.load(
+        EngineArgs(model=str(tiny_path), dtype="float32", device="cpu"), context=512
+    )
+
+
+def outcomes(findings):
+    return {f.check: f.outcome for f in findings}
+
+
+def test_a_server_of_the_model_is_sound(tiny_server, reference):
+    found = outcomes(Verification(Served.connect(tiny_server.url), reference, PLAN).run())
+    assert found["prompt"] == found["distribution"] == found["long context"] == "pass"
+    assert found["temperature 0"] == found["top_k"] == found["top_p"] == "pass"
+    assert "fault" not in found.values()
+
+
+@pytest.mark.parametrize("refused", [("min_p",), ("logprobs",), ("min_p", "logprobs")])
+def test_a_server_that_refuses_fields_is_asked_without_them(tiny_server, reference, refused):
+    class Refusing(httpx.HTTPTransport):
+        def handle_request(self, request):
+            body = json.loads(request.content or "{}")
+            if any(name in body for name in refused):
+                return httpx.Response(400, json={"error": "no such field"})
+            return super().handle_request(request)
+
+    served = Served.connect(tiny_server.url, transport=Refusing(), model="smollm2")
+    (found,) = [f for f in Verification(served, reference, PLAN).run() if f.check == "distribution"]
+    assert "logprobs" in refused or found.outcome == "pass"  # its texts are no characters
+    assert ("no log-probabilities" in found.why) == ("logprobs" in refused)
+
+
+def test_no_server_and_no_model_are_named():
+    with pytest.raises(SlipstreamError, match="no server at"):
+        Served.connect("http://127.0.0.1:9")
+    empty = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
+    with pytest.raises(ConfigError, match="lists no models; name one with --model"):
+        Served.connect("http://127.0.0.1:9", transport=empty)
+    other = httpx.MockTransport(lambda request: httpx.Response(200, json={"answer": 42}))
+    with pytest.raises(SlipstreamError, match="another shape"):
+        Served.connect("http://x", model="m", transport=other).ask([])
+    refusing = httpx.MockTransport(lambda request: httpx.Response(422, text="no"))
+    with pytest.raises(NotOfferedError):
+        Served.connect("http://x", model="m", transport=refusing).ask([])
+
+
+def test_the_command_prints_findings_and_leaves_a_page(tiny_server, tiny_path, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["verify", tiny_server.url, "--against", str(tiny_path), "--rounds", "1"]
+    words += ["--dtype", "float32", "--device", "cpu", "--long", "0", "--page", str(page)]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] in ("sound", "undecided")
+    assert {f["check"] for f in found["findings"]} >= {"prompt", "distribution", "schema"}
+    assert "<td>distribution</td>" in page.read_text()
