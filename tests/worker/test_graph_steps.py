@@ -28,7 +28,7 @@ from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
-from slipstream.worker.graphs import ladder, step_ends
+from slipstream.worker.graphs import graph_inputs, ladder, step_ends
 from slipstream.worker.graphs import step_graphs as module
 from slipstream.worker.graphs.graph_inputs import (
     AdapterInput,
@@ -1134,7 +1134,7 @@ def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["nothing more", "shared prefixes", "adapters"])
-def test_nothing_is_sent_while_a_stage_is_captured(given):
+def test_nothing_is_sent_while_a_stage_is_captured(monkeypatch, given):
     """A capture runs nothing, and the stage beside would wait for what it sends. Each kind of graph sends behind its replay."""
     graphs, seen, real = object.__new__(StepGraphs), [], object()
     decoder = object.__new__(Decoder)
@@ -1145,9 +1145,9 @@ def test_nothing_is_sent_while_a_stage_is_captured(given):
         assert decoder.pipe is real  # the shared decoder stays as it is
         return torch.zeros(1, 4)
 
-    graphs.forwards = SimpleNamespace(
-        decoder=decoder, hidden=hidden, adapted=SimpleNamespace(hidden=hidden)
-    )
+    graphs.forwards = SimpleNamespace(decoder=decoder, hidden=hidden, base=None)
+    adapted = SimpleNamespace(hidden=hidden)
+    monkeypatch.setattr(graph_inputs, "Adapted", lambda base, adapters: adapted)
     graphs._pipe, graphs._incoming, graphs._compiled = real, None, None
     cpu = torch.device("cpu")
     adapters = SimpleNamespace(parts=frozenset(), settings=SimpleNamespace(max_loras=2))
