@@ -112,11 +112,11 @@ FAULTS = {  # name: (served checkpoint, its settings, the proxy's change, refere
     "4 bits as 16": ("rounded", {}, None, "base", "rounding as of 4 bits"),
     "top_k ignored": ("base", {}, without_top_k, "base", "the field is ignored"),
     "dropped layer": ("dropped", {}, None, "base", "other weights"),
-    "stale version": ("stale", {}, None, "base", "slightly different version"),
-    "8-bit cache": ("base", {"kv_cache_dtype": "fp8"}, None, "base", " bits"),
+    "stale version": ("stale", {}, None, "base", "slightly other weights: a version"),
+    "8-bit cache": ("base", {"kv_cache_dtype": "int8"}, None, "base", " bits"),
     "cut context": ("base", {}, cut, "base", "the context is cut"),
     "hotter": ("base", {}, hotter, "base", "another temperature"),
-    "adapter missing": ("base", {}, None, "adapted", "adapter"),
+    "adapter missing": ("base", {}, None, "adapted", "an adapter"),
     "wrong BOS": ("base", {"template": "bos"}, None, "base", "a BOS more or less"),
 }
 

@@ -372,5 +372,5 @@ def cause(kl: float) -> str:
     if kl < ROUNDED:
         return "rounding as of 8 bits in weights, activations or cache"
     if kl < OTHER:
-        return "rounding as of 4 bits, or a slightly different version"
-    return "other weights: another version, or a missing layer or adapter"
+        return "rounding as of 4 bits, or slightly other weights: a version, an adapter"
+    return "other weights: another version, a missing layer or adapter"
