@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.main import main
+from slipstream.cli.main import build_parser, main
 from tests import tiny_models
 from tests.tiny_models import build
 
@@ -195,8 +195,19 @@ def test_several_models_on_a_device_and_which_fit_together(capsys):
     code, found = plan(capsys, *words, *options, "--models-memory", memory)
     assert (found["all_fit"], found["together"]) == (False, [["a", "b"], ["a", "c"], ["b", "c"]])
     assert main(["plan", *words, *options, "--models-memory", memory]) == 0
-    assert f"--models-memory {memory}" in capsys.readouterr().out.splitlines()[-1]
+    command = capsys.readouterr().out.splitlines()[-1]
+    served = build_parser(["serve"]).parse_args(command.split()[1:])
+    assert (served.models_memory, served.quantization) == (int(memory), "fp8")
+    assert served.max_model_len == 2048
     code, found = plan(capsys, *words, *options, "--models-memory", "1GiB")
     assert (code, "needs" in json.dumps(found)) == (2, True)
-    code, found = plan(capsys, *words, *options, "--rate", "3")
-    assert (code, "plan of one model" in json.dumps(found)) == (2, True)
+    for more in (
+        ("--rate", "3"),
+        ("--workload", "agents"),
+        ("--max-gpus", "3"),
+        ("--sessions", "4"),
+    ):
+        code, found = plan(capsys, *words, *options, *more)
+        assert (code, "plan of one model" in json.dumps(found)) == (2, True)
+    code, found = plan(capsys, *words, *options, "--device", "cpu")
+    assert (code, "give one" in json.dumps(found)) == (2, True)

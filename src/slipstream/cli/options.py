@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -102,6 +103,20 @@ def engine_args(args: argparse.Namespace, **more: Any) -> EngineArgs:
     return EngineArgs(
         **{**more, **{name: value for name, value in vars(args).items() if name in ENGINE_HELP}}
     )
+
+
+def engine_words(args: argparse.Namespace) -> list[str]:
+    """The words of a command line for the engine options among `args`."""
+    words: list[str] = []
+    for name in ENGINE_HELP:
+        value, option = getattr(args, name, None), "--" + name.replace("_", "-")
+        if name == "model" or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
 
 
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:

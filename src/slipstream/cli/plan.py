@@ -30,6 +30,7 @@ from slipstream.cli.options import (
     add_engine_options,
     add_output_options,
     engine_args,
+    engine_words,
     parse_bytes,
 )
 from slipstream.errors import ConfigError
@@ -127,13 +128,13 @@ def run(args: argparse.Namespace) -> int:
 
     names = named_models(args.models or [DEFAULT_MODEL])
     args.model = args.models[0] if args.models else DEFAULT_MODEL
-    if len(names) > 1 or list(names.values()) != [args.model] or args.models_memory is not None:
-        return run_several(args, names)
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
         raise ConfigError(
             "--gpu plans for other devices, --device and --measure for this machine; give one",
             field="gpu",
         )
+    if len(names) > 1 or list(names.values()) != [args.model] or args.models_memory is not None:
+        return run_several(args, names)
     check_html(args.html)
     args.agents = agent_load(args) if args.workload == "agents" else None
     if args.agents is None and (given := given_agent_options(args)):
@@ -172,16 +173,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-_OF_ONE = (
-    *("slo", "rate", "concurrency", "price", "html", "measure", "no_search", "draft_acceptance"),
-)
+_OF_ONE: dict[str, Any] = {
+    "workload": "sharegpt",
+    "attainment": 0.95,
+    "router": "least-loaded",
+    "max_gpus": 8,
+    **dict.fromkeys(("slo", "rate", "concurrency", "price", "html", "measure"), None),
+    **dict.fromkeys(("no_search", "draft_acceptance"), None),
+}
+"""Options of the plan of one model, with the values of those that are not given."""
 
 
 def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
     """The plan of several models, which is about memory alone."""
     from slipstream.simulate.several import plan_models
 
-    if given := [name for name in _OF_ONE if getattr(args, name)]:
+    values = {name: getattr(args, name) for name in _OF_ONE}
+    given = [name for name, value in values.items() if value and value != _OF_ONE[name]]
+    if given := [*given, *given_agent_options(args)]:
         option = "--" + given[0].replace("_", "-")
         raise ConfigError(
             f"{option} belongs to the plan of one model; leave it out", field=given[0]
@@ -208,6 +217,7 @@ def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
     title = f"{plan['device']}: {plan['memory_bytes'] / gib:.2f} GiB for models"
     print_info(title, [("all at once", "yes" if plan["all_fit"] else "no"), *shown_sets])
     words = ["slipstream", "serve", *args.models, "--models-memory", str(plan["memory_bytes"])]
+    words += engine_words(args)
     print(f"\n{shlex.join(words)}")
     return 0
 

@@ -19,7 +19,7 @@ READ_BYTES_S = 2.8e9
 memory (benchmarks/results/start_kept.json: 2,403 MiB in 0.85 s)."""
 
 MAX_SETS = 12
-"""Number of models of which all sets are looked at; of more only the first are."""
+"""Maximum number of models. All their sets are looked at."""
 
 
 def plan_models(
@@ -27,6 +27,9 @@ def plan_models(
 ) -> dict[str, Any]:
     """The plan as data. ConfigError if a model alone does not fit. `models` are paths or known names
     by name; `memory_bytes` is of all together (None: most of what is free)."""
+    if len(models) > MAX_SETS:
+        message = f"a plan is of at most {MAX_SETS} models together, got {len(models)}"
+        raise ConfigError(message, field="models")
     link = READ_BYTES_S
     if gpu is None:
         how = ServedModels.on_device(settings, memory_bytes)
@@ -70,7 +73,7 @@ def plan_models(
 
 def largest_sets(sizes: Mapping[str, int], memory_bytes: int) -> list[list[str]]:
     """The sets of models that fit in the memory and that no other fits beside; the largest first."""
-    names, found = list(sizes)[:MAX_SETS], list[frozenset[str]]()
+    names, found = list(sizes), list[frozenset[str]]()
     for count in range(len(names), 0, -1):
         for chosen in map(frozenset, itertools.combinations(names, count)):
             fits = sum(sizes[name] for name in chosen) <= memory_bytes

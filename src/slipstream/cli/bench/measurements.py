@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 from slipstream.base.files import writing
 from slipstream.cli.agent_options import AGENTS_TITLE, add_agent_options, given_agent_options
 from slipstream.cli.console import phases, print_json, say
-from slipstream.cli.options import ENGINE_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.options import (
+    add_engine_options,
+    add_output_options,
+    engine_args,
+    engine_words,
+)
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
@@ -176,16 +181,7 @@ def warn_if_busy() -> None:
 
 def serve_command(args: argparse.Namespace) -> str:
     """The command that serves the model with the engine options that were given."""
-    words = ["slipstream", "serve", args.model]
-    for name in ENGINE_HELP:
-        value, option = getattr(args, name, None), "--" + name.replace("_", "-")
-        if name == "model" or value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(option if value else option.replace("--", "--no-", 1))
-        else:
-            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return shlex.join(words)
+    return shlex.join(["slipstream", "serve", args.model, *engine_words(args)])
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
