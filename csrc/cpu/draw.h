@@ -131,7 +131,7 @@ static double uniform(int64_t seed, int64_t position) {  // in (0, 1); `uniform`
 // A token of x [size]. scratch: 2 · size + 32 floats.
 static int64_t draw_any(const DrawParams& d, const float* x, int64_t size, float* scratch) {
     const int64_t likeliest = argmax(x, size);
-    if (!(d.temperature > 0.0f)) return likeliest;
+    if (!(d.temperature > 1e-38f)) return likeliest;  // its inverse would be infinite
     const float best = x[likeliest];
     float *w = scratch, *room = scratch + size + 16;
     const F colder = set1(1.0f / d.temperature), most = set1(best);

@@ -15,7 +15,7 @@ from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, SharedPrefixes
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.plain.reference import ReferenceOps, route, to_cache
-from slipstream.kernels.weights.forms import GroupedLinear, SparseCopy
+from slipstream.kernels.weights.forms import SparseCopy
 from slipstream.kernels.weights.quantize import DTYPES
 from slipstream.spec.model import DenseSpec, GroupLimit, MoESpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
@@ -396,12 +396,11 @@ def test_quantised_products(ops, name, num_tokens):
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         x = torch.randn(num_tokens, k, device="cuda", dtype=torch.bfloat16)
         for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
-            w = ops.quantize_weight(weight, bias, SCHEMES[name])
-            if isinstance(w, GroupedLinear) and bias is not None:  # as AWQ writes them
-                w = dataclasses.replace(
-                    w, zeros=torch.randint(0, 16, w.scales.shape, device="cuda").bfloat16()
-                )
-            theirs = REFERENCE.linear(x, w)
+            rounded = REFERENCE.quantize_weight(weight, bias, SCHEMES[name])
+            if getattr(rounded, "codes", "") == "int4" and bias is not None:  # as AWQ writes them
+                zeros = torch.randint(0, 16, rounded.scales.shape, device="cuda").bfloat16()
+                rounded = dataclasses.replace(rounded, zeros=zeros)
+            w, theirs = ops.pack_weight(rounded), REFERENCE.linear(x, rounded)
             for _ in range(2):  # the second finds the counters as they should be
                 assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
 
@@ -682,12 +681,13 @@ def test_deterministic_products(ops, name):
         scheme = None if name is None else SCHEMES[name]
         if scheme is not None and k % scheme.multiple:
             continue
-        w = ops.quantize_weight(
+        rounded = REFERENCE.quantize_weight(
             torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme
         )
+        w = ops.pack_weight(rounded)
         x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
         whole = ops.linear(x, w)
-        assert error(whole, REFERENCE.linear(x, w)) < 2e-2
+        assert error(whole, REFERENCE.linear(x, rounded)) < 2e-2
         for num_tokens in (1, 2, 17, 64, 65, 130):
             assert torch.equal(
                 ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens]

@@ -24,6 +24,7 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.messages.steps import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
+from slipstream.platform.cpu import CpuPlatform
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
@@ -41,6 +42,7 @@ from slipstream.worker.graphs.step_ends import StepEnds
 from slipstream.worker.graphs.step_graphs import (
     StepGraphs,
 )
+from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.inputs.device_inputs import gather_inputs_after_upload
 from slipstream.worker.inputs.input_batch import SampledRows, _gather_inputs_on_host
 from slipstream.worker.inputs.packed_tables import PackedTables
@@ -225,6 +227,17 @@ def ended(folder, sampling, drafts, *, tokenizer=False):
             found.append([(x.token_ids, x.logprobs) for x in answers])
             graphs = runner.graphs
     return found, graphs._ends
+
+
+def test_an_answer_that_ends_while_the_next_step_is_launched(tmp_path, monkeypatch):
+    """That step has a mask for no row."""
+    monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: False))  # so that two overlap
+    view = CpuPlatform.to_host
+    monkeypatch.setattr(CpuPlatform, "to_host", lambda self, x: view(self, x).clone())
+    own = StructuredOutputsParams(regex="[a-h]{12,20}")
+    sampling = [dataclasses.replace(DRAWN, structured_outputs=own), *[PLAIN] * 4]
+    found, _ = ended(tmp_path, sampling, False, tokenizer=True)
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
 
 
 def test_an_end_is_no_larger_than_its_step(tmp_path):

@@ -658,6 +658,8 @@ class Scheduler:
             and not request.spec.sampling.by_chain
             and share.num_tokens == share.num_sampled == 1
             and share.num_computed_tokens >= request.num_prompt_tokens
+            # What ends a block is shared by then.
+            and all((share.num_computed_tokens + 1) % kv.block_size for kv in self.kvs)
         )
 
     def take_back(self, plan: StepPlan, shares: Iterable[ScheduledRequest]) -> None:

@@ -20,6 +20,7 @@ from slipstream.engine.kv_events import PublishingCacheEvents
 from slipstream.engine.listeners import JoiningTexts, MaskingGrammars, Searching
 from slipstream.engine.model_files import end_tokens
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.errors import ConfigError
 from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import StepTime
@@ -64,6 +65,9 @@ class DecoderCore(EngineCore):
             JoiningTexts(self._texts),
         )
         events = config.cache.events
+        if events is not None and executor.store is not None:
+            message = "kv_events_config: blocks that come back from lower tiers are not told; leave one of them out"
+            raise ConfigError(message, field="kv_events_config")
         self._events = None if events is None else PublishingCacheEvents(events, scheduler)
         super().__init__(executor, scheduler, (*listeners, *filter(None, (self._events,))))
         if self._events is not None:
@@ -93,6 +97,7 @@ class DecoderCore(EngineCore):
 
     def shutdown(self) -> None:
         super().shutdown()
+        self.grammars.close()
         self.scheduler.close()
         if self._events is not None:
             self._events.close()

@@ -588,10 +588,16 @@ class Grammars:
             found.append((request_id, error))
         return found
 
+    def close(self) -> None:
+        """Drop the masks that have not begun, so that a process need not wait for them at its end."""
+        if self._slow is not None:
+            self._slow.shutdown(wait=False, cancel_futures=True)
+
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
-            self._late.pop(request_id, None)
+            if (late := self._late.pop(request_id, None)) is not None:
+                late[1].cancel()  # if it has not begun
             if state is not None and state.lane is not None:
                 state.lane[0].give(state.lane[1])
             if (pending := self._pending.pop(request_id, None)) is not None and all(
@@ -753,7 +759,7 @@ class Grammars:
                 one
                 for one in own
                 if one[1].is_slow and one[1].needs_matcher and not one[3] and may_wait(one[0])
-            ][:MAX_SLOW]
+            ][: max(0, MAX_SLOW - len(self._late))]
         pending = self._begin_slow(begun)
         ended = self._own_masks(
             [one for one in own if one[0].request_id not in pending], bits, drafts
@@ -783,7 +789,8 @@ class Grammars:
             with contextlib.suppress(GrammarError):
                 matcher = state.matcher
                 if self._slow is None:
-                    self._slow = ThreadPoolExecutor(MAX_SLOW_THREADS, "slow masks")
+                    threads = max(MAX_SLOW_THREADS, self._num_threads)
+                    self._slow = ThreadPoolExecutor(threads, "slow masks")
                 found[s.request_id] = self._slow.submit(self._slow_mask, state, matcher)
         return found
 
@@ -813,7 +820,8 @@ class Grammars:
         if matchers:
             begin = time.perf_counter()
             self._compute(matchers, bits)
-            if time.perf_counter() - begin > SLOW_S:
+            at_once = self._num_threads if len(matchers) >= PARALLEL_ROWS else 1
+            if time.perf_counter() - begin > SLOW_S * -(-len(matchers) // at_once):
                 for state in asked:
                     state.is_slow = True
         for s, state, row, tokens in own:

@@ -197,8 +197,9 @@ class StepEnds:
         platform, places = self.rows.platform, np.full(size, -1, np.int64)
         places[positions] = which
         platform.upload_into(self._which[:size], places)
+        ours = self._bits[: len(bits)]  # made here, and not by a capture
         if len(bits):
-            platform.upload_into(self._bits[: len(bits)], bits)
+            platform.upload_into(ours, bits)
         return True
 
     def _end(self, size: int, kind: EndKind) -> Values:
