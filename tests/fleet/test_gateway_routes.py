@@ -67,6 +67,24 @@ def test_every_route_of_a_replica_is_passed_on_to_the_named_model(two):
     assert {"/classify", "/pooling", "/embed_sparse", "/infill", "/props", "/v2/embed"} < asked
 
 
+def test_bodies_that_name_no_model_for_want_of_json_are_refused_at_the_root_too(two):
+    _, http, stubs = two
+    before = {name: len(stub.seen) for name, stub in stubs.items()}
+    for path in ("/responses", "/responses/input_tokens", "/chat/completions/input_tokens"):
+        for route in (path, f"/v1{path}"):
+            answer = http.post(route, content=b"{", headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert {name: len(stub.seen) for name, stub in stubs.items()} == before
+
+
+def test_the_replica_that_stores_an_answer_is_remembered_by_both_names_of_the_route(two):
+    fleet, http, _ = two
+    for path in ("/responses", "/v1/responses"):
+        answer = http.post(path, json={"model": "second", "input": "a"})
+        stored = fleet.head.gateway.forwarder.stored["resp_" + answer.headers["x-request-id"]]
+        assert stored.split("/")[0] == "second"
+
+
 def test_models_have_their_other_name_too(two):
     _, http, _ = two
     assert http.get("/models").json() == http.get("/v1/models").json()

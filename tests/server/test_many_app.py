@@ -267,7 +267,12 @@ def test_who_may_change_the_models(tmp_path):
     with serving(host="0.0.0.0") as server, server.http() as http:
         refused = http.post("/api/pull", json={"model": "new"})
         assert (refused.status_code, "admin" in refused.text) == (403, True)
-    for more in ({"cors_origins": ("*",)}, {"allowed_hosts": ("*",)}):  # any page may send it
+    # Any page may send it, or any page of this machine.
+    for more in (
+        {"cors_origins": ("*",)},
+        {"cors_origins": ("localhost",)},
+        {"allowed_hosts": ("*",)},
+    ):
         with serving(**more) as server, server.http() as http:
             assert http.post("/api/pull", json={"model": "new"}).status_code == 403
             gone = http.request("DELETE", "/api/delete", json={"model": "a"})

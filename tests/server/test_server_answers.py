@@ -454,6 +454,8 @@ def test_rendered_prompts_are_those_that_the_same_body_is_answered_for(shared):
             assert http.post(asked, json=body | {"model": "other"}).status_code == 404
             refused = http.post(asked, json=body | {"truncate_prompt_tokens": 2})
             assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+            refused = http.post(asked, json=body | {"penalty_alpha": 1})  # as without /render
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "penalty_alpha")
 
 
 def test_without_a_tokenizer_token_ids_still_work(serve):

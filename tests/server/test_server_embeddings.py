@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import threading
 
 import openai
 import pytest
@@ -111,6 +112,66 @@ def test_the_text_at_fault_is_named(server):
         ):
             answer = http.post(route, json={"model": "m", **body})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_texts_among_ids_get_special_tokens_unless_told(server):
+    with server.http() as http:
+
+        def count(given, **more):
+            body = {"model": "m", "input": given, **more}
+            return http.post("/v1/embeddings", json=body).json()["usage"]["prompt_tokens"]
+
+        assert count([["the cat", 5]], add_special_tokens=False) == 1 + count(
+            "the cat", add_special_tokens=False
+        )
+        assert count([["the cat", 5]]) == 1 + count("the cat")
+
+
+def test_a_text_far_too_long_is_refused_without_special_tokens_unless_it_is_cut(server):
+    body = {"model": "m", "input": ["a", "the " * 5000], "add_special_tokens": False}
+    with server.http() as http:
+        answer = http.post("/v1/embeddings", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[1]")
+        assert "characters" in answer.text
+        cut = http.post("/v1/embeddings", json=body | {"truncate_prompt_tokens": 4})
+        assert cut.status_code == 200
+
+
+def test_long_texts_are_cut_off_the_event_loop(server, monkeypatch):
+    where, encode = [], server.engine.tokenizer.encode
+
+    def noted(*args, **more):
+        where.append((more, threading.current_thread().name))
+        return encode(*args, **more)
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", noted)
+    long = ["the " * 1000] * 5  # each short enough for the event loop
+    with server.http() as http:
+        found = http.post("/v2/embed", json={"texts": long, "truncate": "START"})
+        assert (found.status_code, len(found.json()["texts"])) == (200, 5)
+        body = {"query": "a", "documents": long, "max_tokens_per_doc": 4}
+        assert http.post("/rerank", json=body).status_code == 200
+    own = {"add_special_tokens": False}
+    names = [name for _, name in where[:5]] + [name for more, name in where if more == own]
+    assert len(names) == 10
+    assert all("text" in name for name in names), names
+
+
+def test_logits_are_refused_of_a_model_that_has_none(server):
+    with server.http() as http:
+        for route, body, param in (
+            (
+                "/rerank",
+                {"query": "a", "documents": ["b"], "use_activation": False},
+                "use_activation",
+            ),
+            ("/rerank", {"query": "a", "texts": ["b"], "raw_scores": True}, "raw_scores"),
+            ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
+        ):
+            answer = http.post(route, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            body[param] = not body[param]
+            assert http.post(route, json=body).status_code == 200
 
 
 def test_too_long_is_cut_when_asked(server):

@@ -87,6 +87,28 @@ def test_formats_biases_and_what_is_refused(ask):
     ask("/completion", cache_prompt=True, id_slot=0, n_keep=2, seed=-1, dynatemp_range=0)
 
 
+def test_biases_are_bounded_and_digits_in_a_pair_are_a_text(ask):
+    (seven,) = ask("/tokenize", content="7")["tokens"][-1:]
+    assert seven != 7
+    as_text = ask("/completion", logit_bias=[["7", 100]], return_tokens=True)["tokens"]
+    assert seven in as_text
+    assert 7 not in as_text
+    by_id = ask("/completion", logit_bias={str(seven): 100}, return_tokens=True)["tokens"]
+    assert by_id == [seven] * 4
+    ask("/completion", logit_bias={"\u0667": 1})  # a digit, and no id
+    for many, status in ((1024, 200), (1025, 400)):
+        for biases in (
+            [["a", 1]] * many,
+            {f"a{i}": 1 for i in range(many)},
+            [["a" * (many - 960), 1]],
+            {"a" * (many - 960): 1},
+        ):
+            answer = ask.http.post("/completion", json=ASK | {"logit_bias": biases})
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                assert answer.json()["error"]["param"].startswith("logit_bias")
+
+
 def test_templates_tokens_and_facts_about_the_server(ask):
     text = ask("/apply-template", messages=SAID)["prompt"]
     own = ask("/tokenize", messages=SAID)["tokens"]

@@ -155,7 +155,7 @@ def test_an_answer_that_is_begun(ask):
 def test_names_that_are_taken(ask):
     for name in ("state", "plain", "param", "text"):  # ours, of the functions on the way
         ask("/v1/chat/completions", chat_template_kwargs={name: 1})
-    for name in ("add_special_tokens", "continue_final_message", "any_length"):
+    for name in ("add_special_tokens", "continue_final_message", "any_length", "pictures"):
         error = ask("/v1/chat/completions", status=400, chat_template_kwargs={name: 1})
         assert error["param"] == "chat_template_kwargs"
     for name in ("reasoning_effort", "verbosity"):  # hints, which this template does not know

@@ -284,6 +284,29 @@ def test_origins_that_are_allowed_ask(serve, origin):
     assert ask(server, "POST", "/v1/completions", body, **more)[0] == 403
 
 
+def test_localhost_lets_in_pages_of_this_machine_and_of_no_name_like_it(serve):
+    server = serve(cors_origins=("localhost",))
+    body = body_of(server, "/v1/completions")
+    asks = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
+    for origin, is_let_in in (
+        ("http://localhost:5173", True),
+        ("http://127.0.0.1:5173", True),
+        ("http://localhost.evil.com", False),
+        ("http://127.0.0.1.evil", False),
+    ):
+        more = {"origin": origin, "sec_fetch_site": "cross-site", "content_type": JSON}
+        status, _ = ask(server, "POST", "/v1/completions", body, **more)
+        assert status == (200 if is_let_in else 403), origin
+        with server.http() as http:
+            answer = http.options("/v1/completions", headers={"origin": origin, **asks})
+        assert answer.is_success == is_let_in, origin
+        allowed = answer.headers.get("access-control-allow-origin")
+        assert allowed == (origin if is_let_in else None)
+
+
 def test_all_origins_may_be_allowed(serve):
     server = serve(cors_origins=("*",))
     for headers in FOREIGN.values():

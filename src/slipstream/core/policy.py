@@ -166,7 +166,7 @@ class CacheAware(InFlightPolicy):
         return request if free or self._has_room(lacking) else None
 
     def _urgency(self, request: Request, now: float) -> float:
-        """How long a request has waited, weighed so that sessions get on alike: more for those with few turns."""
+        """Seconds that a request has waited, weighed so that sessions get on alike: more for those with few turns."""
         assert request.session is not None
         num_turns = min(request.session.num_turns, MAX_TURNS)
         return (now - request.spec.arrival + PATIENCE_S) / num_turns

@@ -529,7 +529,7 @@ class Forwarder:
 
     def _remember(self, call: Call, opened: Opened) -> None:
         """Remember which replica stores an answer of /v1/responses."""
-        if call.path == b"/v1/responses":
+        if call.path in (b"/v1/responses", b"/responses"):
             self.stored["resp_" + call.record.id] = opened.replica.id
             while len(self.stored) > _MAX_STORED:
                 del self.stored[next(iter(self.stored))]

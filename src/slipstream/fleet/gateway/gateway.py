@@ -62,7 +62,8 @@ _MODEL_OF_FORM = re.compile(
 _WITH_MODEL = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
-    *("/v1/chat/completions/render", "/v1/completions/render"),
+    *("/v1/chat/completions/render", "/v1/completions/render", "/v1/chat/completions/input_tokens"),
+    *("/responses", "/responses/input_tokens", "/chat/completions/input_tokens"),
     *(
         *("/chat/completions", "/completion", "/completions", "/infill", "/apply-template"),
         *("/embeddings", "/embedding", "/v2/embed", "/reranking", "/v1/reranking"),

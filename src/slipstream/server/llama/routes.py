@@ -54,7 +54,11 @@ from slipstream.server.openai.protocol import (
 from slipstream.server.openai.tokens import message_variables
 from slipstream.server.state import ServerState, TokenizerProtocol
 
-Bias = Annotated[list[tuple[TokenId | str, float | bool]], Meta(max_length=1024)]
+BiasText = Annotated[str, Meta(max_length=64)]
+Bias = (
+    Annotated[dict[BiasText, float], Meta(max_length=1024)]
+    | Annotated[list[tuple[TokenId | BiasText, float | bool]], Meta(max_length=1024)]
+)
 
 
 Part = str | TokenId | PromptString
@@ -90,7 +94,7 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None  # -1: by chance
     stop: Stop = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | Bias | None = None  # of tokens or texts; false: never
+    logit_bias: Bias | None = None  # of tokens or texts; false: never
     n_probs: Int | None = None
     grammar: str | None = None
     json_schema: Schema | None = None
@@ -157,11 +161,13 @@ def _token_biases(
     given: dict[str, float] | list[tuple[int | str, float | bool]],
     tokenizer: TokenizerProtocol | None,
 ) -> dict[str, float]:
-    """Biases by token id. A text's bias is that of each of its tokens."""
+    """Biases by token id. A text's bias is that of each of its tokens. Only an object's keys, which
+    JSON has no numbers for, are ids as digits."""
     biases = dict[str, float]()
+    keyed = isinstance(given, dict)
     for key, bias in given.items() if isinstance(given, dict) else given:
         value = -100.0 if bias is False else float(bias)
-        if isinstance(key, int) or key.isdecimal():
+        if isinstance(key, int) or (keyed and key.isascii() and key.isdecimal()):
             biases[str(key)] = value
         elif tokenizer is None:
             raise bad_request("this server runs without a tokenizer; send token ids", "logit_bias")

@@ -256,9 +256,10 @@ class About:
         """ApiError (403) on a server that others reach without keys: from other machines, or by any page in this one's
         browser. `auth` has checked the role."""
         settings = self.state.settings
-        is_open = settings.host not in _LOCAL or "*" in (
-            *settings.cors_origins,
-            *settings.allowed_hosts,
+        is_open = (
+            settings.host not in _LOCAL
+            or "*" in settings.allowed_hosts
+            or not {"*", "localhost"}.isdisjoint(settings.cors_origins)
         )
         if not self.state.keys and is_open:
             raise ApiError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from slipstream.engine.requests.pooled import (
     scores,
     scores_pairs,
 )
+from slipstream.engine.requests.processor import in_thread_if_long
 from slipstream.engine.requests.token_vectors import (
     check_sparse,
     sparse_embeddings,
@@ -60,7 +62,8 @@ from slipstream.server.openai.protocol import (
     decode,
 )
 from slipstream.server.openai.tokens import conversation, text_prompt, without_mixes
-from slipstream.server.state import ServerState
+from slipstream.server.state import ServerState, TokenizerProtocol
+from slipstream.spec.description import ModelDescription
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
 SCORE_PATHS = ("/score", "/v1/score")
@@ -122,24 +125,28 @@ async def of_inputs(
     num_queries: int | None = None,
 ) -> Vectors:
     """The engine's vectors for the texts of `input`."""
-    prompts: list[Prompt | tuple[str, str]]
-    if body.messages is not None:
-        prompts = [await conversation(state, body)]
-    else:
-        prompts = [
-            await text_prompt(
-                state, p, add_special_tokens=body.add_special_tokens is not False, any_length=True
-            )
-            if isinstance(p, str)
-            else TokensPrompt(prompt_token_ids=p)
-            for p in await without_mixes(state, body.prompts(), "input")
-        ]
+    prompts, count = list[Prompt | tuple[str, str]](), 1
+    special = body.add_special_tokens is not False
+    cut = body.truncate_prompt_tokens is not None
     try:
+        if body.messages is not None:
+            prompts.append(await conversation(state, body))
+        else:
+            given = await without_mixes(state, body.prompts(), "input", add_special_tokens=special)
+            count = len(given)
+            for one in given:
+                prompts.append(
+                    await text_prompt(state, one, add_special_tokens=special, any_length=cut)
+                    if isinstance(one, str)
+                    else TokensPrompt(prompt_token_ids=one)
+                )
         answer = await embed(state, prompts, body, "input", record, task, num_queries)
     except RequestError as error:
         if error.field in ("prompt", "prompt_token_ids"):
-            given = "input" if body.messages is None else "messages"
-            error.field = given if len(prompts) == 1 else f"input[{error.text}]"
+            name, number = "input" if body.messages is None else "messages", error.text
+            if number is None:  # of `text_prompt`
+                number = len(prompts)
+            error.field = name if count == 1 else f"input[{number}]"
         raise
     record.num_prompt_tokens = sum(map(len, answer.prompt_token_ids))
     return answer
@@ -235,6 +242,24 @@ def _as_cohere(kind: str, found: npt.NDArray[np.float32]) -> list[Any]:
     return cast("list[Any]", (bits - 128 if kind == "binary" else bits).tolist())
 
 
+def _cut(tokenizer: TokenizerProtocol, texts: list[str], most: int) -> list[str]:
+    """The texts, those of more than `most` tokens as the text of the first ones."""
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [
+        text if len(own) <= most else tokenizer.decode(own[:most])
+        for text, own in zip(texts, ids, strict=True)
+    ]
+
+
+def _check_activation(model: ModelDescription, body: RerankRequest | ScoreRequest) -> None:
+    """Raise a 400 if a model without logits is asked for them."""
+    for name, asks in (("use_activation", False), ("raw_scores", True)):
+        if getattr(body, name, None) is asks and not scores_pairs(model):
+            raise bad_request(
+                f"{name}: only a model that scores pairs of texts has logits; leave it out", name
+            )
+
+
 def _without_start(state: ServerState, text: str) -> str | list[int]:
     """The text; one longer than the context as its last tokens, after those that begin each text."""
     tokenizer = state.engine.tokenizer
@@ -256,8 +281,12 @@ class CohereEmbedRoute(PooledRoute):
         self, state: ServerState, body: CohereEmbedRequest, record: RequestRecord
     ) -> dict[str, Any]:
         texts: list[Any] = list(body.texts)
-        if body.truncate == "START" and state.engine.tokenizer is not None:
-            texts = [_without_start(state, text) for text in texts]
+        if body.truncate == "START" and (tokenizer := state.engine.tokenizer) is not None:
+            texts = await in_thread_if_long(
+                lambda: [_without_start(state, text) for text in body.texts],
+                sum(map(len, body.texts)),
+                tokenizer,
+            )
         own = EmbeddingRequest(
             model=body.model,
             input=texts,
@@ -290,15 +319,14 @@ class CohereEmbedRoute(PooledRoute):
 
 async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> Any:
     engine = state.engine
+    _check_activation(engine.description, body)
     named, documents = body.given()
     if body.truncate and body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = -1
     if (most := body.max_tokens_per_doc) and (tokenizer := engine.tokenizer) is not None:
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
-        documents = [
-            text if len(own) <= most else tokenizer.decode(own[:most])
-            for text, own in zip(documents, ids, strict=True)
-        ]
+        documents = await in_thread_if_long(
+            partial(_cut, tokenizer, documents, most), sum(map(len, documents)), tokenizer
+        )
     activate = body.use_activation is not False and not body.raw_scores
     texts = rerank_texts(engine.description, body.query, documents)
     try:
@@ -331,6 +359,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
 
 async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -> dict[str, Any]:
     model = state.engine.description
+    _check_activation(model, body)
     names = body.names()
     first, second = (
         [given] if isinstance(given := getattr(body, name), str) else given for name in names

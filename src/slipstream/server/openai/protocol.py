@@ -518,6 +518,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
 
 TEMPLATE_FIELDS = {
     "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "any_length", "tokenize",
+    "pictures",
 }  # fmt: skip
 
 
@@ -909,7 +910,7 @@ register(
         *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
     ),
 )
-_AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
+_AT = re.compile(r"(?s)(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 
 

@@ -42,6 +42,7 @@ class Rendering:
         return json_response(found)
 
     def _checked(self, body: Body) -> Body:
+        body.check()
         if body.model is not None:
             require_model(self.state, body.model)
         if body.truncate_prompt_tokens is not None:
