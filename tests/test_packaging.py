@@ -1,4 +1,4 @@
-"""What Slipstream is installed and deployed by: quickstart, the images, the chart, the workflow of a release.
+"""Tests of what Slipstream is installed and deployed by: quickstart, the images, the chart, the workflow of a release.
 
 The chart is rendered by helm itself: `python -m tests.helm` fetches it.
 """
@@ -56,6 +56,8 @@ def clone(tmp_path):
     for name in ("src/slipstream/x.py", "csrc/cpu/x.cpp", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.2.0"\n')
+    for name in ("src/slipstream/x.py", "csrc/cpu/x.cpp", "pyproject.toml"):
         os.utime(tmp_path / name, (1, 1))
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
@@ -84,10 +86,10 @@ def quickstart(clone, *words, cwd=None):
     return ran, installed
 
 
-def wheel_of(clone, machine):
+def wheel_of(clone, machine, version="0.2.0"):
     folder = clone / "dist"
     folder.mkdir(exist_ok=True)
-    wheel = folder / f"slipstream-0.2.0-py3-none-manylinux_2_34_{machine}.whl"
+    wheel = folder / f"slipstream-{version}-py3-none-manylinux_2_34_{machine}.whl"
     wheel.touch()
     return wheel
 
@@ -98,10 +100,22 @@ def test_quickstart_takes_a_wheel_of_this_machine_that_is_newer_than_the_source(
     wheel = wheel_of(clone, os.uname().machine)
     ran, asked = quickstart(clone)
     assert ran.returncode == 0
-    assert [line.split()[3] for line in asked] == ["uninstall", "install"]
+    assert "uninstall" not in " ".join(asked)  # what is there stays until the new one is
+    assert "--force-reinstall" in asked[-1]
     assert asked[-1].endswith(f" dist/{wheel.name}")
     assert quickstart(clone, "--source")[1][-1].endswith(" -e .")
     os.utime(wheel, (0, 0))
+    assert quickstart(clone)[1][-1].endswith(" -e .")
+
+
+def test_quickstart_takes_no_wheel_of_another_version_nor_over_an_editable_installation(clone):
+    wheel = wheel_of(clone, os.uname().machine, "0.1.9")
+    assert quickstart(clone)[1][-1].endswith(" -e .")
+    wheel.rename(wheel.with_name(wheel.name.replace("0.1.9", "0.2.0")))
+    assert quickstart(clone)[1][-1].endswith(".whl")
+    info = clone / ".venv" / "lib" / "python3.13" / "site-packages" / "slipstream-0.2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "direct_url.json").write_text('{"dir_info": {"editable": true}, "url": "file:///x"}')
     assert quickstart(clone)[1][-1].endswith(" -e .")
 
 
@@ -241,7 +255,17 @@ def test_the_chart_is_of_this_version_and_its_schema_knows_all_values():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     jsonschema.validate(values, schema)
     assert set(values) == set(schema["properties"]) - {"global"}
-    for wrong in ({"replica": 1}, {"model": "./mine"}, {"gateway": {"host": "x"}}, {"gpus": -1}):
+    for right in ("8Gi", "1.5G", "900M"):
+        jsonschema.validate({**values, "resources": {"cpu": 4, "memory": right}}, schema)
+    for wrong in (
+        *({"replica": 1}, {"model": "./mine"}, {"gateway": {"host": "x"}}, {"gpus": -1}),
+        *({"args": ["--port", "80"]}, {"args": ["--api-key=x"]}, {"persistence": {"size": ""}}),
+        *(
+            {"resources": {"cpu": 4, "memory": memory}}
+            for memory in ("1.2.3Gi", ".G", "8Ki8", "8K")
+        ),
+        {"serviceMonitor": {"interval": ""}},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**values, **wrong}, schema)
 
@@ -307,6 +331,8 @@ def test_the_chart_with_everything_fits_together(tmp_path):
         assert guard.is_allowed(f"{host}:8000"), host
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     events = _cache_events(args.kv_events_config, True)
+    picker = found["ConfigMap", "chat-epp"]["data"]["config.yaml"]
+    assert f"blockSizeTokens: {args.block_size}}}" in picker
     assert events.endpoint == f"tcp://*:{ports['kv-events']}"
     assert re.fullmatch(r"kv@\$\(POD_IP\):8000@smollm2", events.topic)
     monitor = found["ServiceMonitor", "chat"]["spec"]
@@ -322,6 +348,18 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     args = served(keyed["spec"]["template"]["spec"]["containers"][0]["args"])
     assert args.api_key_file == f"{manifests.KEYS}/keys"
     assert not args.allowed_hosts
+
+
+@needs_helm
+def test_the_charts_images_are_those_that_a_release_pushes(tmp_path):
+    steps = workflows()["release"]["jobs"]["images"]["steps"]
+    pushed = steps[-1]["run"]
+    assert "for kind in cpu cuda;" in pushed
+    assert 'docker push "$REGISTRY:${GITHUB_REF_NAME#v}-$kind"' in pushed
+    for kind, gpus in (("cpu", 0), ("cuda", 1)):
+        spec = render(tmp_path, gpus=gpus)["StatefulSet", "chat"]["spec"]["template"]["spec"]
+        version = PROJECT["project"]["version"]
+        assert spec["containers"][0]["image"] == f"slipstream:{version}-{kind}"
 
 
 def pool_kind(found):
@@ -365,6 +403,14 @@ def test_the_chart_refuses_what_it_does_not_know(tmp_path):
         render(tmp_path, replica=2)
     with pytest.raises(ValueError, match=r"gateway\.parentRefs: name the Gateway"):
         render(tmp_path, gateway={"enabled": True})
+    with pytest.raises(ValueError, match=r"kvEvents\.blockSize"):
+        render(tmp_path, kvEvents={"enabled": True}, args=["--block-size", "32"])
+    with pytest.raises(ValueError, match="keySecret need none"):
+        render(tmp_path, keySecret="llm-keys", allowedHosts=["llm.example"])
+    with pytest.raises(ValueError, match=r"minReplicas is above"):
+        render(tmp_path, autoscaling={"enabled": True, "minReplicas": 5, "maxReplicas": 4})
+    with pytest.raises(ValueError, match="args"):
+        render(tmp_path, args=["--port", "80"])
 
 
 # --- a release -------------------------------------------------------------------------------------
@@ -392,6 +438,7 @@ def test_a_release_has_both_architectures_an_sdist_images_and_the_chart():
     assert found[True]["push"] == {"tags": ["v*"]}  # YAML 1.1 reads `on` as true
     assert found["permissions"] == {"contents": "read"}
     jobs = found["jobs"]
+    assert jobs["images"]["needs"] == ["wheels", "sdist"]  # no image of what fails
     assert set(jobs["release"]["needs"]) == set(jobs) - {"release"}
     matrix = jobs["wheels"]["strategy"]["matrix"]["include"]
     wheels = PROJECT["tool"]["cibuildwheel"]

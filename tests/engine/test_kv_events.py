@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
 
 from slipstream import LLM, SamplingParams
+from slipstream.cli.main import main
+from slipstream.config.sections import CacheEventSettings
+from slipstream.engine.kv_events import _extra
 from slipstream.errors import ConfigError
 
 TINY = str(Path(__file__).parents[2] / "benchmarks" / "configs" / "tiny")
@@ -93,6 +98,22 @@ def test_stored_blocks_come_with_their_tokens_and_leave_when_they_are_evicted():
         begin = index.numbers[0]
         assert index.numbers == list(range(begin, begin + len(index.numbers)))
     index.socket.close(linger=0)
+
+
+def test_a_salt_is_told_by_its_hash_and_in_the_first_block_alone():
+    request = SimpleNamespace(spec=SimpleNamespace(images=(), cache_salt="secret"))
+    assert _extra(request, 0, 16) == [hashlib.sha256(b"secret").hexdigest()]
+    assert _extra(request, 1, 16) is None
+
+
+def test_a_server_of_several_models_publishes_nothing(capsys):
+    events = ["--kv-events-config", '{"enable_kv_cache_events": true}']
+    assert main(["serve", f"a={TINY}", f"b={TINY}", *events]) != 0
+    assert "--kv-events-config does not go with several models" in capsys.readouterr().err
+
+
+def test_by_default_only_this_machine_is_told():
+    assert CacheEventSettings().endpoint.startswith("tcp://127.0.0.1:")
 
 
 @pytest.mark.parametrize(

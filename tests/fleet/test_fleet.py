@@ -254,6 +254,13 @@ def test_settings_that_no_replica_has(tiny, name):
     assert wrong.value.field.endswith(f"server.{name}")
 
 
+def test_no_replica_publishes_its_prefix_cache(tiny):
+    events = {"enable_kv_cache_events": True}
+    with pytest.raises(ConfigError, match="leave it out") as wrong:
+        pools(fleet_of(version(tiny, engine={**ENGINE, "kv_events_config": events})))
+    assert wrong.value.field.endswith("engine.kv_events_config")
+
+
 @pytest.mark.slow
 def test_a_long_whole_answer_is_no_silence(tiny, tmp_path):
     fleet = fleet_of(version(tiny, replicas=1), router={"silence_s": 1.5, "probe_s": 0})

@@ -17,9 +17,12 @@ labels:
 {{- end }}
 {{- $own := list "--host" "0.0.0.0" "--port" "8000" "--drain-timeout" (toString .Values.drainTimeoutSeconds) -}}
 {{- if .Values.kvEvents.enabled -}}
+{{- range $word := .Values.args -}}
+{{- if regexMatch "^--block[-_]size(=|$)" $word }}{{ fail "args: leave --block-size out; with kvEvents it is kvEvents.blockSize" }}{{ end -}}
+{{- end -}}
 {{- $topic := printf "kv@$(POD_IP):8000@%s" .Values.model -}}
 {{- $events := dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" (printf "tcp://*:%v" .Values.kvEvents.port) "topic" $topic -}}
-{{- $own = concat $own (list "--kv-events-config" (toJson $events)) -}}
+{{- $own = concat $own (list "--block-size" (toString .Values.kvEvents.blockSize) "--kv-events-config" (toJson $events)) -}}
 {{- end -}}
 {{- if .Values.keySecret -}}
 {{- $own = concat $own (list "--api-key-file" "/run/slipstream/keys/keys") -}}

@@ -68,7 +68,7 @@ STATES_TO_FIT = 1
 class CacheEventSettings:
     """Address and topic of published news of the prefix cache (`engine/kv_events.py`)."""
 
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = "tcp://127.0.0.1:5557"  # who reaches it reads all prompts
     topic: str = ""
 
 

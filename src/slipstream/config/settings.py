@@ -164,7 +164,7 @@ class EngineArgs:
     )
     kv_events_config: dict[str, Any] | None = setting(
         None,
-        'publish what the prefix cache holds, as vLLM does, such as {"enable_kv_cache_events": true}; docs/containers.md',
+        'publish what the prefix cache holds, as vLLM does: {"enable_kv_cache_events": true}; docs/install-and-deploy.md',
         unset="off",
         rare=True,
     )

@@ -7,6 +7,7 @@ so that our keys are only names. Blocks that were stored before it subscribed ar
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -104,9 +105,10 @@ def _runs(numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _extra(request: Request, block: int, size: int) -> list[str] | None:
-    """Keys that a block's content depends on next to its tokens: the salt (in the first), and pictures."""
+    """Keys that a block's content depends on next to its tokens: the salt's hash
+    (in the first, as the salt is its clients' secret), and pictures."""
     begin = block * size
     found = [i.key.hex() for i in request.spec.images if i.offset < begin + size and begin < i.end]
     if not block and request.spec.cache_salt:
-        found.append(request.spec.cache_salt)
+        found.append(hashlib.sha256(request.spec.cache_salt.encode()).hexdigest())
     return found or None

@@ -245,6 +245,7 @@ _NOT_IN_FLEET = {
     "cors_origins": "clients reach the gateway, which has the fleet's own cors_origins",
     "audit_log": "the gateway writes the audit log, by the fleet's own audit_log",
     "lora_folder": "adapters of a fleet stand in engine.lora_modules",
+    "kv_events_config": "the gateway follows the caches itself, and replicas would publish at one address",
     "enable_sleep_mode": "replicas of a fleet do not sleep; autoscale with min: 0 ends those that nobody needs",
 }
 
@@ -477,9 +478,10 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
             f"{where}.server.{taken[0]}: leave it out; the fleet sets it",
             field=f"{where}.server.{taken[0]}",
         )
-    if wrong := sorted(_NOT_IN_FLEET.keys() & version.server.keys()):
-        message = f"{where}.server.{wrong[0]}: leave it out; {_NOT_IN_FLEET[wrong[0]]}"
-        raise ConfigError(message, field=f"{where}.server.{wrong[0]}")
+    for part, given in (("engine", settings), ("server", version.server)):
+        if wrong := sorted(_NOT_IN_FLEET.keys() & given.keys()):
+            message = f"{where}.{part}.{wrong[0]}: leave it out; {_NOT_IN_FLEET[wrong[0]]}"
+            raise ConfigError(message, field=f"{where}.{part}.{wrong[0]}")
     try:
         ServerSettings(**version.server)
     except (TypeError, ConfigError) as error:

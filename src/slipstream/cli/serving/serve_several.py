@@ -27,6 +27,7 @@ _NOT_WITH_SEVERAL = {
     "grpc_port": "gRPC serves one model",
     "context_model": "--context-model shortens prompts of one model",
     "enable_lora": "adapters belong to one model",
+    "kv_events_config": "its events are of one model's prefix cache",
     "lora_modules": "adapters belong to one model",
     "lora_folder": "adapters belong to one model",
     "served_model_name": "name models as in NAME=MODEL instead",
