@@ -68,9 +68,9 @@ class DecoderCore(EngineCore):
         if events is not None and executor.store is not None:
             message = "kv_events_config: blocks that come back from lower tiers are not told; leave one of them out"
             raise ConfigError(message, field="kv_events_config")
-        self._events = None if events is None else PublishingCacheEvents(events, scheduler)
-        super().__init__(executor, scheduler, (*listeners, *filter(None, (self._events,))))
-        if self._events is not None:
+        published = () if events is None else (PublishingCacheEvents(events, scheduler),)
+        super().__init__(executor, scheduler, (*listeners, *published))
+        if published:
             self._join(PublishingCacheEvents)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
@@ -97,10 +97,7 @@ class DecoderCore(EngineCore):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.grammars.close()
         self.scheduler.close()
-        if self._events is not None:
-            self._events.close()
 
     def add_beams(self, request: BeamsRequest) -> None:
         self._join(Searching)

@@ -242,6 +242,8 @@ class EngineCore:
         """End what the executor started. No other call comes after it."""
         self.flush()
         self.executor.shutdown()
+        for listener in self._listeners:
+            listener.close()
         # They refer to this core, and would keep the model's memory.
         self._all_listeners = self._listeners = ()
 

@@ -54,6 +54,9 @@ class Listener:
     def clear(self) -> None:
         """Forget all requests."""
 
+    def close(self) -> None:
+        """End what it began. No other call comes after it."""
+
 
 class MaskingGrammars(Listener):
     """Holds requests until their grammars are compiled, masks their steps, and ends their answers.
@@ -164,6 +167,9 @@ class MaskingGrammars(Listener):
 
     def clear(self) -> None:
         self._grammars.clear()
+
+    def close(self) -> None:
+        self._grammars.close()
 
 
 class Searching(Listener):
