@@ -189,7 +189,8 @@ def test_a_draft_model_of_each_rank(tiny_model, tmp_path, count):
         str(tiny_model), tensor_parallel_size=2, speculative_config=drafting, **SETTINGS
     ) as llm:
         assert agree(answers(llm), wanted)
-        assert llm.stats().spec_draft_tokens > 20
+        least = 5 if count == "auto" else 20  # a busy machine's step times choose fewer
+        assert llm.stats().spec_draft_tokens > least
     with pytest.raises(ConfigError, match="does not run over stages; use 'ngram'"):
         LLM(str(tiny_model), pipeline_parallel_size=2, speculative_config=drafting, **SETTINGS)
 
