@@ -238,6 +238,8 @@ class Verification:
         excess = measures.mean(
             [float((-s.chosen - entropy(s)).mean()) for s in self._drawn.get(kind, [])]
         )
+        if not excess.count:
+            return Finding(check=check, outcome="undecided", why="no answer could be read")
         seen = (
             f"no log-probabilities; answers {excess.value:+.2f} ± {excess.stderr:.2f} nats a token"
         )
@@ -291,6 +293,8 @@ class Verification:
         if kind in self._refused:
             return Finding(check=kind, outcome="not offered", why=self._refused[kind])
         share = measures.mean([x for s in self._drawn.get(kind, []) for x in outside(s)])
+        if not share.count:
+            return Finding(check=kind, outcome="undecided", why="no answer could be read")
         seen = f"{100 * share.value:.1f} % of {share.count} tokens outside"
         fault = share.exceeds(OUTSIDE, ERRORS)
         return Finding(
@@ -304,6 +308,10 @@ class Verification:
         regret = measures.mean(
             [x for s in self._drawn.get("greedy", []) for x in measures.regrets(s)]
         )
+        if not regret.count:
+            return Finding(
+                check="temperature 0", outcome="undecided", why="no answer could be read"
+            )
         fault = regret.exceeds(REGRET, ERRORS)
         seen = f"{regret.value:.3f} nats a token below the likeliest"
         return Finding(

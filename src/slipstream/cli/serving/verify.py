@@ -22,6 +22,7 @@ from slipstream.cli.options import (
     engine_args,
 )
 from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
 
 CONTEXT = 64
 """Tokens of context for a long conversation's frame, its question and its answer."""
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.verify.report import document, page
     from slipstream.verify.served import Served
 
+    if args.rounds < 1 or args.long < 0:
+        raise ConfigError("--rounds must be at least 1, and --long at least 0", field="rounds")
     plan = Plan(rounds=args.rounds, long_lines=args.long, max_kl=args.max_kl)
     served = Served.connect(args.url, model=args.served, api_key=args.api_key)
     with phases("verifying") as phase:
