@@ -32,6 +32,7 @@ from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
+    MAX_TOOLS,
     CalledFunction,
     FunctionSpec,
     Name,
@@ -285,7 +286,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     model: str | None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     system: str | list[dict[str, Raw]] | None = None
-    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -385,8 +386,6 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
             refuse_unless_off(made, made.off, f"tools[{i}].")
             hints += given_hints(made, "tools.")
             found.append(made)
-        if len(found) > 128:
-            raise bad_request("there are more than 128 tools; offer fewer", "tools")
         return found, list(dict.fromkeys(hints))
 
     def ignores_thinking(self, state: ServerState) -> bool:
@@ -706,9 +705,7 @@ class MessageAnswer(BlockAnswer):
 
     def _usage(self, output: int) -> dict[str, Any]:
         cached, num_prompt = self.prompt_info[0].num_cached_tokens, self.record.num_prompt_tokens
-        cache, written = self.state.engine.config.cache, 0
-        if cache.enable_prefix_caching:  # whole blocks are cached
-            written = max(0, num_prompt // cache.block_size * cache.block_size - cached)
+        written = self.num_written_tokens
         lives = max((s for _, s in self.breakpoints), default=0.0)
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
