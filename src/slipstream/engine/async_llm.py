@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
-from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.model_files import load_tokenizer, log_canary
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
 from slipstream.engine.process.core_client import ChildLink, CoreClient, CoreLink
