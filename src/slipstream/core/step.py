@@ -52,17 +52,6 @@ class StepBudget:
     preempted request gives its token back by itself.
     """
 
-    __slots__ = (
-        "_extra",
-        "_extra_of_rank",
-        "_limit",
-        "_limit_of_rank",
-        "_running",
-        "_scheduled",
-        "_scheduling",
-        "guesses",
-    )
-
     def __init__(self, scheduling: SchedulingConfig, running: Sized, scheduled: Sized) -> None:
         """Begin with the limits of a step with decodes.
 
@@ -128,20 +117,6 @@ class StepBuilder:
 
     `KVCacheManager.allocate` records new blocks before `add` is called.
     """
-
-    __slots__ = (
-        "budget",
-        "certain",
-        "decodes",
-        "encoding",
-        "guesses",
-        "new",
-        "prompts",
-        "sampled_decodes",
-        "sampled_prompts",
-        "scheduled",
-        "updates",
-    )
 
     def __init__(
         self,
