@@ -83,6 +83,7 @@ def main() -> None:
     add("--source", required=True, type=Path, metavar="SDIST|CHECKOUT")
     add("--only", action="append", default=[], metavar="PART", help="of a file's path")
     add("-k", default="", metavar="EXPRESSION", help="pytest's choice of tests")
+    add("--again", action="store_true", help="leave out those that passed in the record")
     add("--work", type=Path, help="a folder to keep the copy, logs and models in")
     add("--output", type=Path, default=RESULTS / "other_suites.json")
     args = parser.parse_args()
@@ -93,6 +94,8 @@ def main() -> None:
     shutil.rmtree(copy, ignore_errors=True)
     copied(args.source, data["inside"], data["parts"], copy)
     with_values(copy, data["values"])
+    for folder in data.get("folders", ()):
+        (copy / folder).mkdir(exist_ok=True)
 
     sys.path[:0] = [str(HERE.parent), str(SUITES)]
     import models
@@ -108,11 +111,16 @@ def main() -> None:
     ]
     log = work / f"{plugin}.jsonl"
     log.unlink(missing_ok=True)
+    record = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}
+    suites = record.get("suites", {})
+    before = suites.get(args.suite, {}).get("results", [])
     given = {"data": data, "models": made, "copy": str(copy), "log": str(log)}
+    passed = [[r["file"], r["test"]] for r in before if r["outcome"] == "passed"]
+    given["passed"] = passed if args.again else []
     (work / f"{plugin}.given.json").write_text(json.dumps(given), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "marks", "-p", f"{plugin}_plugin"]
     command += ["--given", str(work / f"{plugin}.given.json"), "-p", "no:cacheprovider", "--tb=short"]
-    command += ["--continue-on-collection-errors", "--timeout=240", "--rootdir", str(tests)]
+    command += ["--continue-on-collection-errors", "--timeout=240", "--rootdir", str(tests), *data.get("pytest", ())]
     command += ["-c", str(SUITES / "pytest.ini"), *(["-k", args.k] if args.k else [])]
     paths = [SUITES, HERE.parent / "src", tests if plugin == "llama_cpp" else copy]
     subprocess.run(
@@ -123,11 +131,8 @@ def main() -> None:
     )
 
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    record = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}
-    suites = record.get("suites", {})
-    before = suites.get(args.suite, {}).get("results", [])
     new = {(r["file"], r["test"]) for r in lines}
-    whole = {r["file"] for r in lines} if not args.k else set()
+    whole = {r["file"] for r in lines} if not (args.k or args.again) else set()
     kept = [r for r in before if r["file"] not in whole and (r["file"], r["test"]) not in new]
     results = sorted(kept + lines, key=lambda r: (r["file"], r["test"]))
     table = counts(results)
@@ -143,15 +148,8 @@ def main() -> None:
         "total": dict(total),
         "passed of those that count": round(share, 4),
         "files": table,
-        "results": [r for r in results if r["outcome"] != "passed"],
-        "passed": [f"{r['file']}::{r['test']}" for r in results if r["outcome"] == "passed"],
+        "results": results,
     }
-    suites[args.suite]["results"] += [
-        {"file": r["file"], "test": r["test"], "outcome": "passed"}
-        for r in results
-        if r["outcome"] == "passed"
-    ]
-    del suites[args.suite]["passed"]
     save(args.output, "other_suites", suites=suites)
 
 

@@ -21,7 +21,8 @@ import pytest
 import requests
 from marks import GIVEN, aside
 
-sys.modules.setdefault("wget", types.ModuleType("wget"))  # it would fetch their models
+FETCHER = sys.modules["wget"] = types.ModuleType("wget")  # what they fetch their models with
+FETCHER.download = lambda *_, **__: aside(5, "a model or an adapter of theirs")  # type: ignore[attr-defined]
 KEPT: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], int]] = {}
 """Options → (its server, port), the one used last at the end."""
 MOST_KEPT = 3
@@ -88,6 +89,8 @@ def allowed(path: str) -> str:
 
 
 def filled(server: Any, path: str, data: Any) -> Any:
+    if isinstance(data, dict) and path == "/apply-template" and server.reasoning:
+        return {"chat_template_kwargs": {"enable_thinking": server.reasoning != "off"}, **data}
     if not isinstance(data, dict) or path not in GENERATING:
         return data
     defaults: dict[str, Any] = {"temperature": server.temperature, "seed": server.seed}
