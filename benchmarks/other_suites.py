@@ -126,7 +126,7 @@ def main() -> None:
     subprocess.run(
         [*command, *map(str, files)],
         check=False,
-        cwd=tests,
+        cwd=paths[-1],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
     )
 
