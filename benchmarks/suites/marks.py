@@ -25,9 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--given")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if not GIVEN:
-        GIVEN.update(json.loads(Path(config.getoption("--given")).read_text("utf-8")))
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    GIVEN.update(json.loads(Path(early_config.known_args_namespace.given).read_text("utf-8")))
 
 
 def short(nodeid: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ import marks
 import pytest
 from marks import GIVEN, aside
 
-STOOD_FOR = ("vllm", "schemathesis", "lm_eval", "mteb", "hypothesis", "pybase64")
+STOOD_FOR = ("vllm", "lm_eval", "mteb", "pybase64")
 
 
 class Answer:
@@ -157,8 +157,7 @@ class Finder:
         pass
 
 
-def pytest_sessionstart() -> None:
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
 
 
 def translated(asked: list[str]) -> list[str]:
