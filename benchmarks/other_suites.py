@@ -106,7 +106,8 @@ def main() -> None:
     files = [
         p
         for p in dict.fromkeys(files)
-        if data["starts"] in p.read_text(encoding="utf-8")
+        if str(p.relative_to(tests)) not in data.get("not run", {})
+        and data["starts"] in p.read_text(encoding="utf-8")
         and (not args.only or any(part in str(p.relative_to(tests)) for part in args.only))
     ]
     log = work / f"{plugin}.jsonl"
@@ -148,6 +149,7 @@ def main() -> None:
         "total": dict(total),
         "passed of those that count": round(share, 4),
         "files": table,
+        "not run": {name: f"{clause}: {why}" for name, (clause, why) in data.get("not run", {}).items()},
         "results": results,
     }
     save(args.output, "other_suites", suites=suites)

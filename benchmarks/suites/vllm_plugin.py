@@ -146,7 +146,7 @@ class Finder:
             made.__dict__.update(VLLM_PATH=Path(GIVEN["copy"]), ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={})
             names = ("RemoteOpenAIServer", "RemoteVLLMServer", "RemoteOpenAIServerCustom")
             made.__dict__.update(dict.fromkeys(names, Server))
-            made.__dict__["multi_gpu_only"] = made.__dict__["requires_fp8"] = lambda test: test
+            made.__dict__["multi_gpu_only"] = made.__dict__["requires_fp8"] = lambda *_, **__: lambda test: test
         elif spec.name == "tests.conftest":
             made.__dict__.update(HfRunner=Reference)
         else:
