@@ -7,9 +7,9 @@
 
 `--source` is an sdist or a checkout. The tests run in a copy outside this tree. Beside this script, for each suite:
 
-suites/SUITE.json   the files that are run; `aside`: the tests that are set aside, by which clause of docs/conformance.md and why;
+suites/SUITE.json   the files that are run; `aside`: tests set aside, by which clause of docs/conformance.md and why;
                     `values`: numbers and texts that come from the tests' own models, and what they are with ours
-suites/SUITE.py     a plugin of pytest that starts our server where the tests start theirs
+suites/…_plugin.py  a plugin of pytest that starts our server where the tests start theirs
 suites/models.py    the models: SmolLM2 and MiniLM as they are, a tiny random one with pictures, heads of random weights
 
 A file that starts no server tests that program's own classes, and isn't run. Prints passed, failed and set aside for each
@@ -120,15 +120,32 @@ def main() -> None:
     given["passed"] = passed if args.again else []
     (work / f"{plugin}.given.json").write_text(json.dumps(given), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "marks", "-p", f"{plugin}_plugin"]
-    command += ["--given", str(work / f"{plugin}.given.json"), "-p", "no:cacheprovider", "--tb=short"]
-    command += ["--continue-on-collection-errors", "--timeout=240", "--rootdir", str(tests), *data.get("pytest", ())]
+    command += [
+        "--given",
+        str(work / f"{plugin}.given.json"),
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+    ]
+    command += [
+        "--continue-on-collection-errors",
+        "--timeout=240",
+        "--rootdir",
+        str(tests),
+        *data.get("pytest", ()),
+    ]
+    command += ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
     command += ["-c", str(SUITES / "pytest.ini"), *(["-k", args.k] if args.k else [])]
     paths = [SUITES, HERE.parent / "src", tests if plugin == "llama_cpp" else copy]
     subprocess.run(
         [*command, *map(str, files)],
         check=False,
         cwd=paths[-1],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
     )
 
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -149,7 +166,9 @@ def main() -> None:
         "total": dict(total),
         "passed of those that count": round(share, 4),
         "files": table,
-        "not run": {name: f"{clause}: {why}" for name, (clause, why) in data.get("not run", {}).items()},
+        "not run": {
+            name: f"{clause}: {why}" for name, (clause, why) in data.get("not run", {}).items()
+        },
         "results": results,
     }
     save(args.output, "other_suites", suites=suites)

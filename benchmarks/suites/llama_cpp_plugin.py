@@ -26,8 +26,8 @@ FETCHER.download = lambda *_, **__: aside(5, "a model or an adapter of theirs") 
 KEPT: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], int]] = {}
 """Options → (its server, port), the one used last at the end."""
 MOST_KEPT = 3
-GENERATING = ("/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions", "/infill")  # fmt: skip
 NATIVE = ("/completion", "/completions", "/infill")
+GENERATING = (*NATIVE, "/v1/completions", "/chat/completions", "/v1/chat/completions")
 TEST: dict[str, bool] = {}
 """Of the running test: `sized` (it looks at the sizes of the context), `tools`, `lists` (it reads the names of models)."""
 
@@ -118,7 +118,8 @@ def options(server: Any) -> list[str]:
         if value not in (None, False) and (value != 0 or name == "sleep_idle_seconds"):
             aside(1, f"the option {flag}")
     if server.model_hf_repo is None and server.model_file is None:  # their router
-        named = {"tinygemma3-GGUF:Q8_0": "vision", "test-model-stories260K:F32": "text", "test-model-stories260K-infill:F32": "infill"}  # fmt: skip
+        named = {"tinygemma3-GGUF:Q8_0": "vision", "test-model-stories260K:F32": "text"}
+        named["test-model-stories260K-infill:F32"] = "infill"
         made = [f"ggml-org/{name}={models[kind]}" for name, kind in named.items()]
         made += ["--models-memory", "6GiB", "--kv-cache-bytes", "200MiB", "--max-model-len", "1024"]
     else:

@@ -1,4 +1,4 @@
-"""Plugin of pytest for both suites: sets tests aside by the suite's data, and writes each test's outcome as one line of JSON."""
+"""Plugin of pytest for both suites: sets tests aside by the suite's data, and writes each test's outcome as a line of JSON."""
 
 from __future__ import annotations
 

@@ -143,10 +143,14 @@ class Finder:
     def create_module(self, spec: Any) -> types.ModuleType:
         made = Module(spec.name)
         if spec.name == "tests.utils":
-            made.__dict__.update(VLLM_PATH=Path(GIVEN["copy"]), ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={})
+            made.__dict__.update(
+                VLLM_PATH=Path(GIVEN["copy"]), ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={}
+            )
             names = ("RemoteOpenAIServer", "RemoteVLLMServer", "RemoteOpenAIServerCustom")
             made.__dict__.update(dict.fromkeys(names, Server))
-            made.__dict__["multi_gpu_only"] = made.__dict__["requires_fp8"] = lambda *_, **__: lambda test: test
+            made.__dict__["multi_gpu_only"] = made.__dict__["requires_fp8"] = lambda *_, **__: (
+                lambda test: test
+            )
         elif spec.name == "tests.conftest":
             made.__dict__.update(HfRunner=Reference)
         else:
@@ -170,7 +174,7 @@ def translated(asked: list[str]) -> list[str]:
             name, has_value = word.partition("=")[::2]
             if name in data["options"]:
                 aside(1, f"the option {name}: {data['options'][name]}")
-            waiting = 0 if name not in data["left out"] else data["left out"][name]
+            waiting = data["left out"].get(name, 0)
             if name in data["left out"]:
                 waiting = 0 if has_value else waiting
                 continue
@@ -201,7 +205,8 @@ def ended_by_length(request: httpx.Request) -> httpx.Request:
         return request
     headers = [(k, v) for k, v in request.headers.raw if k.lower() != b"content-length"]
     content = json.dumps({**body, "ignore_eos": True}).encode()
-    return httpx.Request(request.method, request.url, headers=headers, content=content, extensions=request.extensions)  # fmt: skip
+    more = {"headers": headers, "content": content, "extensions": request.extensions}
+    return httpx.Request(request.method, request.url, **more)  # type: ignore[arg-type]
 
 
 class Sync(httpx.HTTPTransport):
@@ -247,7 +252,9 @@ class Server:
                 return []
             return ["--chat-template", str(Path(GIVEN["copy"]) / GIVEN["data"]["template"])]
         plain = Path(GIVEN["copy"]) / "plain.jinja"
-        plain.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+        plain.write_text(
+            "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        )
         return ["--chat-template", str(plain)]
 
     def __enter__(self) -> Server:

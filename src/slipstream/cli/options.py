@@ -145,7 +145,9 @@ def sampling_params(
 
 def add_key_options(parser: argparse._ActionsContainer) -> None:
     """Add what a client of a server gives as its key; `given_key` reads it."""
-    parser.add_argument("--api-key-file", metavar="FILE", help="whose first line is the server's key")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="whose first line is the server's key"
+    )
     parser.add_argument(
         "--api-key", metavar="KEY", help="the same, where other users of the machine can see it"
     )
