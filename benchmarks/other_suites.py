@@ -129,7 +129,7 @@ def main() -> None:
     ]
     command += [
         "--continue-on-collection-errors",
-        "--timeout=240",
+        "--timeout=900",
         "--rootdir",
         str(tests),
         *data.get("pytest", ()),

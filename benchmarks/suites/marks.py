@@ -83,7 +83,7 @@ def free_port() -> int:
         return int(made.getsockname()[1])
 
 
-def wait_for(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 180) -> None:
+def wait_for(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float = 600) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if process.poll() is not None:
