@@ -164,6 +164,13 @@ class Finder:
 sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    for item in items:
+        starts = any("server" in name or "client" in name for name in item.fixturenames)
+        if not starts and "RemoteOpenAIServer" not in inspect.getsource(item.function):
+            item.add_marker(pytest.mark.skip("ASIDE 2: vLLM's own classes, without HTTP"))
+
+
 def translated(asked: list[str]) -> list[str]:
     """Their options without those that ours needs none of; one that only they have sets the test aside."""
     data, made = GIVEN["data"], list[str]()
