@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 from types import SimpleNamespace
 
@@ -304,6 +305,21 @@ def test_a_process_that_dies_while_it_loads_is_started_once_more(monkeypatch):
     first_s = slot.load_s
     run(slot.load())
     assert slot.load_s == first_s + slot.last_load_s
+
+
+def test_a_sleeping_model_holds_what_its_processes_do_and_no_more_than_before(monkeypatch):
+    async def sleep(level):
+        assert level == 2
+
+    slot = Slot(model("a"))
+    slot.engine = SimpleNamespace(sleep=sleep, processes=[os.getpid(), -1])
+    monkeypatch.setattr(slot_module, "_is_cuda", lambda engine: False)
+    slot.held_bytes = 2**50
+    run(slot.unload())
+    assert 10 * 2**20 < slot.held_bytes < 2**50  # of this process; there is no other
+    slot.held_bytes = 5
+    run(slot.unload())
+    assert slot.held_bytes == 5
 
 
 def test_a_cancelled_wait_keeps_nothing():
