@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,7 @@ def test_the_least_recently_used_idle_model_makes_room():
         assert await use(slots, "a") is not None
         assert await use(slots, "b") is not None
         assert await use(slots, "a") is None  # loaded: no wait
+        assert slots["a"].facts()["expires_at"] == pytest.approx(time.time() + 300, abs=120)
         await use(slots, "c")
         await settle(slots)
         assert states(slots) == {"a": "loaded", "b": "asleep", "c": "loaded"}
