@@ -194,6 +194,31 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {},
         {**RMS, "attention.key_length": 16, "attention.value_length": 16},
     ),
+    "qwen2vl": (
+        *("qwen2vl", "qwen2", {"use_sliding_window": False}),
+        {**RMS, "rope.dimension_sections": [1, 1, 2, 0]},
+    ),
+    "qwen3vl": (
+        *("qwen3vl", "qwen3", {}),
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.dimension_sections": [3, 3, 2, 0],
+            "n_deepstack_layers": 3,
+        },
+    ),
+    "qwen3vlmoe": (
+        *("qwen3vlmoe", "qwen3_moe", {"head_dim": 8}),
+        {
+            **RMS,
+            "rope.dimension_sections": [2, 1, 1, 0],
+            "n_deepstack_layers": 3,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+        },
+    ),
     "qwen2moe": (
         "qwen2moe",
         "qwen2_moe",
@@ -1052,6 +1077,20 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
         "GRANITE_HYBRID",
         GRANITE_H,
     ),
+    "kimi-linear": (
+        *("kimi_linear", {"n_group": 1, "topk_group": 1}, "KIMI_LINEAR"),
+        {
+            **{k: v for k, v in DEEPSEEK.items() if k != "attention.head_count_kv"},
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.head_count": 4,
+            "attention.head_count_kv": [0, 1, 0],
+            "ssm.conv_kernel": 4,
+            "kda.head_dim": 12,
+            "expert_shared_count": 2,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 2.446,
+        },
+    ),
     "qwen3-next": (
         *("qwen3_next", {"norm_topk_prob": True, "mlp_only_layers": []}, "QWEN3NEXT"),
         QWEN3_NEXT_MOE,
@@ -1157,6 +1196,23 @@ def of_delta(config, name, value):
     return {name: tiled(value, size if "in_proj_z" in name else 1)}
 
 
+def of_kimi(config, name, value):
+    layer = name.split(".")[2] if "layers" in name else None
+    if name.endswith("A_log"):
+        value = -np.exp(value)
+    if "conv1d" in name:
+        value = value.reshape(1, len(value), 1, -1)
+    if "kv_b_proj" in name:
+        heads = value.reshape(config["num_attention_heads"], -1, value.shape[-1])
+        keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+        stem = name.removesuffix("kv_b_proj.weight")
+        return {f"{stem}k_b_proj.weight": keys.swapaxes(1, 2), f"{stem}v_b_proj.weight": values}
+    if layer == "0" and "block_sparse_moe" in name:  # dense, which the authors call so
+        name = name.replace("block_sparse_moe", "mlp")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    return {name.replace(".dt_bias", ".dt_proj.bias"): value}
+
+
 def of_qwen(config, name, value):
     if name.endswith("A_log"):
         value = -np.exp(value)
@@ -1181,6 +1237,8 @@ def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
             return of_qwen(config, name, value)
         if family == "falcon_h1":
             value = folded(config, name, value)
+        if family == "kimi_linear":
+            return of_kimi(config, name, value)
         if name.endswith("A_log"):
             value = -np.exp(value)
         if name.endswith(("A_log", ".D")) and value.ndim == 1:

@@ -9,6 +9,7 @@ torch: `load/weights.py` makes tensors with the same table of places.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import Counter
@@ -499,8 +500,8 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                 .swapaxes(1, 2)
                 .reshape(value.shape)
             )
-        case Flatten():
-            return value.reshape(value.shape[0], -1)
+        case Flatten(kernel=kernel):
+            return value.reshape(-1, math.prod(kernel))
         case OneRow():
             return value[0]
         case Vector():
