@@ -99,7 +99,7 @@ class Untile:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class TransformChain:
     """Several changes, in the order in which they are undone."""
 
     steps: tuple[Transform, ...]
@@ -156,7 +156,7 @@ Transform: TypeAlias = (
     | Vector
     | Regroup
     | Untile
-    | Chain
+    | TransformChain
     | AxisHalves
     | Scale
     | Reshape

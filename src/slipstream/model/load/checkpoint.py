@@ -37,7 +37,6 @@ from slipstream.spec.families.mtp import MTPFormat
 from slipstream.spec.families.names import canonical, without_prefix
 from slipstream.spec.parameters import (
     AxisHalves,
-    Chain,
     Deinterleave,
     Flatten,
     Integers,
@@ -52,6 +51,7 @@ from slipstream.spec.parameters import (
     Stacked,
     SwapGateUp,
     Transform,
+    TransformChain,
     Transpose,
     Turnable,
     Ungroup,
@@ -460,7 +460,7 @@ def turned(placement: Placement, shape: Shape, into: Shape) -> Placement:
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
-    if isinstance(transform, Chain):
+    if isinstance(transform, TransformChain):
         for step in reversed(transform.steps):
             shape = stored_shape(shape, step)
         return shape
@@ -534,7 +534,7 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                 return turned.swapaxes(0, 1)
             heads = value[start:].reshape(-1, n, size, *value.shape[1:]).swapaxes(0, 1)
             return xp.concatenate((value[:start], heads.reshape(-1, *value.shape[1:])))
-        case Chain(steps=steps):
+        case TransformChain(steps=steps):
             for step in steps:
                 value = transformed(value, step, xp)
             return value

@@ -395,8 +395,11 @@ class CenterSquare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioTiles:
-    """From `least` to `most` square tiles of `tile` pixels, in rows and columns whose ratio is next to the picture's, which is
-    scaled to them whatever its proportions. If there are several, the whole picture, scaled to one tile, follows (InternVL)."""
+    """Square tiles of `tile` pixels, `least` to `most` of them (InternVL).
+
+    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions. If
+    there are several, the whole picture, scaled to one tile, follows.
+    """
 
     tile: int
     least: int

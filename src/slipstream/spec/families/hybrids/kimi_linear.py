@@ -26,7 +26,7 @@ from slipstream.spec.model import (
     RopeSpec,
     SharedExpertSpec,
 )
-from slipstream.spec.parameters import Chain, NegatedExp, Reshape, Transform
+from slipstream.spec.parameters import NegatedExp, Reshape, Transform, TransformChain
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -208,7 +208,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _of_gguf_decay(layer: LayerSpec, part: int) -> Transform:
-    return Chain((NegatedExp(), _of_decay(layer, part)))
+    return TransformChain((NegatedExp(), _of_decay(layer, part)))
 
 
 GGUF: dict[str, Theirs] = {

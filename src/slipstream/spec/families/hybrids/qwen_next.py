@@ -39,7 +39,7 @@ from slipstream.spec.model import (
     QKNormSpec,
     SharedExpertSpec,
 )
-from slipstream.spec.parameters import Chain, MinusOne, Regroup, Transform, Untile
+from slipstream.spec.parameters import MinusOne, Regroup, Transform, TransformChain, Untile
 
 
 def delta(c: ConfigReader) -> GatedDeltaSpec:
@@ -224,7 +224,7 @@ def _untiled(at: Callable[[GatedDeltaSpec, int], dict[str, Any]], *first: Change
         before = tuple(made for f in first if callable(f) and (made := f(layer, part)))
         tiled = () if r.num_heads == r.num_key_heads else (Untile(r.num_key_heads, **at(r, part)),)
         steps = (*before, *tiled)
-        return steps[0] if len(steps) == 1 else Chain(steps) if steps else None
+        return steps[0] if len(steps) == 1 else TransformChain(steps) if steps else None
 
     return change
 
