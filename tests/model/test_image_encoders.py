@@ -44,7 +44,7 @@ LARGE = {"tower": {"use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooli
 
 
 @pytest.mark.parametrize("ops", [ReferenceOps, CpuOps])
-@pytest.mark.parametrize("family", (*FAMILIES, "internvl-large"))
+@pytest.mark.parametrize("family", [*FAMILIES, "internvl-large"])
 def test_encoders_equal_those_of_transformers(family, ops, tmp_path):
     family, _, large = family.partition("-")
     model = build_vision(tmp_path, family, seed=5, **(LARGE if large else {}))
