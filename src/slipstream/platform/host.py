@@ -46,6 +46,9 @@ class Arrays:
     def take(self, x: Array, index: Array, dim: int = 0) -> Array:
         return x[:, index] if dim else x[index]
 
+    def ranges(self, starts: Array, lengths: Array, total: int) -> Array:
+        return np.arange(total) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+
     def put(self, x: Array, rows: Array, values: Array) -> None:
         x[rows] = values
 
