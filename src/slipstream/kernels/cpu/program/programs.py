@@ -162,21 +162,23 @@ def draw_params(
 class RowDraws:
     """A token of each row, float32 [T, V] → int64 [T].
 
-    With a weight, the rows are those of a product, float32 [T, in].
+    With a weight, which has one part, the rows are those of a product, float32 [T, in].
     """
 
     def __init__(self, pool: ThreadPool, size: int, w: NativeLinear | None = None) -> None:
         self.program = p = Program(pool)
         self._x, self._given, self._out = p.bound(), p.bound(), p.bound()
-        logits = x = self._x
-        if w is not None:
-            inner = w.weight.shape[1]
-            if w.form != native.FORM_F32:
-                x = p.buffer(w.form, inner)
-                p.add("convert", self._x, x, w.form, inner, 1)
-            logits = p.buffer(native.FORM_F32, size)
-            add_linear(p, x, logits, w)
-        p.add("draw", logits, self._given, self._out, size)
+        x = self._x
+        if w is None:
+            p.add("draw", x, self._given, self._out, size)
+            return
+        (part,) = w.parts
+        if w.form != native.FORM_F32:
+            x = p.buffer(w.form, part.inner)
+            p.add("convert", self._x, x, w.form, part.inner, 1)
+        weight = part.kind, part.rows, part.inner, part.data, w.bias
+        logits = p.buffer(native.FORM_F32, size)
+        p.add("linear_draw", x, logits, self._given, self._out, *weight, weights=part)
 
     def __call__(
         self,
