@@ -47,7 +47,9 @@ class Arrays:
         return x[:, index] if dim else x[index]
 
     def ranges(self, starts: Array, lengths: Array, total: int) -> Array:
-        return np.arange(total) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+        shifts = starts - (lengths.cumsum() - lengths)
+        found: Array = np.arange(total) + np.repeat(shifts, lengths)
+        return found
 
     def put(self, x: Array, rows: Array, values: Array) -> None:
         x[rows] = values
