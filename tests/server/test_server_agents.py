@@ -334,6 +334,33 @@ def test_stream_shows_life_while_its_answer_takes_long(path, monkeypatch):
     assert all(re.fullmatch(r"(event: .+\n)?data: .+", one) for one in rest.strip().split("\n\n"))
 
 
+def test_unknown_fields_and_blocks_are_refused_in_the_words_on_which_clients_leave_them_out(http):
+    text = {"type": "text", "text": "x", "shown": 1}
+    for more, said in (
+        ({"system_mode": 1}, "system_mode: Extra inputs are not permitted"),
+        (
+            {"temprature": 1},
+            "temprature: Extra inputs are not permitted; did you mean temperature?",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x", "output_config": {}}]},
+            "messages.0.output_config: Extra inputs are not permitted",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [text]}]},
+            "messages.0.content.0.shown: Extra inputs are not permitted",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_addition"}]}]},
+            "messages.0.content.0: Input tag 'tool_addition' found using 'type' does not match",
+        ),
+    ):
+        body = {"model": "smollm2", **ASKED["/v1/messages"], **more}
+        answer = http.post("/v1/messages", json=body, headers=VERSION)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(said)
+
+
 @pytest.mark.parametrize("path", [*ASKED][1:])
 def test_hundreds_of_tools_are_taken(http, model, path):
     model(TEMPLATE, tool_call_parser="hermes")
