@@ -284,6 +284,27 @@ def test_allowed_tools_are_the_only_ones_called(http, model):
     ]
     assert called
     assert set(called) == {name}
+    functions = [{"type": "function", "function": {"name": n}} for n in SCHEMAS]
+    ask = {"model": "smollm2", "messages": [{"role": "user", "content": "hi"}], "seed": 1}
+    for number, wanted in enumerate((functions[-1:], functions[:1])):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": wanted}}
+        more = {"tools": functions, "tool_choice": choice}
+        made = http.post("/v1/chat/completions", json=ask | more).json()["choices"][0]["message"]
+        assert {c["function"]["name"] for c in made["tool_calls"]} == {
+            wanted[0]["function"]["name"]
+        }, number
+    choice = {
+        "type": "allowed_tools",
+        "allowed_tools": {
+            "mode": "auto",
+            "tools": [{**functions[0], "function": {"name": "other"}}],
+        },
+    }
+    refused = http.post(
+        "/v1/chat/completions", json=ask | {"tools": functions, "tool_choice": choice}
+    )
+    assert refused.status_code == 400
+    assert "there is no tool named 'other'" in refused.text
 
 
 def test_docs_name_every_hint():
