@@ -46,7 +46,8 @@ def test_agents_get_the_server_and_its_model(url, capsys, client, set_):
 def test_agent_is_started_with_its_arguments(url, capsys, tmp_path, monkeypatch):
     program = tmp_path / "claude"
     program.write_text(
-        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_API_KEY$CLAUDE_CODE_MAX_CONTEXT_TOKENS $@" > "$OUT"\nexit 3\n'
+        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_API_KEY'
+        '$CLAUDE_CODE_MAX_CONTEXT_TOKENS $@" > "$OUT"\nexit 3\n'
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -381,8 +381,8 @@ def test_bound_rises_while_objectives_are_missed_and_sinks_slowly_after():
 
 
 def test_no_bound_is_above_the_highest():
-    policy = Asked(share=0.9, keep_share=0.95)
-    for i in range(20):
+    policy = Asked()
+    for i in range(40):
         policy.decide(seen(10.0 * i, 100, num_finished=100))
     least, most = policy.least_and_most()
     assert least == most == policy.forecast.upper(MAX_SHARE)
