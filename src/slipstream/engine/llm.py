@@ -69,11 +69,19 @@ from slipstream.engine.text.tools import (
     reading,
 )
 from slipstream.engine.vision.pictures import without_pictures
+from slipstream.engine.weight_calls import as_message, declared, joining, piece_of
 from slipstream.errors import EngineError, RequestError
 from slipstream.messages.beams import BeamsOutput
 from slipstream.messages.outputs import EngineOutput, tokens_of, vectors_of
 from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.messages.texts import TextTask
+from slipstream.messages.weights import (
+    BeginWeights,
+    DropWeights,
+    GivenPiece,
+    WeightsInfo,
+    WeightsOp,
+)
 from slipstream.outputs import (
     ChatMessage,
     EmbeddingOutput,
@@ -576,6 +584,41 @@ class LLM:
         """Forget every cached prefix, and the answers in which drafts are looked up (for measurements)."""
         self.core.scheduler.reset_prefix_cache()
 
+    # --- Weights that change ------------------------------------------------------------------------------------------
+
+    def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
+        """As of `AsyncLLM`, like the next four. They take no part in a stream that is open."""
+        group = joining(request)
+        return self._change_weights(group) if group else self.weights()
+
+    def start_weight_update(self, request: Any = None) -> WeightsInfo:
+        return self._change_weights(BeginWeights(declared(request)))
+
+    def update_weights(self, request: Any) -> WeightsInfo:
+        piece = piece_of(request)
+        if self.core.weights.takes_tensors:
+            return self._change_weights(piece)
+        with as_message(piece) as sent:
+            return self._change_weights(sent)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:
+        with self._exclusive():
+            self.core.write_weights(weight_version, lambda outputs: None)
+            self._output.use_version(self.core.weights.version)
+        return self.weights()
+
+    def abort_weight_update(self) -> WeightsInfo:
+        return self._change_weights(DropWeights())
+
+    def weights(self, *, checksums: bool = False) -> WeightsInfo:
+        """The weights that run. With `checksums`, those of all parameters are computed."""
+        return self.core.weights.info(checksums=checksums)
+
+    def _change_weights(self, op: WeightsOp | GivenPiece) -> WeightsInfo:
+        with self._exclusive():
+            self.core.weights.change(op)
+        return self.weights()
+
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`: at level 1 that of the KV cache, at level 2 that of the weights, too, which are
         read again from the checkpoint then. Cached prefixes are forgotten.
@@ -596,6 +639,7 @@ class LLM:
         if self._asleep is None:
             return
         self._core, self._asleep = self._asleep.wake(), None
+        self._output.use_version(self._core.executor.weight_state.version)
         self._input = InputProcessor.for_model(
             self._core.description, self._core.config, self.tokenizer
         )

@@ -10,6 +10,7 @@ from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
+from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.tiers.block_store import HostBlockStore
@@ -101,6 +102,24 @@ class Executor(ABC):
     def expert_balance(self) -> ExpertBalance | None:
         """Balance of the experts; None if no experts are distributed over ranks."""
         return None
+
+    @property
+    @abstractmethod
+    def weight_state(self) -> WeightState:
+        """Which weights run. The engine's core keeps it up to date."""
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether `change_weights` takes a GivenPiece: the model is in this process."""
+        return False
+
+    @abstractmethod
+    def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        """Carry out an operation on the weights, on all ranks. No step may be in flight.
+
+        Returns checksums by parameter, if the operation has any. An error but of WriteWeights has
+        changed nothing.
+        """
 
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:

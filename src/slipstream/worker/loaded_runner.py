@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,18 +22,21 @@ from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.messages.stats import ExpertTokens
+from slipstream.messages.weights import WeightState
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.encoder import Dense, TextHeads
 from slipstream.model.load.dense import read_dense
 from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.pulled import Weights
+from slipstream.model.stored.parts import Stored
 from slipstream.platform import Platform
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.drafts.models import check_draft_model
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.pooling import DenseStep
-from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
+from slipstream.spec.scheme import FORMAT_MAX, SCHEMES, Scheme
 from slipstream.worker.device_cache import DeviceCache
 from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter
@@ -44,6 +47,7 @@ from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.runner import Runner
 from slipstream.worker.start.cache_scales import calibrated_scales
 from slipstream.worker.text_runner import TextRunner
+from slipstream.worker.weights.update import WeightUpdates
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -97,6 +101,8 @@ class LoadedRunner(ABC):
         """Set up one rank of several if there is a `partition`."""
         self.config, self.partition = config, partition
         self.phases: dict[str, float] = {}
+        self.weight_state = WeightState()
+        self.weight_updates = WeightUpdates(self)
 
     # --- Drafters -----------------------------------------------------------------------------------------------------
 
@@ -199,6 +205,25 @@ class LoadedRunner(ABC):
     def _load_draft(
         self, description: ModelDescription, settings: dict[str, Any]
     ) -> tuple[LoadedModel, ForwardTable]: ...
+
+    # --- Weights that change ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def weights_of(
+        self, description: ModelDescription, scheme: Scheme | None, given: Sequence[Stored] | None
+    ) -> tuple[Weights, Scheme | None]:
+        """The weights of a checkpoint of this model, or of tensors that are `given` in its place, as
+        a load would make them, and the scheme that quantizes the dense ones."""
+
+    @abstractmethod
+    def as_value(self, value: Any) -> Any:
+        """A tensor or array as this loader takes it, over the same memory."""
+
+    def weights_written(self) -> None:
+        """Build anew what a CPU's paths have made of the weights, which were written in place."""
+        if not self.platform.is_asynchronous:
+            self.forwards.rebuild()
+        self.platform.synchronize()
 
     # --- Memory -------------------------------------------------------------------------------------------------------
 

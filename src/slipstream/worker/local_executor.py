@@ -14,6 +14,7 @@ from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import AdapterError
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.messages.steps import Plan, StepTime, TokenMask
+from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
@@ -105,6 +106,19 @@ class LocalExecutor(Executor):
 
     def expert_load(self) -> ExpertTokens:
         return self.runner.expert_load()
+
+    @property
+    def weight_state(self) -> WeightState:
+        return self.runner.loaded.weight_state
+
+    @property
+    def takes_tensors(self) -> bool:
+        return True
+
+    def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        self.runner.settle()
+        with self.runner.platform.values.inference():
+            return self.runner.loaded.weight_updates.do(op)
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         if self.runner.adapters is None:
