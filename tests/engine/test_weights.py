@@ -241,7 +241,9 @@ def test_a_write_that_fails_halfway_takes_no_requests_until_a_whole_update(two, 
 def test_a_form_that_would_change_is_refused_before_anything_is_written(two):
     """int8 weights with many zeros are held without them: another size."""
     old, new = two()
-    sparse = {n: torch.where(x.abs() < 0.9 * x.abs().max(), 0.0, x) for n, x in tensors_of(new).items()}
+    sparse = {
+        n: torch.where(x.abs() < 0.9 * x.abs().max(), 0.0, x) for n, x in tensors_of(new).items()
+    }
     with LLM(str(old), dtype="float32", quantization="int8", **SIZES) as llm:
         before = llm.weights(checksums=True).checksums
         with pytest.raises(CheckpointError, match="can't be written in place"):

@@ -285,7 +285,10 @@ class Scheduler:
             while self.requests.drop_waiting_blocks(kv):
                 pass
         for request in self.requests.by_id.values():
-            if request.status in (Status.WAITING, Status.LOADING):  # a fork's blocks are its parent's
+            if request.status in (
+                Status.WAITING,
+                Status.LOADING,
+            ):  # a fork's blocks are its parent's
                 request.root_key = request.kv.root_key(request.spec.cache_salt, "")
                 request.block_keys, request.looked_up = [], False
         for part in self.participants:

@@ -73,7 +73,9 @@ class LiveWeights:
         number. RequestError or CheckpointError: it can't be, and is still under way."""
         used = self._state.used
         if version is None:
-            version = next(str(i) for i in range(len(used), 2 * len(used) + 1) if str(i) not in used)
+            version = next(
+                str(i) for i in range(len(used), 2 * len(used) + 1) if str(i) not in used
+            )
         if not version or len(version) > 100:
             raise RequestError(
                 "weight_version must be a text of 1 to 100 characters", field="weight_version"

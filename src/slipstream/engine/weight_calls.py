@@ -34,7 +34,7 @@ from slipstream.messages.weights import (
 GROUP = "weights"
 """Name of a group that has none, and of SGLang's default."""
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (the system's memory for files)
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def unwrapped(request: Any, name: str) -> dict[str, Any]:

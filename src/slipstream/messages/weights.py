@@ -37,9 +37,9 @@ def tensor_infos(info: dict[str, Any]) -> tuple[TensorInfo, ...]:
     names = info.get("names")
     dtypes = info.get("dtype_names", info.get("dtypes"))
     shapes = info.get("shapes")
-    for field, value in (("names", names), ("dtype_names", dtypes), ("shapes", shapes)):
+    for what, value in (("names", names), ("dtype_names", dtypes), ("shapes", shapes)):
         if not isinstance(value, (list, tuple)):
-            raise RequestError(f"{field} must be a list, one entry for each tensor", field=field)
+            raise RequestError(f"{what} must be a list, one entry for each tensor", field=what)
     if not len(names) == len(dtypes) == len(shapes):  # type: ignore[arg-type]
         raise RequestError("names, dtype_names and shapes differ in length", field="names")
     found = []

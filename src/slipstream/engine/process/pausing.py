@@ -32,8 +32,11 @@ from slipstream.engine.process.operation_messages import (
     WeightsChanged,
 )
 from slipstream.errors import RequestError, SlipstreamError
+from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.texts import TextsRequest
 
 if TYPE_CHECKING:
     from slipstream.engine.engine_core import EngineCore
@@ -55,7 +58,9 @@ class Pauses:
         deliver: Callable[[list[EngineOutput]], None],
     ) -> None:
         self._send, self._send_all, self._deliver = send, send_all, deliver
-        self._waiting: list[tuple[int, int]] = []  # (front end, ticket): they wait for the last request
+        self._waiting: list[
+            tuple[int, int]
+        ] = []  # (front end, ticket): they wait for the last request
         self.queues = False  # new requests queue here until `resume`
         self.queued: list[tuple[Adds, int]] = []
 
@@ -141,7 +146,7 @@ class Pauses:
         self._send(WeightsAnswered(info, ticket), number)
 
 
-def requests_of(message: Adds) -> list[object]:
+def requests_of(message: Adds) -> list[EngineRequest | TextsRequest | BeamsRequest]:
     return list(message.requests) if isinstance(message, Add) else [message.request]
 
 

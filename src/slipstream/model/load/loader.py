@@ -153,7 +153,8 @@ class _Load:
         host_experts: int,
         given: Sequence[Stored] | None = None,
     ) -> None:
-        """Checks the settings. `given` are tensors in place of the files'. CheckpointError or ConfigError names the one at fault."""
+        """Checks the settings. CheckpointError or ConfigError names the one at fault. `given` are
+        tensors in place of the files'."""
         if load_format not in ("auto", "dummy", description.format):
             raise CheckpointError(
                 f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",

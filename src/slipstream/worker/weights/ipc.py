@@ -40,7 +40,8 @@ def handle_of(tensor: Tensor) -> dict[str, bytes]:
     shared: Any = tensor.detach().untyped_storage()
     _, storage, size, offset, counter, counter_offset, event, waits = shared._share_cuda_()
     handle = Handle(
-        storage, size, offset, counter, counter_offset, event, waits, tensor.storage_offset()
+        *(storage, size, offset, counter, counter_offset, event, waits),
+        int(tensor.storage_offset()),
     )
     return {uuid_of(tensor.device): msgspec.msgpack.encode(handle)}
 
@@ -85,5 +86,6 @@ def _opened(info: TensorInfo, h: Handle, device: torch.device) -> Tensor:
         *(index, h.storage, h.storage_bytes, h.storage_offset),
         *(h.counter, h.counter_offset, h.event, h.waits_for_event),
     )
+    strides = torch.empty(info.shape, device="meta").stride()
     empty = torch.empty(0, dtype=getattr(torch, info.dtype), device=device)
-    return empty.set_(storage, h.first, info.shape)
+    return empty.set_(storage, h.first, info.shape, strides)
