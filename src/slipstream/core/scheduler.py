@@ -654,10 +654,10 @@ class Scheduler:
 
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self.in_flight.launched(step, now)
-        requests = self.requests
+        requests, step_id = self.requests, self.in_flight.last_id
         released, requests.released = requests.released, []
         unmasked, requests.unmasked = requests.unmasked, []
-        marks = tuple(mark for kv in self.kvs for mark in kv.planned(self.in_flight.last_id))
+        marks = tuple(mark for kv in self.kvs for mark in kv.planned(step_id))
         shared: tuple[SharedPrefix, ...] = ()
         if self.requests.num_joined and len(self.kvs) == 1:
             shared = shared_prefixes(
@@ -665,9 +665,17 @@ class Scheduler:
                 [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes],
             )
         copies = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
-        pairs = tuple([copy for copy, _ in copies])
-        ranks = tuple([rank for _, rank in copies]) if len(self.kvs) > 1 else ()
-        return step.plan(self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked)
+        return StepPlan(
+            step_id=step_id,
+            scheduled=(*step.decodes, *step.prompts),
+            new=tuple(step.new),
+            released=tuple(released),
+            block_copies=tuple([copy for copy, _ in copies]),
+            shared=shared,
+            copy_ranks=tuple([rank for _, rank in copies]) if len(self.kvs) > 1 else (),
+            state_marks=marks,
+            unmasked=tuple(unmasked),
+        )
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""

@@ -228,14 +228,12 @@ class OutputProcessor:
                 self.discard(owner)
         return list(news.values()), aborts
 
-    def fail_all(self) -> list[str]:
-        """Forget every request (the engine died); their ids."""
-        ids = list(self._states)
+    def fail_all(self) -> None:
+        """Forget every request, because the engine died."""
         self._states.clear()
         self._owner.clear()
         self._plain.clear()
         self._may_wait.clear()
-        return ids
 
     def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
         sampling = request.sampling

@@ -58,9 +58,8 @@ class Pauses:
         deliver: Callable[[list[EngineOutput]], None],
     ) -> None:
         self._send, self._send_all, self._deliver = send, send_all, deliver
-        self._waiting: list[
-            tuple[int, int]
-        ] = []  # (front end, ticket): they wait for the last request
+        # (front end, ticket) of those that wait for the last request to end
+        self._waiting: list[tuple[int, int]] = []
         self.queues = False  # new requests queue here until `resume`
         self.queued: list[tuple[Adds, int]] = []
 
@@ -127,6 +126,7 @@ class Pauses:
         mode = message.mode
         if mode == "wait":
             self.queues = True
+            core.resume()  # another pause would keep requests from ending
             self._waiting.append((number, message.ticket))
             self.begin_if_idle(core)
             return True

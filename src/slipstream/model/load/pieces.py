@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, Partition
+from slipstream.model.layers.layer import Layer, Partition
 from slipstream.model.load.pulled import Weights
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme

@@ -39,6 +39,7 @@ from slipstream.params.search import BeamSearchParams
 from slipstream.server.answers.beams import named_as_in_body
 from slipstream.server.answers.cache_hints import Breakpoints, cache_hints
 from slipstream.server.answers.hints import given_hints
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -52,7 +53,7 @@ from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import GenerationRequest, decode
+from slipstream.server.openai.protocol import GenerationRequest
 from slipstream.server.state import ServerState
 
 logger = logging.getLogger("slipstream.server")

@@ -27,23 +27,10 @@ from slipstream.server.answers.tools import (
     ToolSpec,
     written_arguments,
 )
+from slipstream.server.http.decoding import OFF, decode, decode_raw, refuse_unless_off, register
 from slipstream.server.http.errors import bad_request
-from slipstream.server.openai.protocol import (
-    OFF,
-    ChatRequest,
-    Int,
-    Message,
-    RefusalPart,
-    Stop,
-    Text,
-    TokenId,
-    decode,
-    decode_raw,
-    picture_part,
-    refuse_unless_off,
-    register,
-    text_part,
-)
+from slipstream.server.openai.messages import Message, RefusalPart, picture_part, text_part
+from slipstream.server.openai.protocol import ChatRequest, Int, Stop, Text, TokenId
 
 MAX_ITEMS = 8192
 

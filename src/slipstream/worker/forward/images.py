@@ -34,7 +34,7 @@ from slipstream.worker.inputs.uploads import upload
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
     from slipstream.model.decoder import Decoder
-    from slipstream.model.layers import Layer
+    from slipstream.model.layers.layer import Layer
 
 PROBE_GROUPS = 17
 """Side, in patch groups, of the image whose memory is measured.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slipstream.errors import EngineError, RequestError
 
-JOIN_S = 120.0
-"""Seconds that a member waits for the others, and for a tensor."""
+JOIN_S = 50.0
+"""Seconds that a member waits for the others, and for a tensor: less than an engine may be silent."""
 
 
 class WeightGroup:

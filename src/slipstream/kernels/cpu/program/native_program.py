@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -128,11 +128,12 @@ class Program:
 
 class RunningStep:
     """A running step, with the memory that must live until it is done. Its deletion waits for the
-    step."""
+    step. `ended` is called once it was waited for."""
 
     _program: Program | None = None
 
     def __init__(self, program: Program, *kept: object) -> None:
+        self.ended: Callable[[], None] | None = None
         self._kept, self._program = kept, program
 
     def synchronize(self) -> None:
@@ -140,6 +141,8 @@ class RunningStep:
         if self._program is not None:
             self._program.wait()
             self._program, self._kept = None, ()
+            if self.ended is not None:
+                self.ended()
 
     def query(self) -> bool:
         """Tells whether the step is known to be done."""
