@@ -14,6 +14,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.engine.weight_calls import joining, piece_of
 from slipstream.errors import CheckpointError, EngineError, RequestError
 from slipstream.messages.weights import IpcPiece, TensorInfo, WeightsOp
+from slipstream.platform import platform_of
 from slipstream.worker.weights.group import WeightGroup
 from slipstream.worker.weights.ipc import Handle, opened, own_handle
 from tests import tiny_models
@@ -184,7 +185,7 @@ def test_ipc_handles_are_messages_without_pickles():
     with pytest.raises(RequestError, match="can't be read"):
         own_handle(info, {"GPU-a": b"\x80\x04pickle"}, "GPU-a")
     with pytest.raises(RequestError, match="on a GPU"):
-        list(opened(piece, torch.device("cpu")))
+        list(opened(piece, platform_of(torch.device("cpu"))))
     for handles, match in (([], "an entry for each"), ([{"GPU-a": "text"}], "bytes by a GPU")):
         with pytest.raises(RequestError, match=match):
             piece_of(

@@ -587,7 +587,7 @@ class LLM:
     # --- Weights that change ------------------------------------------------------------------------------------------
 
     def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
-        """As of `AsyncLLM`, like the next four. They take no part in a stream that is open."""
+        """Join a trainer's group, as `AsyncLLM` does. Neither this nor the next four may be called while a stream is open."""
         group = joining(request)
         return self._change_weights(group) if group else self.weights()
 

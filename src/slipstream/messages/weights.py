@@ -16,7 +16,7 @@ import msgspec
 from slipstream.errors import RequestError
 
 PauseMode: TypeAlias = Literal["keep", "retract", "wait", "abort"]
-"""What becomes of requests in a pause: they keep their blocks and go on; they compute all tokens
+"""Fate of the requests in a pause: they keep their blocks and go on; they compute all tokens
 again; they end first, while new ones queue; they end at once."""
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -151,7 +151,7 @@ class GivenPiece:
 
 @dataclass(slots=True)
 class WeightState:
-    """Which weights run, for as long as they are in memory."""
+    """Version of the weights that run, for as long as they are in memory."""
 
     version: str = FIRST_VERSION
     checksum: str = ""  # of all together; empty before the first update
@@ -161,7 +161,7 @@ class WeightState:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfo:
-    """What a user is told of the weights that run.
+    """Facts for a user about the weights that run.
 
     `checksums` are by parameter, as they lie in memory, if they were asked for; with several ranks
     a name begins with the rank. `seconds` is what the last write took; no step ran meanwhile.

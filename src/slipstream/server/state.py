@@ -153,7 +153,7 @@ class EngineProtocol(Protocol):
 
 
 class WeightsProtocol(Protocol):
-    """What `AsyncLLM` has for weights that change (`engine.process.weight_operations`)."""
+    """The calls of `AsyncLLM` for weights that change (`engine.process.weight_operations`)."""
 
     async def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo: ...
     async def leave_weight_group(self, name: str) -> WeightsInfo: ...

@@ -106,7 +106,7 @@ class Executor(ABC):
     @property
     @abstractmethod
     def weight_state(self) -> WeightState:
-        """Which weights run. The engine's core keeps it up to date."""
+        """Version of the weights that run. The engine's core keeps it up to date."""
 
     @property
     def takes_tensors(self) -> bool:

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +22,6 @@ from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.messages.stats import ExpertTokens
-from slipstream.messages.weights import WeightState
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.encoder import Dense, TextHeads
@@ -47,7 +46,6 @@ from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.runner import Runner
 from slipstream.worker.start.cache_scales import calibrated_scales
 from slipstream.worker.text_runner import TextRunner
-from slipstream.worker.weights.update import WeightUpdates
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -56,6 +54,7 @@ if TYPE_CHECKING:
     from slipstream.worker.experts.host import LoadFollower
     from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.forward.images import ImageEncoder
+    from slipstream.worker.weights.update import WeightUpdates
 
 
 class ExpertCounts(Protocol):
@@ -101,8 +100,6 @@ class LoadedRunner(ABC):
         """Set up one rank of several if there is a `partition`."""
         self.config, self.partition = config, partition
         self.phases: dict[str, float] = {}
-        self.weight_state = WeightState()
-        self.weight_updates = WeightUpdates(self)
 
     # --- Drafters -----------------------------------------------------------------------------------------------------
 
@@ -207,6 +204,13 @@ class LoadedRunner(ABC):
     ) -> tuple[LoadedModel, ForwardTable]: ...
 
     # --- Weights that change ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def weight_updates(self) -> WeightUpdates:
+        """Updates of the weights, and which weights run. Loaded late: few models' weights change."""
+        from slipstream.worker.weights.update import WeightUpdates
+
+        return WeightUpdates(self)
 
     @abstractmethod
     def weights_of(

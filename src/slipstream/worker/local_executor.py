@@ -109,7 +109,7 @@ class LocalExecutor(Executor):
 
     @property
     def weight_state(self) -> WeightState:
-        return self.runner.loaded.weight_state
+        return self.runner.loaded.weight_updates.state
 
     @property
     def takes_tensors(self) -> bool:

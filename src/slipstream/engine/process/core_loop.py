@@ -45,7 +45,7 @@ from slipstream.engine.process.operation_messages import (
     WakeUp,
     WatchCache,
 )
-from slipstream.engine.process.pausing import Pauses, aborted, requests_of
+from slipstream.engine.process.pausing import GenerationPauses, aborted, requests_of
 from slipstream.engine.process.served_adapters import ServedAdapters
 from slipstream.engine.process.sleeping import Sleeper
 from slipstream.errors import EngineAsleepError, EngineError, SlipstreamError
@@ -89,7 +89,7 @@ class CoreProcess:
         self._core: EngineCore | None = None  # while it is awake
         self._sleeper = Sleeper(self._send)
         self._adapters = ServedAdapters(self._send)
-        self._pauses = Pauses(self._send, self._send_all, self._deliver)
+        self._pauses = GenerationPauses(self._send, self._send_all, self._deliver)
         self._cache_watchers = CacheWatchers(self._send)
         # blocks go on to the tiers below the device's cache while there are no requests
         self._tending = False

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Adds = Add | AddTexts | AddBeams
 
 
-class Pauses:
+class GenerationPauses:
     """Questions of front ends about pauses and weights.
 
     `send` sends a message to the front end of a number, `send_all` to all, and `deliver` sends

@@ -2,7 +2,7 @@
 
 Whoever uses them decides what every client is answered. So there are none without
 --enable-weight-updates, which asks for keys, and an admin's key is needed. Files are read within
---weights-folder alone, after links are followed. Nothing is unpickled.
+--weights-folder alone, after links are followed. EmptyBody is unpickled.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ MODES = {
     "wait": "wait",
     "abort": "abort",
 }
-"""What becomes of requests in a pause, by vLLM's names and SGLang's."""
+"""Modes of a pause, by vLLM's names and SGLang's."""
 
 
-class InitWeights(Struct, forbid_unknown_fields=True):
+class InitWeightsBody(Struct, forbid_unknown_fields=True):
     init_info: dict[str, Any] = {}
 
 
-class StartWeights(Struct, forbid_unknown_fields=True):
+class StartWeightsBody(Struct, forbid_unknown_fields=True):
     update_info: dict[str, Any] = {}
     is_checkpoint_format: Literal[True] = True  # vLLM's; tensors always have a checkpoint's names
 
 
-class PieceOfWeights(Struct, forbid_unknown_fields=True):
+class PieceOfWeightsBody(Struct, forbid_unknown_fields=True):
     update_info: dict[str, Any]
 
 
-class FinishWeights(Struct, forbid_unknown_fields=True):
+class FinishWeightsBody(Struct, forbid_unknown_fields=True):
     weight_version: str | None = None
 
 
-class FromDisk(Struct, forbid_unknown_fields=True):
+class FromDiskBody(Struct, forbid_unknown_fields=True):
     """SGLang's. `flush_cache` says nothing: prefixes of old weights are never found."""
 
     model_path: str
@@ -64,7 +64,7 @@ class FromDisk(Struct, forbid_unknown_fields=True):
     flush_cache: bool = True
 
 
-class InitGroup(Struct, forbid_unknown_fields=True):
+class InitGroupBody(Struct, forbid_unknown_fields=True):
     master_address: str
     master_port: int
     world_size: int
@@ -73,11 +73,11 @@ class InitGroup(Struct, forbid_unknown_fields=True):
     backend: Literal["nccl", "gloo"] = "nccl"
 
 
-class DestroyGroup(Struct, forbid_unknown_fields=True):
+class DestroyGroupBody(Struct, forbid_unknown_fields=True):
     group_name: str = "weights"
 
 
-class FromGroup(Struct, forbid_unknown_fields=True):
+class FromGroupBody(Struct, forbid_unknown_fields=True):
     """SGLang's: a piece of an update, which this begins and, with `flush_cache`, finishes."""
 
     names: list[str]
@@ -93,13 +93,13 @@ class PauseBody(Struct, forbid_unknown_fields=True):
     mode: Literal["abort", "retract", "in_place", "keep", "wait"] = "abort"
 
 
-class Nothing(Struct, forbid_unknown_fields=True):
+class EmptyBody(Struct, forbid_unknown_fields=True):
     pass
 
 
 register(
-    *(InitWeights, StartWeights, PieceOfWeights, FinishWeights, FromDisk),
-    *(InitGroup, DestroyGroup, FromGroup, PauseBody, Nothing),
+    *(InitWeightsBody, StartWeightsBody, PieceOfWeightsBody, FinishWeightsBody, FromDiskBody),
+    *(InitGroupBody, DestroyGroupBody, FromGroupBody, PauseBody, EmptyBody),
 )
 
 
@@ -116,19 +116,19 @@ class WeightRoutes:
         if not self.state.settings.enable_weight_updates:
             return []
         posts: dict[str, tuple[type[Struct], Callable[[Any], Awaitable[WeightsInfo]]]] = {
-            "/init_weight_transfer_engine": (InitWeights, self.init),
-            "/start_weight_update": (StartWeights, self.start),
-            "/update_weights": (PieceOfWeights, self.update),
-            "/finish_weight_update": (FinishWeights, self.finish),
-            "/abort_weight_update": (Nothing, lambda _: self.engine.abort_weight_update()),
-            "/update_weights_from_disk": (FromDisk, self.from_disk),
-            "/init_weights_update_group": (InitGroup, self.init_group),
-            "/destroy_weights_update_group": (DestroyGroup, self.destroy_group),
-            "/update_weights_from_distributed": (FromGroup, self.from_group),
+            "/init_weight_transfer_engine": (InitWeightsBody, self.init),
+            "/start_weight_update": (StartWeightsBody, self.start),
+            "/update_weights": (PieceOfWeightsBody, self.update),
+            "/finish_weight_update": (FinishWeightsBody, self.finish),
+            "/abort_weight_update": (EmptyBody, lambda _: self.engine.abort_weight_update()),
+            "/update_weights_from_disk": (FromDiskBody, self.from_disk),
+            "/init_weights_update_group": (InitGroupBody, self.init_group),
+            "/destroy_weights_update_group": (DestroyGroupBody, self.destroy_group),
+            "/update_weights_from_distributed": (FromGroupBody, self.from_group),
             "/pause_generation": (PauseBody, self.pause_generation),
-            "/continue_generation": (Nothing, lambda _: self.engine.resume_generation()),
-            "/resume": (Nothing, lambda _: self.engine.resume_generation()),
-            "/flush_cache": (Nothing, self.flush_cache),
+            "/continue_generation": (EmptyBody, lambda _: self.engine.resume_generation()),
+            "/resume": (EmptyBody, lambda _: self.engine.resume_generation()),
+            "/flush_cache": (EmptyBody, self.flush_cache),
         }
         return [
             *(Route(path, self._answering(*own), methods=["POST"]) for path, own in posts.items()),
@@ -155,13 +155,13 @@ class WeightRoutes:
 
     # --- An update ---
 
-    async def init(self, body: InitWeights) -> WeightsInfo:
+    async def init(self, body: InitWeightsBody) -> WeightsInfo:
         return await self.engine.init_weight_transfer_engine(body.init_info)
 
-    async def start(self, body: StartWeights) -> WeightsInfo:
+    async def start(self, body: StartWeightsBody) -> WeightsInfo:
         return await self.engine.start_weight_update(body.update_info)
 
-    async def update(self, body: PieceOfWeights) -> WeightsInfo:
+    async def update(self, body: PieceOfWeightsBody) -> WeightsInfo:
         info = dict(body.update_info)
         if "tensors" in info:
             raise bad_request("tensors can't come in JSON; send a path or broadcast", "tensors")
@@ -180,20 +180,20 @@ class WeightRoutes:
                 raise bad_request(message, "ipc_handles") from None
         return await self.engine.update_weights(info)
 
-    async def finish(self, body: FinishWeights) -> WeightsInfo:
+    async def finish(self, body: FinishWeightsBody) -> WeightsInfo:
         return await self.engine.finish_weight_update(body.weight_version)
 
-    async def from_disk(self, body: FromDisk) -> WeightsInfo:
+    async def from_disk(self, body: FromDiskBody) -> WeightsInfo:
         piece = {"path": self._within(body.model_path, "model_path")}
         return await self._whole(piece, body.weight_version, abort=body.abort_all_requests)
 
-    async def init_group(self, body: InitGroup) -> WeightsInfo:
+    async def init_group(self, body: InitGroupBody) -> WeightsInfo:
         return await self.engine.init_weight_transfer_engine(msgspec.structs.asdict(body))
 
-    async def destroy_group(self, body: DestroyGroup) -> WeightsInfo:
+    async def destroy_group(self, body: DestroyGroupBody) -> WeightsInfo:
         return await self.engine.leave_weight_group(body.group_name)
 
-    async def from_group(self, body: FromGroup) -> WeightsInfo:
+    async def from_group(self, body: FromGroupBody) -> WeightsInfo:
         names = ("names", "dtypes", "shapes", "group_name")
         info = await self.engine.weights()
         if not info.is_updating:
@@ -266,7 +266,7 @@ class WeightRoutes:
     async def pause_generation(self, body: PauseBody) -> WeightsInfo:
         return await self.engine.pause_generation(mode=MODES[body.mode])  # type: ignore[arg-type]
 
-    async def flush_cache(self, body: Nothing) -> WeightsInfo:
+    async def flush_cache(self, body: EmptyBody) -> WeightsInfo:
         await self.engine.reset_prefix_cache()
         return await self.engine.weights()
 

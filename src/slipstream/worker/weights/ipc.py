@@ -16,10 +16,11 @@ from torch import Tensor
 from slipstream.errors import RequestError
 from slipstream.messages.weights import IpcPiece, TensorInfo
 from slipstream.model.stored.parts import Stored
+from slipstream.platform import Platform, platform_of
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """What CUDA needs to open a storage of another process, and the tensor's place in it."""
+    """The parts of CUDA's handle of another process's storage, and the tensor's place in it."""
 
     storage: bytes
     storage_bytes: int
@@ -43,11 +44,7 @@ def handle_of(tensor: Tensor) -> dict[str, bytes]:
         *(storage, size, offset, counter, counter_offset, event, waits),
         int(tensor.storage_offset()),
     )
-    return {uuid_of(tensor.device): msgspec.msgpack.encode(handle)}
-
-
-def uuid_of(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return {platform_of(tensor.device).device_uuid: msgspec.msgpack.encode(handle)}
 
 
 def own_handle(info: TensorInfo, handles: dict[str, bytes], uuid: str) -> Handle:
@@ -64,23 +61,21 @@ def own_handle(info: TensorInfo, handles: dict[str, bytes], uuid: str) -> Handle
         raise RequestError(message, field="ipc_handles") from None
 
 
-def opened(piece: IpcPiece, device: Any) -> Iterator[Stored]:
-    """Yields the tensors of a piece, opened on `device` as they lie in the trainer's memory."""
-    if device is None or torch.device(device).type != "cuda":
+def opened(piece: IpcPiece, platform: Platform) -> Iterator[Stored]:
+    """Yields the tensors of a piece, opened on the platform's GPU as they lie in the trainer's memory."""
+    if not (uuid := platform.device_uuid):
         raise RequestError(
             "CUDA IPC needs the engine's weights on a GPU; send them by a folder or as tensors",
             field="ipc_handles",
         )
-    device = torch.device(device)
-    uuid = uuid_of(device)
     found = [own_handle(i, h, uuid) for i, h in zip(piece.tensors, piece.handles, strict=True)]
     for info, handle in zip(piece.tensors, found, strict=True):
-        value = _opened(info, handle, device)
+        value = _opened(info, handle, platform.device)
         yield info.name, info.shape, lambda value=value: value  # type: ignore[misc]
 
 
 def _opened(info: TensorInfo, h: Handle, device: torch.device) -> Tensor:
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index = device.index or 0
     make: Any = torch.UntypedStorage
     storage = make._new_shared_cuda(
         *(index, h.storage, h.storage_bytes, h.storage_offset),

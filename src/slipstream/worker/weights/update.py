@@ -32,6 +32,7 @@ from slipstream.messages.weights import (
     SumWeights,
     TensorInfo,
     WeightsOp,
+    WeightState,
     WriteWeights,
 )
 from slipstream.model.load.refill import Refill, checksums, refusal
@@ -49,7 +50,7 @@ class WeightUpdates:
     """Updates of a loaded model, one at a time, and the groups that tensors are broadcast in."""
 
     def __init__(self, loaded: LoadedRunner) -> None:
-        self._loaded = loaded
+        self._loaded, self.state = loaded, WeightState()
         self._groups: dict[str, WeightGroup] = {}
         self._begun: BeginWeights | None = None
         self._declared: dict[str, TensorInfo] = {}
@@ -163,7 +164,7 @@ class WeightUpdates:
                 from slipstream.worker.weights.ipc import opened
 
                 self._expect(op.tensors)
-                found = opened(op, self._loaded.platform.device)
+                found = opened(op, self._loaded.platform)
             case _:
                 raise AssertionError(op)
         for name, shape, read in found:
