@@ -95,8 +95,8 @@ def test_a_broadcast_equals_a_fresh_load(two, kernels):
         broadcast(llm, tensors, world_size=2)
         assert answer(llm) == expected
         assert llm.weights(checksums=True).checksums == sums
+        how = dict(master_port=1, world_size=2, backend="gloo")
         with pytest.raises(RequestError, match="joined already"):
-            how = dict(master_port=1, world_size=2, backend="gloo")
             llm.init_weight_transfer_engine({"init_info": how})
 
 

@@ -10,12 +10,12 @@ from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
-from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.tiers.block_store import HostBlockStore
 
 if TYPE_CHECKING:
+    from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
     from slipstream.worker.ranks.block_store import RankBlockStore
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import AdapterError
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.messages.steps import Plan, StepTime, TokenMask
-from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
@@ -27,6 +27,9 @@ from slipstream.worker.start.loading import Ranks, load_runner
 from slipstream.worker.start.sizing import fit_cache
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
+
+if TYPE_CHECKING:
+    from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
 
 
 class LocalExecutor(Executor):
