@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from slipstream.engine.weight_calls import joining, piece_of
 from slipstream.errors import CheckpointError, EngineError, RequestError
-from slipstream.messages.weights import IpcPiece, TensorInfo, WeightsOp
+from slipstream.messages.weight_ops import IpcPiece, TensorInfo, WeightsOp
 from slipstream.platform import platform_of
 from slipstream.worker.weights.group import WeightGroup
 from slipstream.worker.weights.ipc import Handle, opened, own_handle

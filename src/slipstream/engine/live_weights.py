@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from slipstream.errors import EngineError, RequestError
-from slipstream.messages.weights import (
-    BeginWeights,
-    CheckWeights,
-    DropWeights,
-    GivenPiece,
-    SumWeights,
-    WeightsInfo,
-    WeightsOp,
-    WriteWeights,
-    total_checksum,
-)
+from slipstream.messages.weights import GivenPiece, WeightsInfo, total_checksum
 from slipstream.worker.executor import Executor
+
+if TYPE_CHECKING:  # msgspec, which the operations need, is loaded for the first of them
+    from slipstream.messages.weight_ops import WeightsOp
 
 
 class LiveWeights:
@@ -62,6 +56,8 @@ class LiveWeights:
 
     def change(self, op: WeightsOp | GivenPiece) -> None:
         """Carry out a part of an update, or of its transport. Errors have changed nothing."""
+        from slipstream.messages.weight_ops import BeginWeights, DropWeights
+
         self._executor.change_weights(op)
         if isinstance(op, BeginWeights):
             self.is_updating = True
@@ -83,11 +79,15 @@ class LiveWeights:
         if version in used:
             message = f"weight_version {version!r} was used for other weights; take a new one"
             raise RequestError(message, field="weight_version")
+        from slipstream.messages.weight_ops import CheckWeights
+
         self._executor.change_weights(CheckWeights())
         return version
 
     def write(self, version: str) -> None:
         """Write the prepared update. No step may be in flight. EngineError: it failed halfway."""
+        from slipstream.messages.weight_ops import DropWeights, WriteWeights
+
         begin, state = time.monotonic(), self._state
         self.is_updating = False
         try:
@@ -105,6 +105,8 @@ class LiveWeights:
     def info(self, *, checksums: bool = False, is_paused: bool = False) -> WeightsInfo:
         state, sums = self._state, None
         if checksums:
+            from slipstream.messages.weight_ops import SumWeights
+
             sums = self._executor.change_weights(SumWeights())
             assert sums is not None
         return WeightsInfo(

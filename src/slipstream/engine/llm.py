@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.base.suggesting import suggesting
 from slipstream.config import EngineArgs, EngineConfig, setting_help
@@ -69,19 +69,12 @@ from slipstream.engine.text.tools import (
     reading,
 )
 from slipstream.engine.vision.pictures import without_pictures
-from slipstream.engine.weight_calls import as_message, declared, joining, piece_of
 from slipstream.errors import EngineError, RequestError
 from slipstream.messages.beams import BeamsOutput
 from slipstream.messages.outputs import EngineOutput, tokens_of, vectors_of
 from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.messages.texts import TextTask
-from slipstream.messages.weights import (
-    BeginWeights,
-    DropWeights,
-    GivenPiece,
-    WeightsInfo,
-    WeightsOp,
-)
+from slipstream.messages.weights import GivenPiece, WeightsInfo
 from slipstream.outputs import (
     ChatMessage,
     EmbeddingOutput,
@@ -96,6 +89,9 @@ from slipstream.params.options import RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams, PoolingParams
+
+if TYPE_CHECKING:
+    from slipstream.messages.weight_ops import WeightsOp
 
 Message = dict[str, Any]
 P = ParamSpec("P")
@@ -588,13 +584,20 @@ class LLM:
 
     def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
         """Join a trainer's group, as `AsyncLLM` does. Neither this nor the next four may be called while a stream is open."""
+        from slipstream.engine.weight_calls import joining
+
         group = joining(request)
         return self._change_weights(group) if group else self.weights()
 
     def start_weight_update(self, request: Any = None) -> WeightsInfo:
+        from slipstream.engine.weight_calls import declared
+        from slipstream.messages.weight_ops import BeginWeights
+
         return self._change_weights(BeginWeights(declared(request)))
 
     def update_weights(self, request: Any) -> WeightsInfo:
+        from slipstream.engine.weight_calls import as_message, piece_of
+
         piece = piece_of(request)
         if self.core.weights.takes_tensors:
             return self._change_weights(piece)
@@ -608,6 +611,8 @@ class LLM:
         return self.weights()
 
     def abort_weight_update(self) -> WeightsInfo:
+        from slipstream.messages.weight_ops import DropWeights
+
         return self._change_weights(DropWeights())
 
     def weights(self, *, checksums: bool = False) -> WeightsInfo:

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import RequestError
-from slipstream.messages.weights import (
+from slipstream.messages.weight_ops import (
     BroadcastPiece,
     FilePiece,
     FolderPiece,
-    GivenPiece,
     IpcPiece,
     JoinWeightGroup,
     Piece,
     TensorInfo,
     tensor_infos,
 )
+from slipstream.messages.weights import GivenPiece
 
 GROUP = "weights"
 """Name of a group that has none, and of SGLang's default."""

@@ -15,7 +15,8 @@ from slipstream.spec.description import ModelDescription
 from slipstream.worker.tiers.block_store import HostBlockStore
 
 if TYPE_CHECKING:
-    from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
+    from slipstream.messages.weight_ops import WeightsOp
+    from slipstream.messages.weights import GivenPiece, WeightState
     from slipstream.worker.ranks.block_store import RankBlockStore
 
 

@@ -22,6 +22,7 @@ from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.messages.stats import ExpertTokens
+from slipstream.messages.weights import WeightState
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.encoder import Dense, TextHeads
@@ -100,6 +101,7 @@ class LoadedRunner(ABC):
         """Set up one rank of several if there is a `partition`."""
         self.config, self.partition = config, partition
         self.phases: dict[str, float] = {}
+        self.weight_state = WeightState()
 
     # --- Drafters -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class LoadedRunner(ABC):
 
     @cached_property
     def weight_updates(self) -> WeightUpdates:
-        """Updates of the weights, and which weights run. Loaded late: few models' weights change."""
+        """Updates of the weights. Loaded late: few models' weights change."""
         from slipstream.worker.weights.update import WeightUpdates
 
         return WeightUpdates(self)

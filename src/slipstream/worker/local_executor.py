@@ -29,7 +29,8 @@ from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
-    from slipstream.messages.weights import GivenPiece, WeightsOp, WeightState
+    from slipstream.messages.weight_ops import WeightsOp
+    from slipstream.messages.weights import GivenPiece, WeightState
 
 
 class LocalExecutor(Executor):
@@ -112,7 +113,7 @@ class LocalExecutor(Executor):
 
     @property
     def weight_state(self) -> WeightState:
-        return self.runner.loaded.weight_updates.state
+        return self.runner.loaded.weight_state
 
     @property
     def takes_tensors(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.messages.weights import PauseMode, WeightsInfo, WeightsOp
+from slipstream.messages.weight_ops import WeightsOp
+from slipstream.messages.weights import PauseMode, WeightsInfo
 from slipstream.params.lora_request import LoRARequest
 
 

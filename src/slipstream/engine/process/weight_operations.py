@@ -16,14 +16,8 @@ from slipstream.engine.process.operation_messages import (
     ResumeGeneration,
 )
 from slipstream.engine.weight_calls import as_message, declared, joining, piece_of
-from slipstream.messages.weights import (
-    BeginWeights,
-    DropWeights,
-    LeaveWeightGroup,
-    PauseMode,
-    WeightsInfo,
-    WeightsOp,
-)
+from slipstream.messages.weight_ops import BeginWeights, DropWeights, LeaveWeightGroup, WeightsOp
+from slipstream.messages.weights import PauseMode, WeightsInfo
 
 
 class WeightOperations(CoreOperations):

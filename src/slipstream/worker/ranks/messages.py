@@ -35,7 +35,7 @@ from slipstream.messages.steps import (
 )
 from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
 from slipstream.messages.tiers import BlockCopy
-from slipstream.messages.weights import WeightsOp
+from slipstream.messages.weight_ops import WeightsOp
 from slipstream.params.lora_request import LoRARequest
 
 

@@ -58,13 +58,8 @@ from slipstream.messages.start import Phase, Started
 from slipstream.messages.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepPlan, StepResult, StepTime, TokenMask
 from slipstream.messages.texts import TextsPlan
-from slipstream.messages.weights import (
-    BeginWeights,
-    DropWeights,
-    GivenPiece,
-    WeightsOp,
-    WeightState,
-)
+from slipstream.messages.weight_ops import BeginWeights, DropWeights, WeightsOp
+from slipstream.messages.weights import GivenPiece, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts

@@ -34,7 +34,7 @@ from slipstream.hub import machine_folder
 from slipstream.messages.start import Failed, Phase, Started
 from slipstream.messages.steps import StepPlan, TokenMask
 from slipstream.messages.texts import TextsPlan
-from slipstream.messages.weights import JoinWeightGroup, WeightsOp
+from slipstream.messages.weight_ops import JoinWeightGroup, WeightsOp
 from slipstream.platform.collectives import Rendezvous
 from slipstream.worker.device import detect
 from slipstream.worker.in_flight import InFlightStep

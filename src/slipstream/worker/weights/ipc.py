@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import RequestError
-from slipstream.messages.weights import IpcPiece, TensorInfo
+from slipstream.messages.weight_ops import IpcPiece, TensorInfo
 from slipstream.model.stored.parts import Stored
 from slipstream.platform import Platform, platform_of
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.errors import CheckpointError, RequestError
-from slipstream.messages.weights import DTYPES, BroadcastPiece
+from slipstream.messages.weight_ops import DTYPES, BroadcastPiece
 from slipstream.model.load.checkpoint import safetensors_arrays
 from slipstream.model.stored.parts import Stored
 

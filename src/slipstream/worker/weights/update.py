@@ -18,23 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import CheckpointError, RequestError
-from slipstream.messages.weights import (
+from slipstream.messages.weight_ops import (
     BeginWeights,
     BroadcastPiece,
     CheckWeights,
     DropWeights,
     FilePiece,
     FolderPiece,
-    GivenPiece,
     IpcPiece,
     JoinWeightGroup,
     LeaveWeightGroup,
     SumWeights,
     TensorInfo,
     WeightsOp,
-    WeightState,
     WriteWeights,
 )
+from slipstream.messages.weights import GivenPiece
 from slipstream.model.load.refill import Refill, checksums, refusal
 from slipstream.model.stored.parts import Stored
 from slipstream.spec.description import ModelDescription, read_spec
@@ -50,7 +49,7 @@ class WeightUpdates:
     """Updates of a loaded model, one at a time, and the groups that tensors are broadcast in."""
 
     def __init__(self, loaded: LoadedRunner) -> None:
-        self._loaded, self.state = loaded, WeightState()
+        self._loaded = loaded
         self._groups: dict[str, WeightGroup] = {}
         self._begun: BeginWeights | None = None
         self._declared: dict[str, TensorInfo] = {}
