@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream import LLM, SamplingParams
-from slipstream.errors import CheckpointError, EngineError, RequestError
+from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.errors import AdapterError, CheckpointError, EngineError, RequestError
 from slipstream.model.load import refill
-from tests import tiny_models
+from tests import adapters, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = "hello, this is a prompt of more than sixteen tokens"
@@ -283,3 +283,73 @@ def test_names_of_unknown_fields_are_told(two):
             llm.update_weights({"names": ["a"], "dtype_names": [], "shapes": []})
         with pytest.raises(RequestError, match="no group"):
             llm.update_weights({"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]})
+
+
+BOUND = 1e-4
+"""Largest difference of a sampled token's log-probability from transformers', float32, in nats. Sums of 32 products are
+rounded in another order; the largest seen is 1e-5."""
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_sampled_log_probabilities_are_the_trainers(tmp_path, family):
+    """Ids in, ids and log-probabilities out, at a temperature, before and after an update."""
+    policy = tiny_models.build_with_tokenizer(tmp_path, family)
+    prompts = [{"prompt_token_ids": [5, 9, 200, 31, 7][:n]} for n in (1, 3, 5)]
+    sampling = SamplingParams(temperature=0.8, top_k=50, max_tokens=12, logprobs=0, seed=1)
+
+    def largest_difference(llm):
+        found = 0.0
+        for answer in llm.generate(prompts, sampling, progress=False):
+            (output,) = answer.outputs
+            ids = torch.tensor([answer.prompt_token_ids + output.token_ids])
+            with torch.no_grad():
+                logits = policy(ids).logits[0, len(answer.prompt_token_ids) - 1 : -1].float()
+            theirs = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])
+            ours = torch.tensor([p.chosen.logprob for p in output.logprobs])
+            found = max(found, (ours - theirs[:, 0]).abs().max().item())
+        return found
+
+    with LLM(str(tmp_path), dtype="float32", **SIZES) as llm:
+        assert largest_difference(llm) < BOUND
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
+        assert largest_difference(llm) > 100 * BOUND  # stale weights are seen
+        policy.save_pretrained(tmp_path)
+        update(llm, tensors_of(tmp_path))
+        assert largest_difference(llm) < BOUND
+
+
+def test_an_adapter_is_replaced_in_place(tmp_path):
+    """A trainer of an adapter sends its deltas alone; what the old one computed is not found."""
+    tiny_models.write_with_tokenizer(tmp_path / "model")
+    for seed in (1, 2):
+        policy = tiny_models.build(tmp_path / "scratch")
+        adapters.write(policy, tmp_path / f"delta-{seed}", seed=seed)
+    (tmp_path / "nothing").mkdir()
+    how = dict(SIZES, dtype="float32", enable_lora=True, max_lora_rank=16)
+
+    def asked(llm, lora):
+        return llm.generate(PROMPT, GREEDY, progress=False, lora_request=lora)[0]
+
+    with LLM(str(tmp_path / "model"), **how) as llm:
+        second = asked(llm, LoRARequest("own", 1, tmp_path / "delta-2"))
+    with LLM(str(tmp_path / "model"), **how) as llm:
+        plain = answer(llm).outputs[0].token_ids
+        own = LoRARequest("own", 1, tmp_path / "delta-1")
+        with pytest.raises(AdapterError, match="could be replaced"):
+            llm.load_adapter(own, load_inplace=True)
+        first = asked(llm, own)
+        assert asked(llm, own).num_cached_tokens > 0
+        with pytest.raises(AdapterError):
+            llm.load_adapter(LoRARequest("own", 1, tmp_path / "nothing"), load_inplace=True)
+        assert asked(llm, own).outputs[0].token_ids == first.outputs[0].token_ids
+        new = LoRARequest("own", 1, tmp_path / "delta-2")
+        llm.load_adapter(new, load_inplace=True)
+        found = asked(llm, new)
+        assert (
+            found.outputs[0].token_ids == second.outputs[0].token_ids != first.outputs[0].token_ids
+        )
+        assert found.num_cached_tokens == 0
+        assert asked(llm, own).outputs[0].token_ids == second.outputs[0].token_ids  # its old name
+        assert answer(llm).outputs[0].token_ids == plain

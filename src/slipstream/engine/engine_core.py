@@ -103,6 +103,10 @@ class EngineCore:
         need as many others as there is room for."""
         self.executor.load_adapter(lora, tuple)
 
+    def replace_adapter(self, lora: LoRARequest) -> None:
+        """Let an adapter be that of other files from the next step on. AdapterError: nothing has changed."""
+        self.executor.replace_adapter(lora)
+
     def unload_adapter(self, adapter_id: int) -> None:
         """Give its memory back, if no request needs it; else it stays until others need the room."""
 

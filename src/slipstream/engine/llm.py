@@ -568,9 +568,13 @@ class LLM:
             finally:
                 core.abort(self._output.discard(request.request_id))
 
-    def load_adapter(self, lora_request: LoRARequest) -> None:
-        """Read an adapter before a request needs it. AdapterError says what is wrong with it."""
-        self.core.load_adapter(lora_request)
+    def load_adapter(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter before a request needs it. AdapterError says what is wrong with it. `load_inplace`: it replaces the
+        one with its id, from the same files or others."""
+        if load_inplace:
+            self.core.replace_adapter(lora_request)
+        else:
+            self.core.load_adapter(lora_request)
 
     def unload_adapter(self, lora_request: LoRARequest) -> None:
         """Give an adapter's memory back."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
+from slipstream.errors import AdapterError
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
 from slipstream.params.lora_request import LoRARequest
@@ -129,6 +130,14 @@ class Executor(ABC):
         Adapters whose ids `keep` returns must stay loaded. AdapterError says what is wrong with the
         adapter. EngineOverloadedError means that there is no room now.
         """
+
+    def replace_adapter(self, request: LoRARequest) -> str:
+        """Let an adapter that is loaded be that of other files, for all its requests. Returns their version. AdapterError, with
+        nothing changed: they can't be read."""
+        raise AdapterError(
+            "adapters on several ranks can't be replaced in place; unload it, and load it again",
+            field="load_inplace",
+        )
 
     @abstractmethod
     def unload_adapter(self, adapter_id: int) -> None:

@@ -129,6 +129,17 @@ class LocalExecutor(Executor):
             raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
         return self.runner.adapters.load(request, keep)
 
+    def replace_adapter(self, request: LoRARequest) -> str:
+        runner = self.runner
+        if runner.adapters is None:
+            raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
+        runner.settle()
+        with runner.platform.values.inference():
+            version = runner.adapters.replace(request)
+            if isinstance(runner, ModelRunner) and runner.adapter_graphs is not None:
+                runner.adapter_graphs.adapters_changed()
+        return version
+
     def unload_adapter(self, adapter_id: int) -> None:
         if self.runner.adapters is not None:
             self.runner.adapters.unload(adapter_id)

@@ -118,9 +118,10 @@ class CoreOperations:
         """Numbers of the engine's processes, the core's first."""
         return self._processes
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it."""
-        await self._ask_for(lambda ticket: LoadAdapter(name, path, ticket))
+    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+        """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it.
+        `load_inplace`: it replaces the one of that name between two steps, also for requests that run."""
+        await self._ask_for(lambda ticket: LoadAdapter(name, path, ticket, load_inplace))
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that run end as they would. AdapterError: there is none of that name."""

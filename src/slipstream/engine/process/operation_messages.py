@@ -31,6 +31,7 @@ class LoadAdapter(msgspec.Struct, tag=True):
     name: str
     path: str
     ticket: int
+    in_place: bool = False  # it may replace the one of that name, also for requests that run
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
