@@ -21,10 +21,10 @@ from starlette.routing import Route
 
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.messages.weights import WeightsInfo
+from slipstream.server.http.decoding import register
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
-from slipstream.server.openai.protocol import register
 from slipstream.server.state import ServerState, WeightsProtocol
 
 MODES = {
