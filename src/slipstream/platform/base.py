@@ -128,6 +128,8 @@ class Platform(ABC):
 
     values: Values
     device: torch.device
+    device_uuid = ""
+    """Name of the GPU among all of them, for other processes; empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -87,6 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_several("--allowed-media-hosts", "HOST[:PORT]", Rare(text))
     text = "let clients give the model's memory back (POST /sleep, /wake_up)"
     add("--enable-sleep-mode", Rare(text), action="store_true")
+    text = "let admins' keys change the weights and pause (POST /update_weights, /pause, …); needs a key"
+    add("--enable-weight-updates", Rare(text), action="store_true")
+    text = "where such an update may read files (default: nowhere)"
+    add("--weights-folder", Rare(text), metavar="DIR")
     add("--max-concurrent-requests", "requests at once; beyond it: 429 (default: 4096)", **whole)
     text = "prompts times n, or texts to embed or to rerank (default: 2048)"
     add("--max-choices-per-request", Rare(text), **whole)

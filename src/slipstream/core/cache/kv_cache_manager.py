@@ -105,7 +105,7 @@ class KVCacheManager:
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
         """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
         self._last_step = 0
-        self._salt = salt
+        self._model = self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -322,6 +322,11 @@ class KVCacheManager:
         """First key of the chain that a request's block keys continue."""
         root = root_key(self._salt, "", adapter) if adapter else self._root_key
         return salted(root, cache_salt)
+
+    def use_weights(self, identity: str) -> None:
+        """Let keys that are computed from now on be those of other weights."""
+        self._salt = f"{self._model}:{identity}"
+        self._root_key = root_key(self._salt, "")
 
     def may_begin_cached(self, request: Request) -> bool:
         """True if the request may start with cached blocks."""
