@@ -362,6 +362,14 @@ def test_the_charts_images_are_those_that_a_release_pushes(tmp_path):
         assert spec["containers"][0]["image"] == f"slipstream:{version}-{kind}"
 
 
+@needs_helm
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ranks_of_several_gpus_have_shared_memory(tmp_path, gpus):
+    spec = render(tmp_path, gpus=gpus)["StatefulSet", "chat"]["spec"]["template"]["spec"]
+    mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert ("shm" in mounted, "shm" in {one["name"] for one in spec["volumes"]}) == (gpus > 1,) * 2
+
+
 def pool_kind(found):
     return next(kind for kind, _ in found if kind.endswith("Pool"))
 

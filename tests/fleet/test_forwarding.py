@@ -361,6 +361,16 @@ def test_errors_reach_the_client_when_nobody_else_can_answer(start):
     assert threading.active_count() < before + 50
 
 
+def test_a_stream_that_no_replica_carries_further_ends(start):
+    """Tokens that came before the first failure are no progress of the second."""
+    fleet, stubs = start(2, retries={"share": 1.0, "most": 2}, first_token_s=0.2, next_token_s=0.2)
+    for stub in stubs:
+        stub.hang_at = 4
+    with fleet.client() as client, pytest.raises(openai.APIError):
+        text_of(client)
+    assert 3 <= sum(len(stub.asked) for stub in stubs) <= 6  # three, and those that were late
+
+
 def test_the_root_names_what_the_fleet_serves(start):
     """Of a replica's own `/` a client would hear of the first model alone."""
     fleet, stubs = start()
