@@ -221,8 +221,12 @@ def test_images_keep_to_what_matters(kind):
 EVERYTHING = {
     "gpus": 2,
     "kvEvents": {"enabled": True},
-    "autoscaling": {"enabled": True},
-    "serviceMonitor": {"enabled": True, "credentials": {"name": "scrape", "key": "key"}},
+    "autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 7, "perReplica": 11},
+    "serviceMonitor": {
+        "enabled": True,
+        "interval": "7s",
+        "credentials": {"name": "scrape", "key": "key"},
+    },
     "gateway": {
         "enabled": True,
         "parentRefs": [{"name": "inference-gateway"}],
@@ -313,6 +317,11 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     found = render(tmp_path, **EVERYTHING)
     spec = found["StatefulSet", "chat"]["spec"]
     assert "replicas" not in spec  # they are the autoscaler's
+    scaler = found["HorizontalPodAutoscaler", "chat"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 7)
+    assert scaler["metrics"][0]["pods"]["target"]["averageValue"] == "11"
+    each = found["Service", "chat-replicas"]["spec"]
+    assert each["publishNotReadyAddresses"]  # so that a start can be looked at
     labels = spec["template"]["metadata"]["labels"]
     pool = found["InferencePool", "chat"]["spec"]
     assert pool["selector"]["matchLabels"].items() <= labels.items()
@@ -336,6 +345,7 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     assert events.endpoint == f"tcp://*:{ports['kv-events']}"
     assert re.fullmatch(r"kv@\$\(POD_IP\):8000@smollm2", events.topic)
     monitor = found["ServiceMonitor", "chat"]["spec"]
+    assert monitor["endpoints"][0]["interval"] == "7s"
     (wanted,) = monitor["selector"]["matchExpressions"]
     scraped = [
         name
