@@ -334,6 +334,8 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     ]
     args = served(words)
     assert args.served_model_name == ["a$HOME"]
+    assert "a$$HOME" in container["args"]  # Kubernetes halves it
+    assert manifests._quantity(2**30 + 1) == "1025Mi"
     assert args.drain_timeout_s + 20 == spec["template"]["spec"]["terminationGracePeriodSeconds"]
     guard = WebGuard(None, server_settings(args), has_keys=False)
     for host in ("chat", "chat.prod", "chat-0.chat-replicas.prod", "llm.example"):

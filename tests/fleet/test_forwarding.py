@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,6 +17,8 @@ import openai
 import pytest
 
 from slipstream.fleet.gateway import forward
+from slipstream.fleet.gateway.forward import Forwarder
+from slipstream.server.http.errors import ApiError
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
 from tests.waiting import PATIENCE_S
@@ -369,6 +373,21 @@ def test_a_stream_that_no_replica_carries_further_ends(start):
     with fleet.client() as client, pytest.raises(openai.APIError):
         text_of(client)
     assert 3 <= sum(len(stub.asked) for stub in stubs) <= 6  # three, and those that were late
+
+
+@pytest.mark.parametrize(("waiting", "code"), [(1, "no_replica"), (2, "too_many_waiting")])
+def test_so_many_requests_wait_for_a_start(waiting, code):
+    autoscale = SimpleNamespace(wait_s=0.0, max_waiting=2)
+    version = SimpleNamespace(
+        model="m", autoscale=autoscale, is_asleep=True, num_waiting=waiting, can_answer=False
+    )
+    router = SimpleNamespace(queue_s=1000.0)
+    members = SimpleNamespace(fleet=SimpleNamespace(router=router))
+    forwarder = SimpleNamespace(members=members, _decide=lambda *a: None)
+    call = SimpleNamespace(tried=set(), is_line=False)
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(Forwarder._choose(forwarder, version, call, None))
+    assert (refused.value.code, version.num_waiting) == (code, waiting)
 
 
 def test_the_root_names_what_the_fleet_serves(start):
