@@ -80,9 +80,8 @@ class RequestTable:
             request.guide = next((part for part in concerned if part.guides), None)
             for part in concerned:
                 part.entered(request)
-        if (
-            spec.lora is None and spec.parent is None
-        ):  # an adapter's keys are known when it is admitted
+        # an adapter's keys are known when it is admitted
+        if spec.lora is None and spec.parent is None:
             self.kv.arrived(request)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request

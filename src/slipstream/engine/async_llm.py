@@ -89,9 +89,8 @@ class AsyncLLM(OtherRequests):
         self.phases: dict[str, float] = {}
         self.tiles = ""  # the tile table, by identity and size
         self.canary: CanaryResult | None = None
-        self._ids = map(
-            f"{source.id_prefix}{{}}".format, itertools.count()
-        )  # never used twice by one core
+        # never used twice by one core
+        self._ids = map(f"{source.id_prefix}{{}}".format, itertools.count())
         super().__init__(CoreClient(self, source))
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
@@ -190,9 +189,8 @@ class AsyncLLM(OtherRequests):
         self._sinks[request.request_id] = sink
 
         def cancel() -> None:
-            if (
-                self._sinks.get(request.request_id) is sink
-            ):  # else it has ended, and the id may be another's by now
+            # else it has ended, and the id may be another's by now
+            if self._sinks.get(request.request_id) is sink:
                 self._forget(request.request_id)
 
         try:

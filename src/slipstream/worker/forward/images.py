@@ -50,7 +50,6 @@ class ImageEncoder:
     def __init__(self, tower: ImageTower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
         self.num_bytes = 0
-        self.num_encoded = 0  # images since the start
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
@@ -63,7 +62,6 @@ class ImageEncoder:
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
             made = self.tower([self._pixels(span) for span in missing])
-            self.num_encoded += len(made)
             # The clone owns its memory. A slice would keep the memory of the whole batch alive.
             found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
         for key in found:

@@ -92,9 +92,8 @@ class Program:
 
         `kept` is the memory that the step reads and writes.
         """
-        running = RunningStep(
-            self, then, kept
-        )  # made before the step begins, in case Ctrl-C comes in between
+        # made before the step begins, in case Ctrl-C comes in between
+        running = RunningStep(self, then, kept)
         self._library.ss_begin(
             self._pointer, None if then is None else then._pointer, ctypes.byref(step)
         )
@@ -103,9 +102,8 @@ class Program:
     def wait(self) -> None:
         """Waits until the pool's last job is done. The caller computes meanwhile, as one of its
         threads."""
-        if pointer := self.__dict__.get(
-            "_pointer"
-        ):  # the garbage collector may have destroyed it, which waits too
+        # the garbage collector may have destroyed it, which waits too
+        if pointer := self.__dict__.get("_pointer"):
             self._library.ss_wait(pointer)
 
     def job(self, num_tokens: int) -> Job:

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.arrays import address
+from slipstream.kernels.cpu.arrays import address, array
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.program.native_program import Program
-from slipstream.kernels.cpu.sampling.sampling import array
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
