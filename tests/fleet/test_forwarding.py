@@ -18,6 +18,7 @@ import pytest
 
 from slipstream.fleet.gateway import forward
 from slipstream.fleet.gateway.forward import Forwarder
+from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.server.http.errors import ApiError
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
@@ -388,6 +389,32 @@ def test_so_many_requests_wait_for_a_start(waiting, code):
     with pytest.raises(ApiError) as refused:
         asyncio.run(Forwarder._choose(forwarder, version, call, None))
     assert (refused.value.code, version.num_waiting) == (code, waiting)
+
+
+def test_only_replicas_with_the_adapter_are_asked():
+    replicas = {
+        name: SimpleNamespace(id=name, adapters=own, heard=False)
+        for name, own in (("a", {"x"}), ("b", set()))
+    }
+    asked = {}
+    version = SimpleNamespace(
+        guard=SimpleNamespace(out=lambda now: set()),
+        replicas=replicas,
+        router=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
+    )
+    own = {"only": None, "adapter": "x", "tokens": [1], "session": None, "prefix_salt": ""}
+    call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, **own)
+    Forwarder._decide(SimpleNamespace(), version, call, 0.0)
+    assert asked["exclude"] == {"b"}
+
+
+def test_a_gateway_that_drains_is_healthy_and_not_ready():
+    state, members = SimpleNamespace(draining=True), SimpleNamespace(models={})
+    draining = SimpleNamespace(state=state, members=members)
+    Gateway.require_ready(draining, also_draining=True)
+    with pytest.raises(ApiError) as refused:
+        Gateway.require_ready(draining)
+    assert refused.value.code == "shutting_down"
 
 
 def test_the_root_names_what_the_fleet_serves(start):
