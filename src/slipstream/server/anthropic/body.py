@@ -19,6 +19,7 @@ from slipstream.server.answers.generation import encode
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
+    MAX_TOOLS,
     CalledFunction,
     FunctionSpec,
     Name,
@@ -251,7 +252,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     model: str | None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     system: str | list[dict[str, Raw]] | None = None
-    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -351,8 +352,6 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
             refuse_unless_off(made, made.off, f"tools[{i}].")
             hints += given_hints(made, "tools.")
             found.append(made)
-        if len(found) > 128:
-            raise bad_request("there are more than 128 tools; offer fewer", "tools")
         return found, list(dict.fromkeys(hints))
 
     def ignores_thinking(self, state: ServerState) -> bool:

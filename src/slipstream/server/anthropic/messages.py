@@ -92,9 +92,7 @@ class MessageAnswer(BlockAnswer):
 
     def _usage(self, output: int) -> dict[str, Any]:
         cached, num_prompt = self.prompt_info[0].num_cached_tokens, self.record.num_prompt_tokens
-        cache, written = self.state.engine.config.cache, 0
-        if cache.enable_prefix_caching:  # whole blocks are cached
-            written = max(0, num_prompt // cache.block_size * cache.block_size - cached)
+        written = self.num_written_tokens
         lives = max((s for _, s in self.breakpoints), default=0.0)
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}

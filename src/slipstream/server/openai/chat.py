@@ -81,7 +81,8 @@ class ChatAnswer(Answer):
         }
 
     def extra_fields(self) -> dict[str, Any]:
-        return prompt_details(self.body, self.prompt_info[0])
+        # Clients such as LiteLLM's for Groq need the tier.
+        return {"service_tier": "default", **prompt_details(self.body, self.prompt_info[0])}
 
     def _begin(self, index: bytes, role: bytes, num_before: int = 0) -> bytes:
         """The first event of a choice, with the prompt's token ids if asked for."""

@@ -211,7 +211,7 @@ class ResponseAnswer(BlockAnswer):
         details = usage.get("completion_tokens_details", {})
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0, **details},
             "total_tokens": usage["total_tokens"],

@@ -18,6 +18,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
+    MAX_TOOLS,
     CalledFunction,
     FunctionSpec,
     Name,
@@ -173,7 +174,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     previous_response_id: str | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # Hint: too long an input is an error, not cut.
@@ -392,9 +393,6 @@ _SAME = (
     ),
     *("min_tokens", "ignore_eos", "priority", "cache_salt", "end_of_branch"),
 )
-
-
-MAX_TOOLS = 128
 
 
 def _add_tool(
