@@ -39,7 +39,7 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
         wanted = min(request.num_tokens - computed, request.most_at(computed))
         count = scheduler.prompt_tokens(step, request, computed, wanted)
         fits = count > 0 and kv.num_running < scheduler.scheduling.seqs_of_rank
-        fits = fits and scheduler.has_room(
+        fits = fits and kv.has_room(
             request, cached, computed + count, 0, scheduler.watermark if kv.num_running else 0
         )
         merits = (

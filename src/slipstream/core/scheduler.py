@@ -514,7 +514,7 @@ class Scheduler:
             )
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 break
-            if not self.has_room(request, cached, computed + count, encoded, spare):
+            if not kv.has_room(request, cached, computed + count, encoded, spare):
                 if not kv.num_running and self.requests.drop_waiting_blocks(kv):
                     continue
                 break
@@ -564,40 +564,12 @@ class Scheduler:
             return request.kv.cached_prefix(request)
         return deal(self, step, request)
 
-    def has_room(
-        self,
-        request: Request,
-        cached: Sequence[Sequence[int]],
-        num_tokens: int,
-        encoded: int,
-        spare: int,
-    ) -> bool:
-        """True if a waiting request fits with `spare` blocks left.
-
-        It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
-        `cached` are the blocks of its prefix, by group.
-        """
-        num_held = len(request.blocks[0] or (cached[0] if cached else ()))
-        kv = request.kv
-        if kv.states is not None and not kv.states.has_room(request):
-            return False
-        own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
-        revived = sum(map(kv.pool.num_revived, cached))
-        return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
-
     def _start(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
         """Run a request from this step on.
 
         Its first `computed` tokens are in blocks that it holds, or in the `cached` ones.
         """
-        if cached:
-            request.kv.adopt(request, cached)
-            request.num_registered = len(cached[0])
-        if self.tiers is not None:
-            self.tiers.let_go(request)
-        request.num_computed_tokens = computed
-        if request.kv.states is not None:
-            request.kv.states.start(request, computed)
+        request.kv.begin(request, cached, computed)
         if request.num_preemptions == 0 and request.spec.parent is None:
             request.num_cached_tokens = min(computed, request.num_prompt_tokens)
             if self.cache.enable_prefix_caching:
@@ -626,9 +598,7 @@ class Scheduler:
         given, guide = added, request.guide
         if guide is not None and not added:
             given = guide.placed(request, computed, end, num_sampled)
-        is_steady = True
-        if (states := request.kv.states) is not None:
-            is_steady = states.place(request, computed, end, num_guesses)
+        is_steady = request.kv.place(request, computed, end, num_guesses)
         step.add(request, computed, count, num_sampled, given)
         if num_guesses:
             step.guesses[request] = num_guesses
@@ -684,7 +654,7 @@ class Scheduler:
         return (
             request is not None
             and request.status is Status.RUNNING
-            and request.kv.states is None
+            and request.kv.may_rewind
             and not self._most_guesses
             and not request.spec.sampling.by_chain
             and share.num_tokens == share.num_sampled == 1

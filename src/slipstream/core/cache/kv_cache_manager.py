@@ -258,6 +258,57 @@ class KVCacheManager:
             self._offer_states(self.states)
         self.drop_lease(request)
 
+    # --- A request's steps ----------------------------------------------------------------------------------------------
+    #
+    # What the scheduler asks and tells, whatever kinds of cache the layers have. A kind besides blocks, such as recurrent
+    # states, is a class with these answers (`states.py`), and asked here.
+
+    def has_room(
+        self,
+        request: Request,
+        cached: Sequence[Sequence[int]],
+        num_tokens: int,
+        encoded: int,
+        spare: int,
+    ) -> bool:
+        """True if a waiting request fits with `spare` blocks left.
+
+        It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
+        `cached` are the blocks of its prefix, by group.
+        """
+        if self.states is not None and not self.states.has_room(request):
+            return False
+        num_held = len(request.blocks[0] or (cached[0] if cached else ()))
+        own = (self.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.own)
+        revived = sum(map(self.pool.num_revived, cached))
+        return own + self.blocks_for(encoded) + revived + spare <= self.pool.num_free
+
+    def begin(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
+        """Begin at `computed` tokens, which are in blocks that the request holds, or in the `cached` ones."""
+        if cached:
+            self.adopt(request, cached)
+            request.num_registered = len(cached[0])
+        if self.tiers is not None:
+            self.tiers.let_go(request)
+        request.num_computed_tokens = computed
+        if self.states is not None:
+            self.states.start(request, computed)
+
+    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+        """Note that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
+        return self.states is None or self.states.place(request, computed, end, num_guesses)
+
+    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
+        """Take back the tokens that were computed after the last right guess."""
+        request.num_computed_tokens -= num_guesses - num_right
+        if self.states is not None:
+            self.states.verified(request, num_right)
+
+    @property
+    def may_rewind(self) -> bool:
+        """Whether a request may compute its last token again: a step changes nothing but blocks."""
+        return self.states is None
+
     # --- The order of eviction ------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:

@@ -216,7 +216,8 @@ class StateSlots:
             session.mark = self.order.apart(session, [slot], position)
 
     def _give_up(self, state: RequestState) -> int:
-        """Takes another slot in the place of the one that is read, which the request then holds as it holds others'."""
+        """Stops writing to the slot that is read, which others may continue from now. Returns that slot; a
+        new one takes its place among the request's own."""
         state.own.remove(state.read)
         state.own += self.pool.allocate(1)
         return state.read

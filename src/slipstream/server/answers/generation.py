@@ -441,7 +441,8 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """A stream's mark for a gateway: the tokens whose events follow the last mark."""
+        """A line of the stream for the gateway: the tokens whose text was sent since the last such line.
+        Empty without marks."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
