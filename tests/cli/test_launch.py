@@ -46,7 +46,8 @@ def test_agents_get_the_server_and_its_model(url, capsys, client, set_):
 def test_agent_is_started_with_its_arguments(url, capsys, tmp_path, monkeypatch):
     program = tmp_path / "claude"
     program.write_text(
-        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_API_KEY$CLAUDE_CODE_MAX_CONTEXT_TOKENS $@" > "$OUT"\nexit 3\n'
+        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_API_KEY'
+        '$CLAUDE_CODE_MAX_CONTEXT_TOKENS $@" > "$OUT"\nexit 3\n'
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -70,6 +71,17 @@ def test_any_program_gets_the_variables_of_the_sdks(url, capsys, tmp_path):
     code, told = launched(capsys, "any", "--url", url)
     assert code == 2
     assert "give the program after --" in told.err
+
+
+def test_key_comes_from_a_file_or_a_word_and_is_not_shown(url, capsys, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("# of the server\nsecret-key\n")
+    code, told = launched(capsys, "codex", "--url", url, "--print", "--api-key-file", str(file))
+    assert code == 0
+    assert "SLIPSTREAM_API_KEY=" in told.err
+    assert "secret-key" not in told.err
+    both = ("--api-key-file", str(file), "--api-key", "x")
+    assert "not both" in launched(capsys, "codex", "--url", url, "--print", *both)[1].err
 
 
 @pytest.mark.parametrize(
