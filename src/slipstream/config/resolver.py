@@ -19,6 +19,7 @@ from slipstream.config.forms import (
     Pipeline,
     StreamedLayers,
 )
+from slipstream.config.handover import check_handover, handover_section
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import native_products, parallel_section
 from slipstream.config.scheduling import scheduling_section
@@ -82,6 +83,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     parallel = parallel_section(args, model, device, model_config.quantization)
     cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
     _check_tiers(args, model.spec, device, parallel)
+    check_handover(args, model.spec, device)
     scheduling, scheduling_origins = scheduling_section(
         args,
         model.spec,
@@ -252,6 +254,7 @@ def _cache_section(
         host_bytes=args.kv_host_bytes,
         disk_bytes=args.kv_disk_bytes,
         disk_path=args.kv_disk_path,
+        handover=handover_section(args),
         eviction=args.cache_eviction,
         state_slots=_state_slots(args, spec),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], KV_BYTES[kv_dtype]),

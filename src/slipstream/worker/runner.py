@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.cache.tensors import cache_parts, state_parts
@@ -13,6 +13,7 @@ from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
+from slipstream.worker.tiers.exchange import Exchange
 
 if TYPE_CHECKING:
     from slipstream.worker.experts.balance import LayerSwap
@@ -81,17 +82,23 @@ class Runner(ABC):
         return self.loaded
 
     def open_store(
-        self, disk: DiskTier | None, slots: tuple[int, int], staged: tuple[int, int]
+        self,
+        disk: DiskTier | None,
+        slots: tuple[int, int],
+        staged: tuple[int, int],
+        exchange: Exchange | None = None,
+        layout: Mapping[str, str] | None = None,
     ) -> HostBlockStore:
         """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and
-        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too."""
+        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too.
+        `exchange` and `layout` (CPU only) are for hand-overs between engines."""
         blocks = self._block_rows
         if self.draft is not None:
             blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
         rows = blocks, self._state_rows
         if not any(slots):
             arrays, states = (block_arrays(part.arrays) for part in rows)
-            return HostBlockStore(arrays, disk, self.settle, states)
+            return HostBlockStore(arrays, disk, self.settle, states, exchange, layout)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)
