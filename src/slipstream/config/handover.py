@@ -40,7 +40,10 @@ def check_handover(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Non
             not args.enable_prefix_caching or spec.needs_full_prompt,
             "blocks are handed over as cached prefixes: leave enable_prefix_caching on",
         ),
-        (spec.kind != "a decoder", f"the model is {spec.kind}, whose blocks are not kept; leave it out"),
+        (
+            spec.kind != "a decoder",
+            f"the model is {spec.kind}, whose blocks are not kept; leave it out",
+        ),
         (is_here and sys.platform != "linux", "unix: needs Linux; use tcp://127.0.0.1:PORT"),
     ):
         if refused:

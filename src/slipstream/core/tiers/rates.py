@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from slipstream.messages.tiers import Place
-
 RATE_AGE_S = 60.0
 """Age in seconds at which a rate that rules out loading is forgotten."""
 
@@ -67,36 +63,30 @@ class Rates:
     def forget_steps(self) -> None:
         self._in_flight.clear()
 
-    def loading_s(self, sizes: Mapping[Place, int]) -> float | None:
-        """Seconds to load so many units from each place; None if a rate it needs is not measured."""
-        known = [(self.of(place).seconds, size) for place, size in sizes.items() if size]
-        found = [seconds * size for seconds, size in known if seconds is not None]
-        return sum(found) if len(found) == len(known) else None
-
-    def of(self, place: Place) -> Rate:
-        """The rate of loading from there."""
-        return {"host": self.host, "disk": self.disk, "peer": self.peer}[place]
+    def loading_s(self, num_host: int, num_disk: int) -> float | None:
+        """Seconds to load the blocks; None if a rate it needs is not measured."""
+        host, disk = self.host.seconds if num_host else 0.0, self.disk.seconds if num_disk else 0.0
+        return None if host is None or disk is None else num_host * host + num_disk * disk
 
     def computing_s(self, num_tokens: int) -> float | None:
         return None if self.prefill.seconds is None else num_tokens * self.prefill.seconds
 
-    def pays(self, sizes: Mapping[Place, int], num_tokens: int, now: float) -> bool | None:
-        """Decide whether to load so many units from each place rather than compute `num_tokens` tokens.
+    def pays(self, num_host: int, num_disk: int, num_tokens: int, now: float) -> bool | None:
+        """Decide whether to load the blocks rather than compute `num_tokens` tokens.
 
-        None means that a few blocks should be loaded as a measurement. Those of a peer, which has
-        computed them for this, are all loaded.
+        None means that a few blocks should be loaded as a measurement.
         """
-        loading, computing = self.loading_s(sizes), self.computing_s(num_tokens)
-        if computing is None or (loading is None and sizes.get("peer")):
+        loading, computing = self.loading_s(num_host, num_disk), self.computing_s(num_tokens)
+        if computing is None:
             return True
         if loading is None:
             return None
         if loading <= computing:
             return True
         old = [
-            rate
-            for place, size in sizes.items()
-            if size and now - (rate := self.of(place)).measured_at > RATE_AGE_S
+            r
+            for r, n in ((self.host, num_host), (self.disk, num_disk))
+            if n and now - r.measured_at > RATE_AGE_S
         ]
         for rate in old:
             rate.forget()

@@ -86,6 +86,8 @@ class TierLoad:
         self.held = held
         self.pending: dict[int, tuple[int, bytes]] = {}  # (block, key) by copy number
         self.sizes = Counter[Place]()  # bytes by where they are
+        self.num_peer_tokens = 0  # what a peer's blocks save, if all come
+        self.num_lost = 0
         self.probes = False  # the load measures a rate; more blocks may follow
         self.era = era
         self.begun, self.until = now, now + patience_s
@@ -118,6 +120,7 @@ class Tiers:
         # blocks of the request that is being looked up, and the address of the peer that has them
         self._promised: frozenset[bytes] = frozenset()
         self._peer = ""
+        self._handing: list[tuple[BlockPool, int]] = []  # held until they are in the exchange
         # a host tier has room for each kind that the device has, if it is not empty
         self._host, self._host_states = (
             BlockPool(count + 1) if count else None
@@ -168,6 +171,7 @@ class Tiers:
         loads = [*self._loads, *self._arrived.values()]
         pool = self._states if state else self._pool
         held = [found for key, found in self._storing.items() if is_state(key) == state]
+        held += [found for of, found in self._handing if of is pool]
         for load in loads:
             held += [found for of, found in load.held if of is pool]
             held += [found for found, key in load.pending.values() if is_state(key) == state]
@@ -295,6 +299,7 @@ class Tiers:
         for pool, block, key in found:
             if block is not None:
                 pool.hold((block,))
+                self._handing.append((pool, block))
                 done = partial(self._handed, pool, block, key)
                 copies.append(self._order("device", "peer", key, block, 0, done))
         if copies:
@@ -302,6 +307,7 @@ class Tiers:
 
     def _handed(self, pool: BlockPool, block: int, key: bytes, ok: bool) -> None:
         pool.release((block,))
+        self._handing.remove((pool, block))
         self._counts["handed_blocks" if ok else "dropped_blocks"] += 1
         self._counts["handed_bytes"] += ok * self._bytes(key)
 
@@ -484,7 +490,9 @@ class Tiers:
         sizes = Counter[Place]()
         for key in keys:
             sizes[self._tier_of(key) or "disk"] += self._bytes(key)
-        found = self.rates.pays(sizes, num_tokens, self._clock())
+        if sizes["peer"]:
+            return True  # who sent the request has decided it
+        found = self.rates.pays(sizes["host"], sizes["disk"], num_tokens, self._clock())
         if found is False:
             self._counts["declined_tokens"] += num_tokens
         return found
@@ -527,12 +535,11 @@ class Tiers:
         if request is None:
             self._counts["prefetched_tokens"] += num_tokens
         else:
-            left, total = num_tokens, max(1, load.sizes.total())
-            for place in ("host", "peer"):
-                tokens = num_tokens * load.sizes[place] // total
-                self._counts[f"{place}_hit_tokens"] += tokens
-                left -= tokens
-            self._counts["disk_hit_tokens"] += left
+            total = max(1, load.sizes.total())
+            tokens = num_tokens * load.sizes["host"] // total
+            load.num_peer_tokens = num_tokens * load.sizes["peer"] // total
+            self._counts["host_hit_tokens"] += tokens
+            self._counts["disk_hit_tokens"] += num_tokens - tokens - load.num_peer_tokens
         self._store.submit([copy for copy in copies if copy.source != copy.target])
         if not copies:
             self._end(load)
@@ -603,15 +610,18 @@ class Tiers:
             load.held.append((pool, block))
         else:
             pool.release((block,))
+            load.num_lost += 1
         if not load.pending:
             self._end(load)
 
     def _end(self, load: TierLoad) -> None:
         now = self._clock()
-        slowest: tuple[Place, ...] = ("peer", "disk", "host")
-        source = next((place for place in slowest if load.sizes[place]), "host")
-        if now > load.begun:
-            self.rates.of(source).learn(load.sizes.total(), now - load.begun, now)
+        rates, sizes = self.rates, load.sizes
+        rate = rates.peer if sizes["peer"] else rates.disk if sizes["disk"] else rates.host
+        if now > load.begun and not (sizes["peer"] and load.num_lost):
+            rate.learn(sizes.total(), now - load.begun, now)
+        if not load.num_lost:  # what a peer promised is no hit before it has come
+            self._counts["peer_hit_tokens"] += load.num_peer_tokens
         self._loads.remove(load)
         self._ready += load.others
         if load.arrived is not None:
@@ -702,9 +712,7 @@ class Tiers:
             prefill_tokens_per_s=rates.prefill.per_second,
             exchange_bytes=0 if exchange is None else exchange.num_bytes,
             exchange_limit_bytes=0 if exchange is None else exchange.limit_bytes,
-            expired_blocks=0
-            if exchange is None
-            else exchange.num_expired + exchange.num_evicted,
+            expired_blocks=0 if exchange is None else exchange.num_expired + exchange.num_evicted,
             **counts,
         )
 

@@ -66,7 +66,9 @@ class HostBlockStore:
         self._gifts: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         if exchange is not None:
-            work = threading.Thread(target=self._give_all, args=(exchange,), name="kv-gift", daemon=True)
+            work = threading.Thread(
+                target=self._give_all, args=(exchange,), name="kv-gift", daemon=True
+            )
             work.start()
             self._threads.append(work)
         if disk is not None:

@@ -95,7 +95,9 @@ def block_layout(
     found = {
         "version of Slipstream": __version__,
         "model": str(description.path),  # the blocks' keys begin with it
-        "version of the weights": f"{_digest(weights)} seed {model.seed}" if dummy else _digest(weights),
+        "version of the weights": f"{_digest(weights)} seed {model.seed}"
+        if dummy
+        else _digest(weights),
         "dtype": model.dtype,
         "quantization": str(model.quantization),
         "kv_cache_dtype": cache.dtype,

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import queue
@@ -204,10 +205,8 @@ class _Peer:
     def close(self) -> None:
         self.wanted.put(None)
         if (sock := self._socket) is not None:
-            try:
+            with contextlib.suppress(OSError):  # it is closed already
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it is closed already
 
     def _run(self) -> None:
         memory = None
@@ -217,7 +216,9 @@ class _Peer:
                 left = list(copies)[::-1]
                 if self._socket is None:
                     self._socket, memory = self._peers.connect(self.address)
-                self._fetch(self._socket, None if memory is None else np.frombuffer(memory, np.uint8), left)
+                self._fetch(
+                    self._socket, None if memory is None else np.frombuffer(memory, np.uint8), left
+                )
         except queue.Empty:
             pass
         except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
