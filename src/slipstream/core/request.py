@@ -63,6 +63,7 @@ class Request:
         "num_hit_tokens",
         "num_overtaken",
         "num_passed",
+        "num_peer_tokens",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
@@ -122,6 +123,7 @@ class Request:
         self.mirostat_mu: float | None = None
         self.forks: list[Request] = []  # requests that wait for this request's prompt
         self.num_cached_tokens = 0
+        self.num_peer_tokens = 0  # tokens that another engine computed for it
         # tokens with cached keys and values, if more than the states allowed to take
         self.num_hit_tokens = 0
         self.state: RequestState | None = None  # its slots, if layers are recurrent

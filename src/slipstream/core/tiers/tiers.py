@@ -622,6 +622,8 @@ class Tiers:
             rate.learn(sizes.total(), now - load.begun, now)
         if not load.num_lost:  # what a peer promised is no hit before it has come
             self._counts["peer_hit_tokens"] += load.num_peer_tokens
+            if load.request is not None:
+                load.request.num_peer_tokens = load.num_peer_tokens
         self._loads.remove(load)
         self._ready += load.others
         if load.arrived is not None:

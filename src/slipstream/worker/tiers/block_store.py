@@ -66,11 +66,11 @@ class HostBlockStore:
         self._gifts: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         if exchange is not None:
-            work = threading.Thread(
+            giver = threading.Thread(
                 target=self._give_all, args=(exchange,), name="kv-gift", daemon=True
             )
-            work.start()
-            self._threads.append(work)
+            giver.start()
+            self._threads.append(giver)
         if disk is not None:
             work = [self._read_all] * READERS + [self._write_all]
             readers = [
@@ -158,7 +158,7 @@ class HostBlockStore:
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
         """Memory of a copy's other end, in the order of the file."""
-        return [*map(memoryview, self._rows(copy))]
+        return [row.data for row in self._rows(copy)]
 
     def _read_all(self, disk: DiskTier) -> None:
         while (copy := self._reads.get()) is not None:

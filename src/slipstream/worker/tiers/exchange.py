@@ -305,7 +305,7 @@ class Exchange:
         for entry in entries if self._file == -1 else ():
             if entry is not None:
                 size = self._sizes[entry.is_state]
-                connection.sendall(self._memory[entry.place : entry.place + size])
+                connection.sendall(self._memory[entry.place : entry.place + size].data)
         with self._changed:
             self.num_given += len(entries) - entries.count(None)
 
@@ -339,4 +339,5 @@ def _listen(place: tuple[str, int] | str) -> socket.socket:
 def _is_own(connection: socket.socket) -> bool:
     """Whether the other end belongs to this process's user."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", data)[1] == os.getuid()
+    _, uid, _ = struct.unpack("3i", data)
+    return bool(uid == os.getuid())

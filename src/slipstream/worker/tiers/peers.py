@@ -244,7 +244,7 @@ class _Peer:
                 pieces = self._peers.pieces(copy)
                 for piece in pieces:
                     if memory is None:
-                        read_into(sock, memoryview(piece))
+                        read_into(sock, piece.data)
                         continue
                     piece[:] = memory[place : place + len(piece)]
                     place += len(piece)
