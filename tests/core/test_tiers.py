@@ -30,7 +30,7 @@ class Disk:
     num_bytes, limit_bytes, is_writer = 0, 100, True
 
 
-class Exchange:
+class Given:
     num_bytes, limit_bytes, num_expired, num_evicted = 0, 100, 0, 0
 
 
@@ -47,7 +47,7 @@ class Store:
         given: dict[bytes, tuple] | None = None,
     ) -> None:
         self.given = {} if given is None else given
-        self.exchange = None if given is None else Exchange()
+        self.exchange = None if given is None else Given()
         self.num_slots = num_slots
         self.state_bytes = state_bytes
         self.num_state_slots = -(-num_slots // 2) if state_bytes else 0

@@ -218,7 +218,7 @@ def test_strangers_do_no_harm(made):
             sock.connect(place)
             peers.send(sock, peers.Get([b"x"]))  # before the greeting
             reply = peers.receive(sock)
-            assert isinstance(reply, peers.Refused)
+            assert isinstance(reply, peers.PeerRefused)
             assert "block_size is 16 there and unknown here" in reply.why
         with engine(made) as second:
             answers(second, handover_from=address)

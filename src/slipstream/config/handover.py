@@ -15,7 +15,7 @@ HANDOVER_BYTES = 2**30
 
 
 def handover_section(args: EngineArgs) -> Handover | None:
-    """What the settings ask for; None: nothing. ConfigError."""
+    """Returns the settings' hand-overs; None: there are none. ConfigError."""
     if args.kv_handover_address is None:
         if args.kv_handover_bytes is not None:
             raise ConfigError(

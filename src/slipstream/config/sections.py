@@ -74,7 +74,7 @@ class CacheEventSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """Where other engines get blocks from this one, and how many bytes it keeps for them."""
+    """Address at which other engines get blocks from this one, and bytes that it keeps for them."""
 
     address: str
     limit_bytes: int

@@ -414,8 +414,9 @@ class MemoryLedger:
                 tokens = size // self.block_bytes * self.block_size // len(self.groups)
                 lines.append(f"below it: {size / 2**30:.2f} GiB of {where}, {tokens:,} tokens")
         if self.handover_bytes:
-            size = self.handover_bytes / 2**30
-            lines.append(f"next to it: {size:.2f} GiB of the host's memory, for other engines")
+            lines.append(
+                f"next to it: {self.handover_bytes / 2**30:.2f} GiB of the host's memory, for other engines"
+            )
         if self.host_expert_bytes:
             lines.append(
                 f"experts: {self.host_expert_bytes / 2**30:.2f} GiB of the host's memory, computed there"

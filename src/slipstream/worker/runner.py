@@ -13,12 +13,12 @@ from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
-from slipstream.worker.tiers.exchange import Exchange
 
 if TYPE_CHECKING:
     from slipstream.worker.experts.balance import LayerSwap
     from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.loaded_runner import LoadedRunner
+    from slipstream.worker.tiers.exchange import Exchange
 
 
 class Runner(ABC):

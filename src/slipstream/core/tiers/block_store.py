@@ -18,7 +18,7 @@ class DiskInfo(Protocol):
 
 
 class ExchangeInfo(Protocol):
-    """What this engine hands over to others (`worker/tiers/exchange.py`)."""
+    """Blocks that this engine hands over to others (`worker/tiers/exchange.py`)."""
 
     limit_bytes: int
     num_expired: int
@@ -42,7 +42,7 @@ class BlockStore(Protocol):
 
     @property
     def exchange(self) -> ExchangeInfo | None:
-        """Where blocks are handed over; None if this engine has none."""
+        """The place of blocks for other engines; None if this engine has none."""
 
     def on_disk(self, key: bytes) -> bool:
         """True if the disk probably has the block. The block may be gone when it is read."""

@@ -313,7 +313,7 @@ class Tiers:
 
     def _promises(self, request: Request) -> frozenset[bytes]:
         """Keys of what the request's peer may have: `hand_over` with its prompt."""
-        if not request.spec.handover_from:
+        if not request.spec.handover_from or self._store.exchange is None:
             return frozenset()
         keys = request.block_keys[: (request.num_prompt_tokens - 2) // self._size]
         own = [group_key(key, g) for g in self._own for key in keys]

@@ -12,7 +12,9 @@ request that is divided and one that is not look alike to their client.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Sequence
+from math import inf
 
 import msgspec
 
@@ -57,13 +59,11 @@ def worth_dividing(
     size = max((r.block_size for r in version.replicas.values()), default=16)
     costs = version.router.costs(chains, num_tokens, now=now)
     streams = {id_: version.router.state(id_).running for id_ in costs}
-    answers = [
-        id_ for id_ in answering(version, ()).difference(out) if costs[id_].wait_s < float("inf")
-    ]
+    answers = [id_ for id_ in answering(version, ()).difference(out) if costs[id_].wait_s < inf]
     prompts = {
         r.id
         for r in version.replicas.values()
-        if r.spec.role != "decode" and r.id not in out and costs[r.id].wait_s < float("inf")
+        if r.spec.role != "decode" and r.id not in out and costs[r.id].wait_s < inf
     }
     if not answers or not prompts:
         return set()
@@ -77,13 +77,17 @@ def worth_dividing(
             LOADING_SHARE * cost.computing_s if each is None else each * cost.num_new
         )
 
-    target = min(answers, key=loading)
-    prompts -= {target}
-    if not prompts or costs[target].num_new < size:
-        return set()
-    divided = min(map(computing, prompts)) + loading(target)
-    if always or divided < min(map(computing, answers)):
-        return prompts
+    best = heapq.nsmallest(2, answers, key=loading)  # a prompt goes to another replica
+
+    def divided(id_: str) -> float:
+        target = next((one for one in best if one != id_), None)
+        if target is None or costs[target].num_new < size:
+            return inf
+        return computing(id_) + loading(target)
+
+    least = min(map(divided, prompts))
+    if least < (inf if always else min(map(computing, answers))):
+        return {id_ for id_ in prompts if divided(id_) < inf}
     return set()
 
 

@@ -16,15 +16,17 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.messages.tiers import BlockCopy
 from slipstream.worker.tiers.disk_tier import DiskTier
-from slipstream.worker.tiers.exchange import Exchange
-from slipstream.worker.tiers.peers import Peers
+
+if TYPE_CHECKING:
+    from slipstream.worker.tiers.exchange import Exchange
+    from slipstream.worker.tiers.peers import Peers
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -56,7 +58,7 @@ class HostBlockStore:
     ) -> None:
         self._arrays, self._states = list(arrays), list(states)
         self.exchange = exchange
-        self._peers = Peers(layout or {}, self._rows, lambda *done: self._done.append(done))
+        self._peers: Peers | None = None
         self.disk, self._settle = disk, settle
         self.block_bytes = sum(array.shape[1] for array in arrays)
         self.state_bytes = sum(array.shape[1] for array in states)
@@ -66,6 +68,9 @@ class HostBlockStore:
         self._gifts: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         if exchange is not None:
+            from slipstream.worker.tiers.peers import Peers  # it needs msgspec
+
+            self._peers = Peers(layout or {}, self._rows, lambda *done: self._done.append(done))
             giver = threading.Thread(
                 target=self._give_all, args=(exchange,), name="kv-gift", daemon=True
             )
@@ -95,6 +100,7 @@ class HostBlockStore:
             else:
                 self._queue(copy)
         for address, own in wanted.items():
+            assert self._peers is not None, "it has an exchange"
             self._peers.fetch(address, own)
 
     def finished(self) -> list[tuple[int, bool]]:
@@ -108,7 +114,8 @@ class HostBlockStore:
 
     def close(self) -> None:
         """End the threads. Copies under way are finished within seconds; others are dropped."""
-        self._peers.close()
+        if self._peers is not None:
+            self._peers.close()
         for waiting in (self._reads, self._writes, self._gifts):
             while not waiting.empty():
                 waiting.get()

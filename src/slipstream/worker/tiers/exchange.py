@@ -287,12 +287,12 @@ class Exchange:
     def _welcome(self, connection: socket.socket) -> bool:
         """Let an engine in whose blocks are laid out as here."""
         if self._file != -1 and not _is_own(connection):
-            peers.send(connection, peers.Refused("its processes belong to another user"))
+            peers.send(connection, peers.PeerRefused("its processes belong to another user"))
             return False
         hello = peers.receive(connection)
         theirs = hello.layout if isinstance(hello, peers.Hello) else {}
         if why := differences(self._layout, theirs):
-            peers.send(connection, peers.Refused(why))
+            peers.send(connection, peers.PeerRefused(why))
             return False
         shared = self._file != -1
         files = [self._file] if shared else []
@@ -311,7 +311,7 @@ class Exchange:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """What differs between two engines' layouts of blocks, by name; empty if nothing does."""
+    """Names what differs between two engines' layouts of blocks; empty if nothing does."""
     wrong = [
         f"{name} is {ours.get(name, 'unknown')} there and {theirs.get(name, 'unknown')} here"
         for name in {**ours, **theirs}

@@ -23,7 +23,6 @@ from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier
-from slipstream.worker.tiers.exchange import Exchange
 
 if TYPE_CHECKING:
     from slipstream.worker.runner import Runner
@@ -76,6 +75,8 @@ def open_tiers(
     exchange, layout = None, None
     if cache.handover is not None:
         layout = block_layout(config, description, runner, (block_bytes, state_bytes))
+        from slipstream.worker.tiers.exchange import Exchange  # it needs msgspec
+
         sizes = block_bytes, state_bytes
         exchange = Exchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
     slots = host_slots(config, block_bytes, state_bytes)
@@ -85,7 +86,7 @@ def open_tiers(
 def block_layout(
     config: EngineConfig, description: ModelDescription, runner: Runner, sizes: tuple[int, int]
 ) -> dict[str, str]:
-    """What two engines must have in common to use each other's blocks, by names that a refusal tells.
+    """Settings that two engines must have in common to use each other's blocks, by their names in a refusal.
 
     Unlike in `identity`, the processor may be another.
     """

@@ -2,7 +2,7 @@
 
     fetching engine                          giving engine
     Hello(layout)                  ──>
-                                   <──  Welcome(num_bytes), with the memory itself on one host; or Refused
+                                   <──  Welcome(num_bytes), with the memory itself on one host; or PeerRefused
     Get(keys)                      ──>
                                    <──  Found(places); over TCP the contents follow
     Done()                         ──>  the places may be used again
@@ -53,7 +53,7 @@ class Welcome(msgspec.Struct, tag=True):
     num_bytes: int  # of the memory that comes along; 0: contents follow each Found
 
 
-class Refused(msgspec.Struct, tag=True):
+class PeerRefused(msgspec.Struct, tag=True):
     why: str
 
 
@@ -69,7 +69,7 @@ class Done(msgspec.Struct, tag=True):
     pass
 
 
-Message = Hello | Welcome | Refused | Get | Found | Done
+Message = Hello | Welcome | PeerRefused | Get | Found | Done
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Message).decode
 
 
@@ -165,7 +165,7 @@ class Peers:
         try:
             send(sock, self._hello)
             reply = receive(sock, files if isinstance(place, str) else None)
-            if isinstance(reply, Refused):
+            if isinstance(reply, PeerRefused):
                 if address not in self._refused:
                     self._refused.add(address)
                     _logger.error("blocks can't be taken from %s: %s", address, reply.why)
