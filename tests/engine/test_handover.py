@@ -227,7 +227,7 @@ def test_strangers_do_no_harm(made):
 
 def test_a_reader_that_dies_frees_what_it_read():
     layout = {"block_size": "16"}
-    exchange = exchanges.Exchange(2 * 64, (64, 0), layout, here())
+    exchange = exchanges.BlockExchange(2 * 64, (64, 0), layout, here())
     try:
         for key in (b"a", b"b"):
             assert exchange.reserve(key, False)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.worker.experts.balance import LayerSwap
     from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.loaded_runner import LoadedRunner
-    from slipstream.worker.tiers.exchange import Exchange
+    from slipstream.worker.tiers.exchange import BlockExchange
 
 
 class Runner(ABC):
@@ -86,7 +86,7 @@ class Runner(ABC):
         disk: DiskTier | None,
         slots: tuple[int, int],
         staged: tuple[int, int],
-        exchange: Exchange | None = None,
+        exchange: BlockExchange | None = None,
         layout: Mapping[str, str] | None = None,
     ) -> HostBlockStore:
         """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and

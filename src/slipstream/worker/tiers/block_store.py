@@ -25,7 +25,7 @@ from slipstream.messages.tiers import BlockCopy
 from slipstream.worker.tiers.disk_tier import DiskTier
 
 if TYPE_CHECKING:
-    from slipstream.worker.tiers.exchange import Exchange
+    from slipstream.worker.tiers.exchange import BlockExchange
     from slipstream.worker.tiers.peers import Peers
 
 _logger = logging.getLogger("slipstream.engine")
@@ -53,7 +53,7 @@ class HostBlockStore:
         disk: DiskTier | None,
         settle: Callable[[], None],
         states: Sequence[npt.NDArray[np.uint8]] = (),
-        exchange: Exchange | None = None,
+        exchange: BlockExchange | None = None,
         layout: Mapping[str, str] | None = None,
     ) -> None:
         self._arrays, self._states = list(arrays), list(states)
@@ -140,7 +140,7 @@ class HostBlockStore:
         else:
             self._done.append((copy.number, copy.key in self.exchange))
 
-    def _give_all(self, exchange: Exchange) -> None:
+    def _give_all(self, exchange: BlockExchange) -> None:
         while (copy := self._gifts.get()) is not None:
             ok = False
             try:

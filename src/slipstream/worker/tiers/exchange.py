@@ -56,7 +56,7 @@ class _Entry:
     is_gone: bool = False  # forgotten while it was read
 
 
-class Exchange:
+class BlockExchange:
     """The blocks that this engine gives, at `address`. `sizes` are the bytes of a block and of a state."""
 
     def __init__(

@@ -75,10 +75,10 @@ def open_tiers(
     exchange, layout = None, None
     if cache.handover is not None:
         layout = block_layout(config, description, runner, (block_bytes, state_bytes))
-        from slipstream.worker.tiers.exchange import Exchange  # it needs msgspec
+        from slipstream.worker.tiers.exchange import BlockExchange  # it needs msgspec
 
         sizes = block_bytes, state_bytes
-        exchange = Exchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
+        exchange = BlockExchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
     slots = host_slots(config, block_bytes, state_bytes)
     return runner.open_store(disk, slots, staged, exchange, layout)
 
