@@ -2,8 +2,9 @@
 
     python -m tests.fuzz_tool_formats --outputs 100000            # through each parser: 34 of formats, 10 of reasoning
     python -m tests.fuzz_tool_formats --format gemma4 hermes --seed 3
+    python -m tests.fuzz_tool_formats --output benchmarks/results/fuzz_tool_formats.json   # goes on where it was ended
 
-An answer is read whole, and character by character or in random pieces. What is found must be the same.
+An answer is read whole, and in random pieces, or each eighth character by character. What is found must be the same.
 A quarter of the answers are turns that a format's template wrote, half of these cut by their length. Their calls must have the
 arguments of the turn with the types of the schema, and nothing of a call may be content.
 """
@@ -16,6 +17,8 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from slipstream.engine.text.tool_formats import FORMATS, REASONING
 from slipstream.engine.text.tool_formats.base import (
@@ -186,7 +189,7 @@ def fuzz(name: str, num: int, seed: int = 0) -> list[str]:
         cut = bool(rng.randrange(2))
         try:
             whole = found(reading, [text], cut=cut)
-            pieces = text if number // 4 % 2 else list(chunks(text, rng))
+            pieces = list(chunks(text, rng)) if number // 4 % 8 else text
             if (other := found(reading, pieces, cut=cut)) != whole:
                 broken.append(f"{name}: {text!r} is {whole} whole and {other} in pieces")
         except Exception as error:  # whatever it is, it is what this looks for
@@ -199,8 +202,24 @@ def main() -> int:
     parser.add_argument("--outputs", type=int, default=100_000, help="through each parser")
     parser.add_argument("--format", choices=PARSERS, nargs="+", default=PARSERS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="record; its parsers are not read again"
+    )
     args, total = parser.parse_args(), 0
+    record: dict[str, Any] = {
+        "command": "python -m tests.fuzz_tool_formats --outputs N --seed SEED --output FILE",
+        "outputs": args.outputs,
+        "seed": args.seed,
+        "broken": {},
+    }
+    if args.output and args.output.exists():
+        earlier = json.loads(args.output.read_text())
+        if [earlier[k] for k in ("outputs", "seed")] != [args.outputs, args.seed]:
+            parser.error(f"{args.output} is of another number of outputs or another seed")
+        record = earlier
     for name in args.format:
+        if name in record["broken"]:
+            continue
         begin = time.monotonic()
         broken = fuzz(name, args.outputs, args.seed)
         total += len(broken)
@@ -209,6 +228,9 @@ def main() -> int:
             flush=True,
         )
         print(*broken[:3], sep="\n", end="\n" if broken else "", flush=True)
+        record["broken"][name] = len(broken)
+        if args.output:
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
     return min(total, 1)
 
 

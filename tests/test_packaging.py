@@ -21,7 +21,7 @@ import yaml
 
 from slipstream.cli.main import ArgumentParser
 from slipstream.cli.serving.serve import server_settings
-from slipstream.config.resolver import _cache_events
+from slipstream.config.cache import _cache_events
 from slipstream.messages.stats import AdapterStats, EngineStats
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.web_guard import WebGuard

@@ -11,7 +11,8 @@ from slipstream.config.settings import EngineArgs, one_of
 from slipstream.engine.text.tools import ROLES, for_template
 from slipstream.errors import ConfigError, RequestError
 from slipstream.server.http.errors import ApiError
-from slipstream.server.openai.protocol import ChatRequest, Message, message_dict
+from slipstream.server.openai.messages import Message, message_dict
+from slipstream.server.openai.protocol import ChatRequest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

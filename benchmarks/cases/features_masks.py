@@ -30,7 +30,8 @@ from cases.features_grammar import made_tokenizer, schema
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.costs.hardware import available_cores
-from slipstream.engine.grammars.grammar import Grammars, GrammarState, compose, limits
+from slipstream.engine.grammars.compose import compose, limits
+from slipstream.engine.grammars.grammar import Grammars, GrammarState
 
 RECORD = "masks_h200"
 MANY = {"type": "array", "minItems": 10_000}

@@ -45,9 +45,10 @@ from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import TokenOutput
 from slipstream.params.options import RequestOptions
 from slipstream.params.sampling import SamplingParams
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer
-from slipstream.server.openai.protocol import ChatRequest, decode
+from slipstream.server.openai.protocol import ChatRequest
 from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec

@@ -41,31 +41,32 @@ class Terminal:
     def type(self, text):
         os.write(self.fd, text.encode())
 
-    def until(self, text, press=""):
-        """What came up to `text`. `press` is typed every five seconds: a Ctrl-C that arrives just before readline waits is
-        only seen with the next key."""
-        end, next_press = time.monotonic() + PATIENCE_S, time.monotonic()
+    def until(self, text):
+        end = time.monotonic() + PATIENCE_S
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
-            if press and time.monotonic() >= next_press:
-                self.type(press)
-                next_press += 5
-            if select.select([self.fd], [], [], 1)[0]:
-                self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
-        before, _, self.seen = self.seen.partition(text)
-        return before
+            self._see()
+        self.seen = self.seen.partition(text)[2]
 
     def ends(self, press=""):
-        """The exit code; `press` is typed every five seconds."""
-        next_press = time.monotonic()
-        with contextlib.suppress(OSError):
+        """The exit code. `press` is typed at each prompt, and again after five seconds: a Ctrl-C that arrives just before
+        readline waits is only seen with the next one."""
+        end, prompts, next_press = time.monotonic() + PATIENCE_S, 0, time.monotonic()
+        with contextlib.suppress(OSError):  # it has closed its end
             while self.process.poll() is None:
-                if press and time.monotonic() >= next_press:
+                assert time.monotonic() < end, self.seen
+                if press and (time.monotonic() >= next_press or self.seen.count("> ") > prompts):
+                    prompts, next_press = self.seen.count("> "), time.monotonic() + 5
                     self.type(press)
-                    next_press += 5
-                if select.select([self.fd], [], [], 0.2)[0]:
-                    os.read(self.fd, 4096)
+                self._see()
+        with contextlib.suppress(OSError):
+            while select.select([self.fd], [], [], 0)[0]:
+                self._see()
         return self.process.wait(PATIENCE_S)
+
+    def _see(self):
+        if select.select([self.fd], [], [], 0.2)[0]:
+            self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
 
 
 @pytest.fixture
@@ -100,9 +101,8 @@ def test_terminal_keeps_a_history_completes_and_asks_before_ctrl_c_ends(terminal
     saved = json.loads((tmp_path / "c.json").read_text())
     assert [m["content"] for m in saved[:2]] == ["be brief", "hello\nthe"]
     chatting.until("> ")
-    chatting.until("Ctrl-C again, Ctrl-D or /quit ends", press="\x03")
-    chatting.until("> ")
     assert chatting.ends(press="\x03") == 130
+    assert "> " in chatting.seen.partition("Ctrl-C again, Ctrl-D or /quit ends")[2]
     history = tmp_path / "cache" / "slipstream" / "chat_history"
     assert "/system be brief" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0

@@ -36,6 +36,7 @@ def test_agents_get_the_server_and_its_model(url, capsys, client, set_):
     code, told = launched(capsys, client, "--url", url, "--print", "--json")
     found = json.loads(told.out)
     assert code == 0
+    assert "has no tools" in told.err or client == "any"  # the served model's template
     assert set_ in found["environment"]
     everything = json.dumps(found)
     assert url in everything
@@ -45,14 +46,16 @@ def test_agents_get_the_server_and_its_model(url, capsys, client, set_):
 def test_agent_is_started_with_its_arguments(url, capsys, tmp_path, monkeypatch):
     program = tmp_path / "claude"
     program.write_text(
-        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $@" > "$OUT"\nexit 3\n'
+        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_API_KEY'
+        '$CLAUDE_CODE_MAX_CONTEXT_TOKENS $@" > "$OUT"\nexit 3\n'
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's own")
     code, told = launched(capsys, "claude", "--url", url + "/v1", "--", "-p", "hello there")
     assert code == 3
-    assert (tmp_path / "out").read_text() == f"{url} fake -p hello there\n"
+    assert (tmp_path / "out").read_text() == f"{url} fake 512 -p hello there\n"
     assert f"ANTHROPIC_BASE_URL={url}" in told.err
 
 

@@ -21,10 +21,19 @@ class Fault:
     ask: Callable | None = None
     reply: Callable | None = None
     keeps: bool = False  # a client that goes away does not end its request
-    needs: str = ""  # "reasoning", "encoder" or "key": the server that has what the check asks for
+    needs: str = ""  # "reasoning", "encoder", "key" or "places": the server that the check is for
 
     def __str__(self):
         return f"{self.protocol}-{self.check}"
+
+
+class Chunks(httpx.AsyncByteStream):
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+    async def __aiter__(self):
+        while chunk := await self.chunks.get():
+            yield chunk
 
 
 class FaultyTransport(httpx.AsyncBaseTransport):
@@ -51,19 +60,24 @@ class FaultyTransport(httpx.AsyncBaseTransport):
         forward = httpx.Request(request.method, request.url, headers=headers, content=content)
         forward.extensions = request.extensions
         if self.fault.keeps:
-            task = asyncio.create_task(self.forward(forward))
-            self.kept.add(task)
-            try:
-                reply = await asyncio.shield(task)
-            except asyncio.CancelledError:  # the rest of one answer may be over too soon to see
-                self.kept.update(asyncio.create_task(self.forward(forward)) for _ in range(5))
-                raise
-        else:
-            reply = await self.forward(forward)
+            chunks = asyncio.Queue()
+            self.kept.add(asyncio.create_task(self.keep(forward, chunks)))
+            status, headers = await chunks.get()
+            stream = Chunks(chunks)
+            return httpx.Response(status, headers=headers, stream=stream, request=request)
+        reply = await self.forward(forward)
         if self.fault.reply:
             self.fault.reply(sent, reply)
         body = reply.text if isinstance(reply.text, bytes) else reply.text.encode()
         return httpx.Response(reply.status, headers=reply.headers, content=body, request=request)
+
+    async def keep(self, request, chunks):
+        """Reads an answer to its end, whether or not somebody still takes the chunks."""
+        there = await self.inner.handle_async_request(request)
+        chunks.put_nowait((there.status_code, there.headers))
+        async for chunk in there.aiter_raw():
+            chunks.put_nowait(chunk)
+        chunks.put_nowait(b"")
 
     async def forward(self, request):
         there = await self.inner.handle_async_request(request)

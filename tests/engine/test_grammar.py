@@ -13,8 +13,12 @@ from threading import Event, get_ident
 import numpy as np
 import pytest
 
+from slipstream.engine.grammars import check as check_module
+from slipstream.engine.grammars import compose as compose_module
 from slipstream.engine.grammars import grammar
-from slipstream.engine.grammars.grammar import Grammars, check, compose
+from slipstream.engine.grammars.check import check
+from slipstream.engine.grammars.compose import compose
+from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.output import raise_on_error
 from slipstream.engine.text.tokenizer import Tokenizer
@@ -290,7 +294,7 @@ def test_a_limit_behind_forced_tokens_ends_one_request(grammars, tokenizer):
 
 def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch):
     """Two threads compile. Stuck calls lose their places; with too many of them nothing more is begun until one has ended."""
-    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(check_module, "MAX_SECONDS", 0.05)
     grammars, release, began = (
         Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids),
         Event(),
@@ -304,16 +308,18 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
         return whole(*given)
 
     grammars._compile = stuck
-    several = [StructuredOutputsParams(regex=f"z{{{i + 1}}}") for i in range(grammar.MAX_STUCK + 2)]
+    several = [
+        StructuredOutputsParams(regex=f"z{{{i + 1}}}") for i in range(check_module.MAX_STUCK + 2)
+    ]
     for i, params in enumerate(several[:3]):
         assert not grammars.begin(request(params, str(i)))
     found = compiled(grammars, 3)
     assert all("longer than" in error for _, error in found)
     wait_for(lambda: len(began) == 3, "the third got no place")
     grammars._compile = whole
-    monkeypatch.setattr(grammar, "MAX_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(check_module, "MAX_SECONDS", PATIENCE_S)
     assert wait_for_one(grammars, several[-1]) is None  # it is not in their way
-    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(check_module, "MAX_SECONDS", 0.05)
     grammars._compile = stuck
     assert not grammars.begin(request(several[3], "3"))
     assert not grammars.begin(
@@ -324,7 +330,7 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
         grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "5"))
     release.set()
     grammars._compile = whole
-    monkeypatch.setattr(grammar, "MAX_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(check_module, "MAX_SECONDS", PATIENCE_S)
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:  # they have ended
         with contextlib.suppress(EngineOverloadedError):
@@ -386,21 +392,21 @@ def test_one_compilation_for_all_who_ask_for_it(tokenizer):
         found += grammars.compiled()
     assert sorted(found) == [("0", None), ("1", None), ("2", None)]
     assert grammars.begin(request(params, "3"))  # kept
-    for i in range(grammar.CACHED_GRAMMARS):
+    for i in range(check_module.CACHED_GRAMMARS):
         begin(grammars, StructuredOutputsParams(regex=f"y{i}"), f"y{i}")
     assert not grammars.begin(request(params, "4"))
 
 
 def test_the_first_mask_is_made_by_the_compiling_thread(tokenizer, monkeypatch):
     """A regular expression may compile soon, and its first mask take seconds, for which all others would wait."""
-    library, made_by = grammar._library, []
+    library, made_by = grammar.call_library, []
 
     def noted(call, *args, **options):
         if getattr(call, "__name__", "") == "compute_bitmask":
             made_by.append(get_ident())
         return library(call, *args, **options)
 
-    monkeypatch.setattr(grammar, "_library", noted)
+    monkeypatch.setattr(grammar, "call_library", noted)
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     state = begin(grammars, StructuredOutputsParams(regex="[ab]{3,6}"))
     assert made_by
@@ -411,7 +417,7 @@ def test_the_first_mask_is_made_by_the_compiling_thread(tokenizer, monkeypatch):
 @pytest.fixture
 def stuck(monkeypatch):
     """A call that takes longer than it may, however late its timer is: it ends with the test."""
-    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(check_module, "MAX_SECONDS", 0.0)
     release = Event()
     yield lambda *_: release.wait(PATIENCE_S)
     release.set()
@@ -425,9 +431,9 @@ def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch, stuck):
 
 
 async def test_a_check_that_takes_too_long_is_refused(monkeypatch, stuck):
-    monkeypatch.setattr(grammar, "_problem", stuck)
+    monkeypatch.setattr(check_module, "_problem", stuck)
     with pytest.raises(RequestError, match="longer than"):
-        await grammar.check_in_thread(StructuredOutputsParams(regex="x+"))
+        await check_module.check_in_thread(StructuredOutputsParams(regex="x+"))
 
 
 async def test_requests_with_one_grammar_share_its_check(monkeypatch):
@@ -440,21 +446,21 @@ async def test_requests_with_one_grammar_share_its_check(monkeypatch):
             began.set()
             assert release.wait(PATIENCE_S)
 
-    monkeypatch.setattr(grammar, "_problem", slow)
+    monkeypatch.setattr(check_module, "_problem", slow)
     shared = StructuredOutputsParams(regex="shared+")
     other = StructuredOutputsParams(regex="left+")
-    tasks = [asyncio.create_task(grammar.check_in_thread(shared, "one")) for _ in range(200)]
+    tasks = [asyncio.create_task(check_module.check_in_thread(shared, "one")) for _ in range(200)]
     await asyncio.to_thread(began.wait, PATIENCE_S)
-    left = asyncio.create_task(grammar.check_in_thread(other, "one"))
+    left = asyncio.create_task(check_module.check_in_thread(other, "one"))
     await asyncio.sleep(0)
     for task in (tasks[0], left):
         task.cancel()
     await asyncio.gather(tasks[0], left, return_exceptions=True)
     release.set()
     await asyncio.gather(*tasks[1:])
-    await grammar.check_in_thread(shared, "another")
+    await check_module.check_in_thread(shared, "another")
     assert checked == [shared]  # nobody waits for the other any more
-    assert not {params for _, params in grammar._pending_checks} & {shared, other}
+    assert not {params for _, params in check_module._pending_checks} & {shared, other}
 
 
 def nested(schema):
@@ -498,7 +504,7 @@ def nested(schema):
         ({"json": False}, "json", "object"),
         ({"json": "[1]"}, "json", "object"),
         ({"json": "{"}, "json", "line 1"),
-        ({"json": {"enum": ["x" * grammar.MAX_CHARACTERS]}}, "json", "characters"),
+        ({"json": {"enum": ["x" * compose_module.MAX_CHARACTERS]}}, "json", "characters"),
         ({"regex": "a(b"}, "regex", "unclosed"),
         ({"regex": "a(?=b)"}, "regex", "look-ahead"),
         (
@@ -603,8 +609,10 @@ def test_compiled_grammars_are_shared_within_a_salt(grammars):
 def test_findings_of_a_check_are_kept_within_a_salt(monkeypatch):
     params = StructuredOutputsParams(regex="check[0-9]{3}")
     checked = []
-    problem = grammar._problem
-    monkeypatch.setattr(grammar, "_problem", lambda given: checked.append(given) or problem(given))
+    problem = check_module._problem
+    monkeypatch.setattr(
+        check_module, "_problem", lambda given: checked.append(given) or problem(given)
+    )
     for salt in ("a", "b", "a"):
         check(params, salt)
     assert checked == [params, params]

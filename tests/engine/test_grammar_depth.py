@@ -9,9 +9,10 @@ import time
 
 import pytest
 
+from slipstream.engine.grammars import compose
 from slipstream.engine.grammars import depth as grammar_depth
-from slipstream.engine.grammars import grammar
-from slipstream.engine.grammars.grammar import Grammars, check
+from slipstream.engine.grammars.check import check
+from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
@@ -223,7 +224,7 @@ def test_measuring_does_not_recurse(monkeypatch):
     monkeypatch.setattr(grammar_depth, "MAX_DEPTH", 10**9)
     grammar_depth.check_grammar(rules(20_000, "r{}: r{}", 'r{}: "a"'))
     grammar_depth.check_schema(chain(20_000, LINKS["references"]))
-    assert grammar.MAX_CHARACTERS < 2**20
+    assert compose.MAX_CHARACTERS < 2**20
 
 
 BEGUN = {

@@ -743,14 +743,11 @@ def test_the_cache_takes_what_is_left_of_its_share(path):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_shutdown_releases_what_nobody_holds_any_more(path, monkeypatch, kernels):
     """On a GPU. When the device's unused memory is given back the model must be unused, though `llm` is still named."""
-    from slipstream.engine.engine_core import EngineCore
-
     llm = make(path, kernels=kernels)
     llm.generate(PROMPTS[:2], GREEDY)
     runner, unused = weakref.ref(llm.core.executor.runner), []
-    monkeypatch.setattr(
-        EngineCore, "release_unused", property(lambda core: lambda: unused.append(runner() is None))
-    )
+    release = property(lambda executor: lambda: unused.append(runner() is None))
+    monkeypatch.setattr(type(llm.core.executor), "release_unused", release)
     llm.shutdown()
     assert unused == [True]
 

@@ -18,6 +18,7 @@ from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.spec.description import read_spec
 from tests.engine.test_structured import PARAMS, make
+from tests.waiting import wait_for
 
 EXPRESSIONS = (
     "[a-z ]{5,}",
@@ -268,11 +269,15 @@ def test_many_requests_of_a_grammar_have_several_lexers(tokenizer, monkeypatch):
     monkeypatch.setattr(grammars, "_num_threads", 3)
     names = [str(i) for i in range(40)]
     begin(grammars, names, PARAMS)
-    deadline = time.monotonic() + 30  # other lexers may be made by another thread
-    while len(grammars._compiled["", PARAMS].lanes._made) < 3 and time.monotonic() < deadline:
+    lanes = grammars._compiled["", PARAMS].lanes
+
+    def again():
         grammars.forget(names)
         begin(grammars, names, PARAMS)
-        time.sleep(0.01)
+        return len(lanes._made) == 3
+
+    wait_for(again, "another thread makes no lexer")
+    again()
     counts = [sum(state.lane[1] == i for state in grammars._states.values()) for i in range(3)]
     assert min(counts) >= 8
     rng = random.Random(0)

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from jsonschema.validators import validator_for
 
-from slipstream.engine.grammars.grammar import check, compose
+from slipstream.engine.grammars.check import check
+from slipstream.engine.grammars.compose import compose
 from slipstream.engine.grammars.schema_promises import promise, translate
 from slipstream.engine.text.tool_formats import FORMATS
 from slipstream.engine.text.tool_formats.base import Tool, Writer

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from slipstream import SamplingParams, StructuredOutputsParams
-from slipstream.engine.grammars.grammar import Grammars, compose
+from slipstream.engine.grammars.compose import compose
+from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_states import SchemaStates
 from slipstream.engine.grammars.state import GrammarState

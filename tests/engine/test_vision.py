@@ -179,11 +179,10 @@ def test_a_small_cache_of_embeddings_only_costs_time(models, family):
     with engine(path, image_cache_bytes=64 * 2**20) as llm:
         (kept,) = llm.generate(prompt_of(family, *pictures), GREEDY)
         encoder = llm.core.executor.runner.images
-        first = encoder.num_encoded
         assert encoder.num_bytes > 0
+        encoder._pixels = None  # no picture is read again
         llm.core.scheduler.reset_prefix_cache()
         llm.generate(prompt_of(family, *pictures, words="other "), GREEDY)
-        assert encoder.num_encoded == first
     with engine(path, image_cache_bytes=0, max_num_batched_tokens=STEP.get(family, 24)) as llm:
         (bare,) = llm.generate(prompt_of(family, *pictures), GREEDY)
         assert llm.core.executor.runner.images.num_bytes == 0

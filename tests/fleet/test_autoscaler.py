@@ -16,6 +16,7 @@ from slipstream.bench.load import Poisson
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
+from slipstream.fleet.scaling import capacity
 from slipstream.fleet.scaling.autoscaler import (
     LEARNING,
     MAX_SHARE,
@@ -23,7 +24,7 @@ from slipstream.fleet.scaling.autoscaler import (
     FleetObservation,
     ScalingLimits,
 )
-from slipstream.fleet.scaling.capacity import FleetCapacity, fleet_capacity
+from slipstream.fleet.scaling.capacity import FleetCapacity, RecentCapacity, fleet_capacity
 from slipstream.fleet.scaling.forecast import SPEEDS, Forecast, _Holt
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.engines import plan_engine
@@ -87,6 +88,18 @@ def test_capacity_table():
         84,
     ]
     assert table.rate(0) == 0
+    assert table.rate(3) == pytest.approx(3 * (1.1 + 1.2) / 2)  # between those of 2 and of 4
+
+
+def test_capacity_is_simulated_again_after_twice_the_time(monkeypatch):
+    made = []
+    monkeypatch.setattr(capacity, "fleet_capacity", lambda *a, **k: made.append(a) or len(made))
+    recent = RecentCapacity(None, None, None)
+    for _ in range(RecentCapacity.FEWEST):
+        recent.learn(5, 5)
+    due = [at for at in range(0, 3000, 10) if recent.is_due(at) and recent.refresh(at) is None]
+    assert due == [60, 120, 240, 480, 960, 1560, 2160, 2760]
+    assert recent.now == len(made) == 9
 
 
 @settings(max_examples=50, deadline=None)
@@ -368,8 +381,8 @@ def test_bound_rises_while_objectives_are_missed_and_sinks_slowly_after():
 
 
 def test_no_bound_is_above_the_highest():
-    policy = Asked(share=0.9, keep_share=0.95)
-    for i in range(20):
+    policy = Asked()
+    for i in range(40):
         policy.decide(seen(10.0 * i, 100, num_finished=100))
     least, most = policy.least_and_most()
     assert least == most == policy.forecast.upper(MAX_SHARE)

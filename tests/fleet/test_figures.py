@@ -8,7 +8,7 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.fleet.detection.alerts import Webhook
+from slipstream.fleet.detection import alerts
 from slipstream.fleet.scaling.figures import summed
 from slipstream.fleet.watch import FleetWatch
 from slipstream.messages.stats import AdapterStats, EngineStats, ExpertBalance
@@ -85,7 +85,7 @@ def test_totals_stay_when_a_replica_goes(tiny, tmp_path):
 def test_findings_of_all_replicas(tiny, tmp_path, monkeypatch, receiver):
     url, got, _ = receiver
     monkeypatch.setitem(FleetWatch.__init__.__kwdefaults__, "interval_s", 0.05)
-    monkeypatch.setitem(Webhook.__init__.__kwdefaults__, "first_wait_s", 0.01)
+    monkeypatch.setattr(alerts, "FIRST_WAIT_S", 0.01)
     wanted = fleet_of(
         version(tiny), router={"probe_s": 0, "silence_s": 2.0}, detect=True, alert_urls=[url]
     )

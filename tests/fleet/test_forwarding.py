@@ -173,7 +173,8 @@ def test_hedging_has_a_budget_and_survives_failures(start, share):
                 .text
                 == numbers()
             )
-    assert fleet.head.gateway.forwarder.num_hedged == (1 if share else 0)
+    hedged = fleet.head.gateway.forwarder.num_hedged  # the other one may be late, too
+    assert (hedged > 0) == (share > 0)
     fleet.wait_idle()
 
 

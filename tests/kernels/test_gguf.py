@@ -223,12 +223,13 @@ def test_model_in_mixed_types_has_the_logits_of_its_values(tmp_path, tied):
 PROGRAM = """
 import slipstream.kernels.triton.products.gguf as g
 from slipstream.kernels.triton.products.split_k import ArrivalCounters
+from slipstream.kernels.triton.products.gguf_packing import empty
 
 g._linear_kernel = Compiled(g._linear_kernel)
 g.pdl_options = lambda _: {"PDL": True, "launch_pdl": True}
 found = []
 for kind in sys.argv[2:]:
-    w = g._empty(kind, 4096, 4096, torch.device("cpu"), torch.bfloat16, None)
+    w = empty(kind, 4096, 4096, torch.device("cpu"), torch.bfloat16, None)
     x = torch.zeros(int(sys.argv[1]), 4096, dtype=torch.bfloat16)
     g.linear(x, w, ArrivalCounters(torch.device("cpu")))
     binary = g._linear_kernel.binaries[-1]

@@ -178,13 +178,14 @@ def test_writing_codes(heads, kv_heads, dim, own):
 COMPILED = """
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
-from slipstream.kernels.triton.attention import int4
+from slipstream.kernels.triton.attention import int4, int4_writing
 from tests.kernels import cases
 
-names = ["_write_kernel", "_rotate_kernel", "_decode_kernel", "_prefill_kernel"]
+names = ["_rotate_kernel", "_decode_kernel", "_prefill_kernel"]
 for name in names:
     setattr(int4, name, Compiled(getattr(int4, name)))
-int4.pointwise._rope_kernel = Compiled(int4.pointwise._rope_kernel)
+write = int4_writing._write_kernel = Compiled(int4_writing._write_kernel)
+int4_writing.pointwise._rope_kernel = Compiled(int4_writing.pointwise._rope_kernel)
 int4.platform_of = lambda device: types.SimpleNamespace(multiprocessors=132)
 parts, arrived = torch.zeros(9, 8, dtype=torch.int32), torch.zeros(9, 2, dtype=torch.int32)
 found = types.SimpleNamespace(parts=parts, arrived=arrived, splits=0)
@@ -195,9 +196,10 @@ rows = dim // 2 + dim // 8 + 2, dim // 2 + 1
 k, v = (torch.zeros(9, 2, 16, n, dtype=torch.uint8) for n in rows)
 kv = LayerKV(k, v, fold=torch.zeros(2, 2, dim))
 layout = QKVLayout(num_heads=8, num_kv_heads=2, head_dim=dim, cos_sin=torch.zeros(99, dim))
-int4.rope_and_cache(torch.zeros(len(step.q), 12 * dim, dtype=torch.bfloat16), kv, step.meta, layout)
+int4_writing.rope_and_cache(torch.zeros(len(step.q), 12 * dim, dtype=torch.bfloat16), kv, step.meta, layout)
 int4.attention(step.q, kv, step.meta, AttentionParams(scale=1.0))
-print(json.dumps({n: getattr(int4, n).binaries[0].metadata.shared for n in names}))
+kernels = {"_write_kernel": write, **{n: getattr(int4, n) for n in names}}
+print(json.dumps({n: kernel.binaries[0].metadata.shared for n, kernel in kernels.items()}))
 """
 
 

@@ -21,7 +21,7 @@ from slipstream.kernels.triton.one_token import kernel as one_token
 from slipstream.kernels.triton.products.float4 import pack_float4
 from slipstream.kernels.weights.forms import GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.weights.quantize import round_linear
-from slipstream.model.layers import Partition
+from slipstream.model.layers.layer import Partition
 from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.trace import named_decoder, trace

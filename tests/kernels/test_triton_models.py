@@ -7,7 +7,7 @@ import torch
 
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.triton import TritonOps
-from slipstream.model.layers import JoinedTap
+from slipstream.model.layers.taps import JoinedTap
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

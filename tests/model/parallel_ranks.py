@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.select import select_ops
-from slipstream.model.layers import Partition
+from slipstream.model.layers.layer import Partition
 from slipstream.model.load.loader import LoadedModel, load_model
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 from tests.model.harness import CPU

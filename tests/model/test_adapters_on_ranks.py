@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import AdapterError
-from slipstream.model import layers
 from slipstream.model.adapters import AdapterLayout
+from slipstream.model.layers import layer
 from slipstream.spec.adapters import WEIGHTS_NAME
 from slipstream.spec.parallel import Shard
 from tests import adapters, tiny_models
@@ -68,7 +68,7 @@ def test_beside_experts_that_are_dealt_out(tmp_path, family, tensor):
 
 def test_beside_tokens_that_are_shared_out_and_sums_in_pieces(tmp_path, monkeypatch):
     """Adapters look at a step's tokens by their places, so sums wait for all of them."""
-    monkeypatch.setattr(layers, "SEQUENCE_TOKENS", 4)
+    monkeypatch.setattr(layer, "SEQUENCE_TOKENS", 4)
     wanted = build(tmp_path, "llama")
     for how in ({"sequence": True}, {"piece": 3}):
         for found in on_ranks(tmp_path / "base", with_adapter(tmp_path), **how):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.model import layers
+from slipstream.model.layers import layer
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec, MoESpec, parameters
 from slipstream.spec.parallel import (
@@ -75,7 +75,7 @@ def test_every_decoder_is_split_in_two(tmp_path, family):
 @pytest.mark.parametrize("family", DECODERS)
 def test_every_decoder_shares_tokens_out(tmp_path, family, monkeypatch):
     """Sequence parallelism, of steps whose tokens don't divide, too."""
-    monkeypatch.setattr(layers, "SEQUENCE_TOKENS", 4)
+    monkeypatch.setattr(layer, "SEQUENCE_TOKENS", 4)
     build(tmp_path, family)
     wanted = run(load(tmp_path), TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), sequence=True):

@@ -14,7 +14,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.model.layers import CompressedAttention, LatentAttention
+from slipstream.model.layers.attention import CompressedAttention, LatentAttention
 from slipstream.model.load.loader import load_model
 from slipstream.model.recurrent import Mamba, Mamba2
 from slipstream.spec.description import read_spec

@@ -225,6 +225,7 @@ def test_a_cold_model_is_waited_for_within_a_bound():
         late = http.post("/v1/completions", json=body)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "model_loading")
         assert late.headers["retry-after"]
+        server.slots.wait_s = 30.0
         assert http.post("/v1/completions", json=body | {"model": "b"}).status_code == 200
         server.loop.call_soon_threadsafe(server.slots["a"].gate.set)
         wait_for(lambda: server.slots["a"].state == "loaded", "the load goes on")

@@ -6,14 +6,17 @@ The bodies follow Claude Code 2.1, Codex 0.171 and the AI SDK 6, with texts of o
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from slipstream.server.answers import generation
 from slipstream.server.anthropic import messages
 from slipstream.server.ollama import routes
 from slipstream.server.openai import protocol, responses_body
-from tests.server.conftest import TEMPLATE
+from tests.server.conftest import TEMPLATE, serving
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
 
 VERSION = {"anthropic-version": "2023-06-01"}
@@ -305,6 +308,63 @@ def test_top_p_of_zero_is_the_likeliest_token(http):
             "/v1/chat/completions", json=ask | {"temperature": 1, "top_p": 0, "seed": seed}
         ).json()
         assert drawn["choices"][0]["message"] == greedy["choices"][0]["message"]
+
+
+ASKED = {
+    "/v1/completions": {"prompt": "hi there", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 2}},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_stream_shows_life_while_its_answer_takes_long(path, monkeypatch):
+    monkeypatch.setattr(generation, "PING_S", 0.02)
+    with serving(FakeEngine(delay_s=0.1)) as server, server.http() as http:
+        body = {"model": "fake", "stream": True, **ASKED[path]}
+        text = http.post(path, json=body, headers=VERSION).text
+    if path == "/api/chat":
+        assert text.startswith(" ")
+        assert [json.loads(line)["done"] for line in text.splitlines()][-1] is True
+        return
+    assert text.startswith(": ping\n\n")
+    rest = text.replace(": ping\n\n", "")
+    assert all(re.fullmatch(r"(event: .+\n)?data: .+", one) for one in rest.strip().split("\n\n"))
+
+
+@pytest.mark.parametrize("path", [*ASKED][1:])
+def test_hundreds_of_tools_are_taken(http, model, path):
+    model(TEMPLATE, tool_call_parser="hermes")
+    functions = [{"name": f"f{i}", "parameters": SCHEMA} for i in range(150)]
+    tools = [{"type": "function", "function": one} for one in functions]
+    if path == "/v1/responses":
+        tools = [{"type": "function", **one} for one in functions]
+    elif path == "/v1/messages":
+        tools = [{"name": one["name"], "input_schema": SCHEMA} for one in functions]
+    body = {"model": "smollm2", "stream": False, **ASKED[path], "tools": tools}
+    answer = http.post(path, json=body, headers=VERSION)
+    assert answer.status_code == 200, answer.text
+
+
+def test_usage_says_what_was_read_from_the_cache_and_written_to_it(http):
+    for path, text in zip(list(ASKED)[:4], "abcd", strict=True):
+        body = json.loads(json.dumps(ASKED[path]).replace("hi", f"{text} " * 50))
+        found = []
+        for _ in range(2):
+            answer = http.post(path, json={"model": "smollm2", **body}, headers=VERSION).json()
+            usage = answer["usage"]
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+            found.append(
+                (details["cached_tokens"], details["cache_write_tokens"])
+                if details
+                else (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"])
+            )
+        (_, first), (read, again) = found
+        assert first >= 48, path
+        assert read + again >= first, path
+        assert read >= first - 16, path  # the last token's block is computed
 
 
 # --- Fields of the clients' current sources (openai 3.57, anthropic 2.14) ----------------------------------------------------

@@ -351,11 +351,12 @@ def test_expiry(serve, tmp_path, monkeypatch):
 
 def test_in_idle_capacity_only(serve, tmp_path):
     """While a client's request runs there is no line, and lines that ran make way."""
-    engine = FakeEngine(delay_s=0.005, max_model_len=10**6)
+    engine = FakeEngine(delay_s=1000.0, max_model_len=10**6)
     server = serve(engine, files_dir=str(tmp_path))
     client = server.client()
     batch = begin(client, lines(40, max_tokens=20))
     server.wait_for(lambda: engine.running >= 4, "lines do not run at once")
+    engine.delay_s = 0.005  # the first lines, which would take for ever, make way
     online = {
         "model": "fake",
         "prompt": "online",

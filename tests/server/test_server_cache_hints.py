@@ -9,7 +9,8 @@ from msgspec import Raw
 from slipstream.params.cache_hints import CacheHints
 from slipstream.server.answers.cache_hints import breakpoints, cache_hints
 from slipstream.server.answers.tools import FunctionSpec, ToolSpec
-from slipstream.server.openai.protocol import ChatRequest, Message, message_dict
+from slipstream.server.openai.messages import Message, message_dict
+from slipstream.server.openai.protocol import ChatRequest
 from slipstream.server.openai.responses_body import ResponsesRequest, as_messages, read_items
 
 VERSION = {"anthropic-version": "2023-06-01"}

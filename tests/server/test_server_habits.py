@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from slipstream import __version__
+from slipstream.server.http import decoding
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.field_hints import OTHERS, allowed_values, likely_name
-from slipstream.server.openai import protocol
-from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, decode
+from slipstream.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.server.conftest import lines_of
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 4}
@@ -227,7 +228,7 @@ def test_other_names_are_of_fields_that_are_there():
 
 
 def test_every_body_can_be_asked_for_a_likely_name():
-    for kind in protocol._DECODERS:
+    for kind in decoding._DECODERS:
         assert (
             likely_name(kind, "", "zzzzzz")
             == likely_name(kind, "no.such[0].place", "x")

@@ -261,10 +261,12 @@ def test_requests_at_once(keyed):
     long = {**ASK, "max_tokens": 200, "stream": True}
     first, second = (keyed.client(key).completions.create(**long) for _ in range(2))
     next(iter(first)), next(iter(second))
+    engine.delay_s = 1000.0  # they do not end
     with pytest.raises(openai.RateLimitError, match="in flight") as caught:
         keyed.client(key).completions.create(**ASK)
     assert caught.value.response.headers["retry-after"] == "1"
     first.close(), second.close()
+    engine.delay_s = 0.0
     keyed.server.wait_idle()
     keyed.client(key).completions.create(**ASK)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 
 import httpx
 import psutil
@@ -110,7 +111,9 @@ def test_sleep_and_requests(tiny_path):
             assert (await collect(engine.generate("hello", GREEDY))).outputs[0].token_ids == before
             with pytest.raises(RequestError, match="level"):
                 await engine.sleep(5)
-            # Woken while a request still runs: it never slept.
+            # Woken while a request still runs: it never slept. The process finds all three at once.
+            core = engine._core.link.process
+            core.send_signal(signal.SIGSTOP)
             long = asyncio.create_task(
                 collect(engine.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True)))
             )
@@ -118,7 +121,10 @@ def test_sleep_and_requests(tiny_path):
                 await asyncio.sleep(0.001)
             going = asyncio.create_task(engine.sleep(1))
             await asyncio.sleep(0)
-            await engine.wake_up()
+            waking = asyncio.create_task(engine.wake_up())
+            await asyncio.sleep(0)
+            core.send_signal(signal.SIGCONT)
+            await waking
             with pytest.raises(RequestError, match="woken before"):
                 await going
             assert len((await long).outputs[0].token_ids) == 400

@@ -22,10 +22,11 @@ from slipstream.messages.logprobs import TokenLogprobs
 from slipstream.messages.outputs import TokenOutput
 from slipstream.params.sampling import SamplingParams
 from slipstream.server.app import create_app
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.chat import ChatAnswer
 from slipstream.server.openai.completions import CompletionAnswer
-from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, decode
+from slipstream.server.openai.protocol import ChatRequest, CompletionRequest
 from slipstream.server.state import ServerSettings
 from tests.server.stepped_engine import SteppedEngine
 from tests.waiting import PATIENCE_S

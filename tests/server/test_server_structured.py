@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from slipstream.engine.grammars import grammar
+from slipstream.engine.grammars import check
 from slipstream.errors import EngineOverloadedError
 from tests.server.conftest import TEMPLATE
 from tests.waiting import PATIENCE_S
@@ -260,15 +260,15 @@ WIDE = [{"properties": {f"p{i}_{k}": {"type": "string"} for k in range(500)}} fo
 def test_a_client_whose_large_schemas_wait_holds_no_small_schema(tiny_server, monkeypatch):
     """Large grammars are compiled one after the other, and small ones beside them."""
     began, release = Event(), Event()
-    problem = grammar._problem
+    problem = check._problem
 
     def slow(params):
-        if len(params.json or "") > grammar.SMALL_CHARACTERS:
+        if len(params.json or "") > check.SMALL_CHARACTERS:
             began.set()
             assert release.wait(PATIENCE_S)
         return problem(params)
 
-    monkeypatch.setattr(grammar, "_problem", slow)
+    monkeypatch.setattr(check, "_problem", slow)
 
     def ask(schema):
         with tiny_server.http() as client:
@@ -289,7 +289,7 @@ def test_a_grammar_that_waits_too_long_is_an_overload_and_no_fault_of_the_reques
     def busy(*_):
         raise EngineOverloadedError("others were served all the time (grammar checks)")
 
-    monkeypatch.setattr(grammar._checks, "submit", busy)
+    monkeypatch.setattr(check._checks, "submit", busy)
     with tiny_server.http() as client:
         answer = client.post("/v1/completions", json={**PROMPT, "guided_regex": "busy?"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")

@@ -30,7 +30,7 @@ def drawn(at=1.0, *, seed=0, keep=VOCABULARY, served=None):
         )
         for n, (i, row) in enumerate(zip(ids.tolist(), zip(*likeliest, strict=True), strict=True))
     ]
-    return Sample(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs, num_prompt_tokens=3)
+    return Sample(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs)
 
 
 def token_id(data):

@@ -23,7 +23,7 @@ from slipstream.kernels.experts.rows import (
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.triton.products.float4 import pack_float4
 from slipstream.kernels.weights.forms import GroupedLinear, Linear
-from slipstream.model.layers import MoE
+from slipstream.model.layers.feed_forward import MoE
 from slipstream.platform import collectives, platform_of
 from slipstream.platform.collectives import RankGroup
 from slipstream.spec.scheme import SCHEMES

@@ -23,7 +23,7 @@ from slipstream.kernels.cpu.packed import PackedExperts
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.messages.steps import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Partition, one_of_each_kind
+from slipstream.model.layers.layer import Partition, one_of_each_kind
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
@@ -39,9 +39,7 @@ from slipstream.worker.graphs.graph_inputs import (
 from slipstream.worker.graphs.ladder import LONGER, PATIENCE
 from slipstream.worker.graphs.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.graphs.step_ends import StepEnds
-from slipstream.worker.graphs.step_graphs import (
-    StepGraphs,
-)
+from slipstream.worker.graphs.step_graphs import StepGraphs
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.inputs.device_inputs import gather_inputs_after_upload
 from slipstream.worker.inputs.input_batch import SampledRows, _gather_inputs_on_host

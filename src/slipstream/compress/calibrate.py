@@ -23,7 +23,9 @@ from slipstream.kernels.weights.forms import Activations, Linear
 from slipstream.kernels.weights.quantize import numbers, quantize_rows
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Attention, Layer, MoE
+from slipstream.model.layers.attention import Attention
+from slipstream.model.layers.feed_forward import MoE
+from slipstream.model.layers.layer import Layer
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.description import ModelDescription

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.model.load.weights import dummy_parameters, load_parameters
+from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import (
     check_writable,
     copy_surroundings,
@@ -59,17 +59,11 @@ def load_dense(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: str = "auto",
-    seed: int = 0,
 ) -> DenseModel:
-    """The model at `path`. A GGUF file is dequantised; other quantised checkpoints are refused. With load_format="dummy" the
-    weights are random."""
+    """The model at `path`. A GGUF file is dequantised; other quantised checkpoints are refused."""
     description = read_spec(path)
     check_writable(description)
-    if load_format == "dummy":
-        values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
-    else:
-        values = load_parameters(description, dtype=dtype, device=device)
+    values = load_parameters(description, dtype=dtype, device=device)
     return DenseModel(
         source=description,
         config=huggingface_config(description),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from slipstream.config import SchedulingConfig
 from slipstream.core.cache.kv_cache_manager import KVCacheManager
-from slipstream.core.policy import AdmissionPolicy, CacheAware, InFlightPolicy
+from slipstream.core.policy import CacheAware, InFlightPolicy
 from slipstream.core.request import Request
 
 
@@ -53,7 +53,7 @@ class Batched(InFlightPolicy):
         return oldest_arrival + self.window_s
 
 
-def make_policy(config: SchedulingConfig, kvs: Sequence[KVCacheManager]) -> AdmissionPolicy:
+def make_policy(config: SchedulingConfig, kvs: Sequence[KVCacheManager]) -> InFlightPolicy:
     """Make the policy that the settings name. Tiers bring evicted contexts back, so these need not be spared."""
     if config.policy == "inflight":
         by_value = all(kv.order is not None and kv.tiers is None for kv in kvs)

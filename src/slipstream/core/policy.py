@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
 from math import inf
-from typing import Protocol
 
 from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.cache.prefix_cache import group_key
@@ -46,18 +45,20 @@ RECHECK_S = 0.05
 """Seconds until a costly request asks for room again, if no request comes or ends meanwhile."""
 
 
-class AdmissionPolicy(Protocol):
+class InFlightPolicy:
+    """Continuous batching: the next request joins whenever there is room."""
+
     def first(self, waiting: WaitingQueue, now: float) -> Request | None:
         """The request that joins next. None: none may now."""
-        ...
+        return waiting.first()
 
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         """Return whether `request`, the first in the queue, may join now."""
-        ...
+        return True
 
     def is_crowded(self, waiting: WaitingQueue) -> bool:
         """Return whether the waiting requests need more blocks than running ones leave."""
-        ...
+        return False
 
     def admitted(self, request: Request) -> None: ...
 
@@ -65,26 +66,6 @@ class AdmissionPolicy(Protocol):
 
     def opens_at(self, oldest_arrival: float | None) -> float | None:
         """Time at which a batch starts without any other event; None if never."""
-        ...
-
-
-class InFlightPolicy:
-    def first(self, waiting: WaitingQueue, now: float) -> Request | None:
-        return waiting.first()
-
-    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
-        return True
-
-    def is_crowded(self, waiting: WaitingQueue) -> bool:
-        return False
-
-    def admitted(self, request: Request) -> None:
-        pass
-
-    def finished(self, request: Request) -> None:
-        pass
-
-    def opens_at(self, oldest_arrival: float | None) -> float | None:
         return None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ class Status(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """A request in the scheduler.
 
@@ -42,99 +45,63 @@ class Request:
     request is admitted without blocks, unless its guide keeps it where it was.
     """
 
-    __slots__ = (
-        "account",
-        "block_keys",
-        "blocks",
-        "end",
-        "forks",
-        "guesses",
-        "guide",
-        "held",
-        "in_worker",
-        "kv",
-        "lease",
-        "looked_up",
-        "mirostat_mu",
-        "needs_copy",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_given",
-        "num_hit_tokens",
-        "num_overtaken",
-        "num_passed",
-        "num_peer_tokens",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_registered",
-        "num_shared",
-        "order",
-        "participants",
-        "passed",
-        "request_id",
-        "root_key",
-        "run",
-        "session",
-        "shared",
-        "spec",
-        "state",
-        "status",
-        "stops",
-        "token_ids",
-    )
+    spec: EngineRequest
+    order: tuple[int, float, int]  # (priority, arrival, number); the smallest goes first
+    root_key: bytes
+    num_groups: InitVar[int]
+    held: bool = False  # not scheduled until what held it lets it go
+    request_id: str = field(init=False)
+    kv: KVCacheManager = field(init=False)
+    token_ids: array[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    # prompt tokens, and answer tokens that another engine has already generated
+    num_given: int = field(init=False)
+    end: int = field(init=False)  # maximum number of tokens
+    stops: frozenset[int] = field(init=False)
+    status: Status = Status.WAITING
+    account: Account | None = None  # its owner's account, set by `WaitingQueue.enter`
+    participants: tuple[Participant, ...] = ()  # those that it concerns
+    guide: Participant | None = None  # the one that decides about each of its steps
+    num_computed_tokens: int = 0
+    num_pending: int = 0
+    blocks: list[list[int]] = field(init=False)
+    num_passed: list[int] = field(init=False)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0  # leading blocks that were offered to the prefix cache
+    looked_up: bool = False  # whether the tiers below the device were searched
+    needs_copy: bool = False  # whether the next blocks to write may be shared
+    # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
+    lease: int = 0
+    # guessed tokens after the last token; the next step verifies them
+    guesses: tuple[int, ...] = ()
+    in_worker: bool = False
+    mirostat_mu: float | None = None  # state of its Mirostat sampler after the last known token
+    forks: list[Request] = field(default_factory=list)  # requests that wait for its prompt
+    num_cached_tokens: int = 0
+    num_peer_tokens: int = 0  # tokens that another engine computed for it
+    # tokens with cached keys and values, if more than the states allowed to take
+    num_hit_tokens: int = 0
+    state: RequestState | None = None  # its slots, if layers are recurrent
+    session: Session | None = None  # its place in the order of eviction; None under LRU
+    run: Run | None = None  # of its last cached block
+    # of the runs before, which it has in common with others
+    shared: list[Session] = field(default_factory=list)
+    num_shared: int = 0  # blocks of these runs
+    passed: Run | None = None  # of the blocks that it needs no more
+    num_preemptions: int = 0
+    num_overtaken: int = 0  # number of requests admitted ahead while this one did not fit
 
-    kv: KVCacheManager
-
-    def __init__(
-        self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int
-    ) -> None:
-        self.spec = spec
+    def __post_init__(self, num_groups: int) -> None:
+        spec = self.spec
         self.request_id = spec.request_id
-        self.order = order  # (priority, arrival, number); the smallest goes first
-        self.root_key = root_key
         self.token_ids = ids_of(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(spec.answer_token_ids)
-        # prompt tokens, and answer tokens that another engine has already generated
         self.num_given = len(self.token_ids)
-        # maximum number of tokens
         self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
-        self.status = Status.WAITING
-        self.account: Account | None = None  # its owner's account, set by `WaitingQueue.enter`
-        self.participants: tuple[Participant, ...] = ()  # those that it concerns
-        self.guide: Participant | None = None  # the one that decides about each of its steps
-        self.held = False  # not scheduled until what held it lets it go
-        self.num_computed_tokens = 0
-        self.num_pending = 0
-        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        self.blocks = [[] for _ in range(num_groups)]
         self.num_passed = [0] * num_groups
-        self.block_keys: list[bytes] = []
-        self.num_registered = 0  # leading blocks that were offered to the prefix cache
-        self.looked_up = False  # whether the tiers below the device were searched
-        self.needs_copy = False  # whether the next blocks to write may be shared
-        # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
-        self.lease = 0
-        # guessed tokens after the last token; the next step verifies them
-        self.guesses: tuple[int, ...] = ()
-        self.in_worker = False
-        # state of its Mirostat sampler after the last known token
-        self.mirostat_mu: float | None = None
-        self.forks: list[Request] = []  # requests that wait for this request's prompt
-        self.num_cached_tokens = 0
-        self.num_peer_tokens = 0  # tokens that another engine computed for it
-        # tokens with cached keys and values, if more than the states allowed to take
-        self.num_hit_tokens = 0
-        self.state: RequestState | None = None  # its slots, if layers are recurrent
-        # its place in the order of eviction; None under LRU
-        self.session: Session | None = None
-        self.run: Run | None = None  # of its last cached block
-        self.shared: list[Session] = []  # of the runs before, which it has in common with others
-        self.num_shared = 0  # blocks of these runs
-        self.passed: Run | None = None  # of the blocks that it needs no more
-        self.num_preemptions = 0
-        self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
 
     def key_at(self, position: int, block_size: int) -> bytes | None:
         """The key of the block that ends at `position`; None if none does, or its tokens are not known yet."""

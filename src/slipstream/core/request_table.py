@@ -23,7 +23,7 @@ from operator import attrgetter
 from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.cache.shared_blocks import share_prompt
 from slipstream.core.participants.base import Participant
-from slipstream.core.policy import AdmissionPolicy
+from slipstream.core.policy import InFlightPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
 from slipstream.messages.finish_reason import FinishReason
@@ -38,7 +38,7 @@ _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 class RequestTable:
     def __init__(
-        self, kv: KVCacheManager, policy: AdmissionPolicy, participants: Sequence[Participant]
+        self, kv: KVCacheManager, policy: InFlightPolicy, participants: Sequence[Participant]
     ) -> None:
         """`kv` is the cache manager of the first or only rank."""
         self.kv = kv
@@ -74,17 +74,15 @@ class RequestTable:
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
         root_key = self.kv.root_key(spec.cache_salt, "")
-        request = Request(spec, order, root_key, len(self.kv.cache.groups))
+        request = Request(spec, order, root_key, len(self.kv.cache.groups), held)
         request.kv = self.kv
-        request.held = held
         if concerned := [part for part in self.participants if part.concerns(request)]:
             request.participants = tuple(concerned)
             request.guide = next((part for part in concerned if part.guides), None)
             for part in concerned:
                 part.entered(request)
-        if (
-            spec.lora is None and spec.parent is None
-        ):  # an adapter's keys are known when it is admitted
+        # an adapter's keys are known when it is admitted
+        if spec.lora is None and spec.parent is None:
             self.kv.arrived(request)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request

@@ -439,37 +439,26 @@ class Scheduler:
         resource of one of its participants, a request whose rank has no free row, and a long prompt
         where `behind` tokens are for short ones. They are overtaken, at most `MAX_OVERTAKES` times.
         """
-        passed: list[Request] = []
-        self._admit_fitting(step, now, passed, behind)
-        for request in passed:
-            self.requests.wait(request)
-
-    def _admit_fitting(
-        self, step: StepBuilder, now: float, passed: list[Request], behind: int
-    ) -> None:
-        """Do the work of `_admit`.
-
-        `passed` collects the overtaken requests, which have left the queue.
-        """
+        passed: list[Request] = []  # the overtaken requests, which have left the queue
         scheduling = self.scheduling
         num_adopted = num_placed = 0
         while step.budget.left > 0 and len(self.requests.running) < scheduling.max_num_seqs:
             if num_adopted >= MAX_ADOPTED and num_placed >= ENOUGH_TOKENS:
-                return
+                break
             request = self.policy.first(self.requests.waiting, now)
             if request is None or request.num_pending:
-                return
+                break
             if _is_closed(passed) and request.spec.parent is None:
                 if not self._pass_by(request, passed):
-                    return
+                    break
                 continue
             if request.participants and (may := self._may_run(request)) is not True:
                 if may is False and not self._pass_by(request, passed):
-                    return
+                    break
                 continue
             counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
             if not self.policy.admits(request, **counts, now=now):
-                return
+                break
             holds = request.holds_blocks  # true for forks
             cached, computed = (
                 ([], request.num_computed_tokens) if holds else self._deal(step, request)
@@ -478,7 +467,7 @@ class Scheduler:
             if kv.num_running >= scheduling.seqs_of_rank:
                 # mostly one with a parent; others get another rank
                 if not self._pass_by(request, passed):
-                    return
+                    break
                 continue
             spare = self.watermark if kv.num_running else 0
             if not holds and kv.waits_for_tiers(request, cached, computed, spare):
@@ -496,11 +485,11 @@ class Scheduler:
                 else self.prompt_tokens(step, request, computed, wanted)
             )
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
-                return
+                break
             if not self.has_room(request, cached, computed + count, encoded, spare):
                 if not kv.num_running and self.requests.drop_waiting_blocks(kv):
                     continue
-                return
+                break
             self.requests.waiting.pop(request)
             if request.spec.parent is None:
                 for other in passed:
@@ -515,6 +504,8 @@ class Scheduler:
             self._place(step, request, count)
             num_adopted += len(cached[0]) if cached else 0
             num_placed += count
+        for request in passed:
+            self.requests.wait(request)
 
     def _may_run(self, request: Request) -> bool | None:
         """Return whether the participants of a waiting request admit it. None if that ended it."""
@@ -628,10 +619,10 @@ class Scheduler:
 
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self.in_flight.launched(step, now)
-        requests = self.requests
+        requests, step_id = self.requests, self.in_flight.last_id
         released, requests.released = requests.released, []
         unmasked, requests.unmasked = requests.unmasked, []
-        marks = tuple(mark for kv in self.kvs for mark in kv.planned(self.in_flight.last_id))
+        marks = tuple(mark for kv in self.kvs for mark in kv.planned(step_id))
         shared: tuple[SharedPrefix, ...] = ()
         if self.requests.num_joined and len(self.kvs) == 1:
             shared = shared_prefixes(
@@ -639,9 +630,17 @@ class Scheduler:
                 [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes],
             )
         copies = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
-        pairs = tuple([copy for copy, _ in copies])
-        ranks = tuple([rank for _, rank in copies]) if len(self.kvs) > 1 else ()
-        return step.plan(self.in_flight.last_id, released, pairs, shared, ranks, marks, unmasked)
+        return StepPlan(
+            step_id=step_id,
+            scheduled=(*step.decodes, *step.prompts),
+            new=tuple(step.new),
+            released=tuple(released),
+            block_copies=tuple([copy for copy, _ in copies]),
+            shared=shared,
+            copy_ranks=tuple([rank for _, rank in copies]) if len(self.kvs) > 1 else (),
+            state_marks=marks,
+            unmasked=tuple(unmasked),
+        )
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sized
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,6 @@ from slipstream.core.request import Request, Status
 from slipstream.messages.steps import (
     NewRequest,
     ScheduledRequest,
-    SharedPrefix,
-    StateMark,
-    StepPlan,
     TableUpdate,
 )
 
@@ -51,17 +48,6 @@ class StepBudget:
     Only tokens beyond these are counted, in `_extra`. What is left follows from that count, so a
     preempted request gives its token back by itself.
     """
-
-    __slots__ = (
-        "_extra",
-        "_extra_of_rank",
-        "_limit",
-        "_limit_of_rank",
-        "_running",
-        "_scheduled",
-        "_scheduling",
-        "guesses",
-    )
 
     def __init__(self, scheduling: SchedulingConfig, running: Sized, scheduled: Sized) -> None:
         """Begin with the limits of a step with decodes.
@@ -129,20 +115,6 @@ class StepBuilder:
     `KVCacheManager.allocate` records new blocks before `add` is called.
     """
 
-    __slots__ = (
-        "budget",
-        "certain",
-        "decodes",
-        "encoding",
-        "guesses",
-        "new",
-        "prompts",
-        "sampled_decodes",
-        "sampled_prompts",
-        "scheduled",
-        "updates",
-    )
-
     def __init__(
         self,
         scheduling: SchedulingConfig,
@@ -199,11 +171,20 @@ class StepBuilder:
     def _introduce(self, request: Request) -> tuple[TableUpdate, ...]:
         """Let the worker know a request that it does not have. Returns its block tables."""
         request.in_worker = True
-        new = NewRequest.of(
-            request.spec,
-            request.token_ids.tobytes(),
-            encodes=request in self.encoding,
+        spec, encodes = request.spec, request in self.encoding
+        new = NewRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids.tobytes(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=spec.sampling,
+            eos_token_ids=spec.eos_token_ids,
+            pooled=spec.pooled,
+            encoder_token_ids=spec.encoder_token_ids if encodes else (),
+            num_encoder_tokens=len(spec.encoder_token_ids),
+            audio=spec.audio if encodes else None,
+            lora=spec.lora,
             mirostat_mu=request.mirostat_mu,
+            images=spec.images,
             rank=request.kv.rank,
         )
         self.new.append(new)
@@ -213,25 +194,3 @@ class StepBuilder:
     def num_tokens(self) -> int:
         """Number of tokens in the step."""
         return sum(s.num_tokens for s in self.decodes) + sum(s.num_tokens for s in self.prompts)
-
-    def plan(
-        self,
-        step_id: int,
-        released: Sequence[str],
-        copies: tuple[tuple[int, int], ...],
-        shared: tuple[SharedPrefix, ...],
-        copy_ranks: tuple[int, ...] = (),
-        state_marks: tuple[StateMark, ...] = (),
-        unmasked: Sequence[str] = (),
-    ) -> StepPlan:
-        return StepPlan(
-            step_id=step_id,
-            scheduled=(*self.decodes, *self.prompts),
-            new=tuple(self.new),
-            released=tuple(released),
-            block_copies=copies,
-            shared=shared,
-            copy_ranks=copy_ranks,
-            state_marks=state_marks,
-            unmasked=tuple(unmasked),
-        )

@@ -32,10 +32,9 @@ def decode_step(
     batch_size: int,
     context: float,
     scheme: str | None = None,
-    kv_bytes: float = 2,
 ) -> DecodeCost:
     """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
-    held as the checkpoint stores them. `kv_bytes` is the size of a number in the cache."""
+    held as the checkpoint stores them. The cache has 2 bytes a number."""
     spec = description.spec
     parts = weights_bytes(spec, 2, None if scheme is None else SCHEMES[scheme])
     stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
@@ -44,7 +43,7 @@ def decode_step(
     states = 2 * batch_size * spec.state_bytes(2)  # read and written
     return DecodeCost(
         num_bytes=sum(p.count * p.read_bytes(batch_size) for p in of_step)
-        + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached)
+        + sum(attention_bytes(a, num_tokens, 2) for a, num_tokens in cached)
         + states,
         num_flops=sum(p.count * p.operations(batch_size) for p in of_step)
         + sum(attention_operations(a, num_tokens) for a, num_tokens in cached),

@@ -99,7 +99,7 @@ def host_memory() -> tuple[int, int]:
     return total, available
 
 
-def busy_cores(seconds: float = 0.25) -> float:
+def busy_cores() -> float:
     """Number of cores that all programs together keep busy now, this one waiting meanwhile; 0 where
     the system does not tell."""
     import time
@@ -111,7 +111,7 @@ def busy_cores(seconds: float = 0.25) -> float:
 
     try:
         all_before, idle_before = ticks()
-        time.sleep(seconds)
+        time.sleep(0.25)
         total, idle = ticks()
     except (OSError, ValueError):
         return 0.0

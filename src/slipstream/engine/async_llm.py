@@ -23,12 +23,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace as replace_options
+from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
-from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.model_files import load_tokenizer, log_canary
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
 from slipstream.engine.process.core_client import ChildLink, CoreClient, CoreLink
@@ -47,7 +48,6 @@ from slipstream.engine.process.streams import OutputStream
 from slipstream.engine.requests.processor import (
     INLINE_CHARS,
     InputProcessor,
-    PreparedRequest,
     in_thread_if_long,
     num_characters,
 )
@@ -89,9 +89,8 @@ class AsyncLLM(OtherRequests):
         self.phases: dict[str, float] = {}
         self.tiles = ""  # the tile table, by identity and size
         self.canary: CanaryResult | None = None
-        self._ids = map(
-            f"{source.id_prefix}{{}}".format, itertools.count()
-        )  # never used twice by one core
+        # never used twice by one core
+        self._ids = map(f"{source.id_prefix}{{}}".format, itertools.count())
         super().__init__(CoreClient(self, source))
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
@@ -162,12 +161,14 @@ class AsyncLLM(OtherRequests):
         """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that cancels
         the request; it does nothing once the request has ended. Errors before the request is queued are raised here. `sink`
         gets the tokens of an answer that another engine began before this returns."""
-
-        def prepare() -> PreparedRequest:
-            return self._input.prepare(
-                prompt, sampling, options, grammar_checked=True, formats=self.formats
-            )
-
+        prepare = partial(
+            self._input.prepare,
+            prompt,
+            sampling,
+            options,
+            grammar_checked=True,
+            formats=self.formats,
+        )
         if sampling.structured_outputs is not None and self.tokenizer is not None:
             await check_in_thread(sampling.structured_outputs, options.client, options.cache_salt)
         # tokens of the vocabulary, for its sequence breakers
@@ -188,9 +189,8 @@ class AsyncLLM(OtherRequests):
         self._sinks[request.request_id] = sink
 
         def cancel() -> None:
-            if (
-                self._sinks.get(request.request_id) is sink
-            ):  # else it has ended, and the id may be another's by now
+            # else it has ended, and the id may be another's by now
+            if self._sinks.get(request.request_id) is sink:
                 self._forget(request.request_id)
 
         try:

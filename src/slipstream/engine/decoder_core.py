@@ -77,9 +77,8 @@ class DecoderCore(EngineCore):
         self._stalled = False
         requests = list(requests)
         for request in requests:
-            if (
-                request.images and request.fork_of is not None
-            ):  # it comes with its parent, and without the pixels
+            # it comes with its parent, and without the pixels
+            if request.images and request.fork_of is not None:
                 parent = next(r for r in requests if r.request_id == request.fork_of)
                 request = dataclasses.replace(request, images=parent.images)
             if is_masked := request.sampling.is_masked:

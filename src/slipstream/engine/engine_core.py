@@ -247,11 +247,6 @@ class EngineCore:
         # They refer to this core, and would keep the model's memory.
         self._all_listeners = self._listeners = ()
 
-    @property
-    def release_unused(self) -> Callable[[], None] | None:
-        """`Executor.release_unused`"""
-        return self.executor.release_unused
-
     def stats(self, *, experts: bool = False) -> EngineStats:
         now, found = time.monotonic(), self.scheduler.stats()
         searched = sum(listener.num_tokens for listener in self._listeners)

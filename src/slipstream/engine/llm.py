@@ -610,7 +610,7 @@ class LLM:
         if core is None:
             return
         core.shutdown()
-        release = core.release_unused
+        release = core.executor.release_unused
         del core  # only now can its memory be found unused
         if release is not None:
             collect_and_release(release)

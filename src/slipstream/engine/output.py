@@ -215,14 +215,12 @@ class OutputProcessor:
                 self.discard(owner)
         return list(news.values()), aborts
 
-    def fail_all(self) -> list[str]:
-        """Forget every request (the engine died); their ids."""
-        ids = list(self._states)
+    def fail_all(self) -> None:
+        """Forget every request, because the engine died."""
         self._states.clear()
         self._owner.clear()
         self._plain.clear()
         self._may_wait.clear()
-        return ids
 
     def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
         sampling = request.sampling
@@ -360,9 +358,8 @@ def mean_logprob(logprobs: Sequence[PositionLogprobs] | None) -> float:
 def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
     """A complete answer with the `n` best of the choices that were drawn, the best first, in place."""
     if request.sampling.best_of is not None:
-        ranked = sorted(
-            output.outputs, key=lambda choice: -mean_logprob(choice.logprobs)
-        )  # of equals the first stays first
+        # of equals the first stays first
+        ranked = sorted(output.outputs, key=lambda choice: -mean_logprob(choice.logprobs))
         output.outputs = ranked[: request.sampling.n]
         for index, choice in enumerate(output.outputs):
             choice.index = index

@@ -24,7 +24,7 @@ from slipstream.evals.perplexity import Progress, check_windows, scored, token_n
 from slipstream.evals.scorer import STEP_TOKENS, Scorer
 from slipstream.evals.text import Window
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.model.layers import whole
+from slipstream.model.layers.residual import whole
 
 TOP = 5
 LAYER_WINDOWS = 4

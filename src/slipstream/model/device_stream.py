@@ -27,7 +27,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.weights.forms import JoinedLinear, Linear
 from slipstream.model.layer_stream import with_parts
-from slipstream.model.layers import Layer
+from slipstream.model.layers.layer import Layer
 from slipstream.platform import Event, Platform
 from slipstream.spec.offload import NUM_SLOTS, PIECE
 

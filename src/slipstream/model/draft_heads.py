@@ -29,7 +29,10 @@ from slipstream.kernels.weights.forms import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.compile_step import compiled
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
+from slipstream.model.layers.attention import Attention
+from slipstream.model.layers.layer import Layer
+from slipstream.model.layers.residual import whole
+from slipstream.model.layers.taps import AnyTap, JoinedTap, Tap
 from slipstream.model.load.loaded import tensor_bytes
 from slipstream.model.step_program import CompiledOps, Floats
 from slipstream.model.vocabulary import Vocabulary

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from slipstream.model.layers import Layer, finished, normed, run_layers
+from slipstream.model.layers.layer import Layer, run_layers
+from slipstream.model.layers.residual import finished, normed
 from slipstream.spec.model import AudioSpec, ClassifierSpec
 from slipstream.spec.pooling import DenseActivation
 

@@ -30,7 +30,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.native import Arena, Bytes
 from slipstream.kernels.cpu.packed import NativeLinear, stand_in
 from slipstream.kernels.cpu.program.moe import NativeExperts
-from slipstream.model.layers import Layer
+from slipstream.model.layers.layer import Layer
 from slipstream.spec.offload import CHUNK, NUM_SLOTS
 
 ALIGNMENT = 4096

@@ -27,7 +27,8 @@ from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.states import LayerState
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, whole
+from slipstream.model.layers.layer import Layer
+from slipstream.model.layers.residual import whole
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
 
 

@@ -25,6 +25,7 @@ from slipstream.kernels.cpu.program.native_program import (
     step_inputs,
 )
 from slipstream.kernels.cpu.program.programs import (
+    NOTHING_BEYOND,
     Beyond,
     LinearArgmax,
     LinearProgram,
@@ -159,7 +160,7 @@ class StepProgram:
         if params is None and beyond is None:
             found, end = self._argmax.of(hidden), self._argmax.program
         else:
-            found, packed = self._draws.of(hidden, params, beyond or Beyond())
+            found, packed = self._draws.of(hidden, params, beyond or NOTHING_BEYOND)
             end = self._draws.program
         running = self._body.begin(kv, meta, token_ids, hidden, end, taken)
         upload = self.platform.upload
@@ -197,9 +198,8 @@ class CompiledOps:
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
-    _blocks: int = (
-        0  # index of the cache with the largest heads, which is of a layer with attention
-    )
+    # index of the cache with the largest heads, which is of a layer with attention
+    _blocks: int = 0
     _is_recurrent: bool = False
 
     def run(

@@ -23,7 +23,8 @@ from slipstream.kernels.tracing.recording import (
 )
 from slipstream.kernels.tracing.token_shape import match_layers, ranks_refusal, size_refusal
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, finished, run_layers
+from slipstream.model.layers.layer import Layer, run_layers
+from slipstream.model.layers.residual import finished
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.reason import Reason

@@ -28,7 +28,7 @@ from slipstream.kernels.ops import OpSet
 from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.building import build_linear, build_norm
-from slipstream.model.layers import normed
+from slipstream.model.layers.residual import normed
 from slipstream.spec.media.vision import (
     CLIPPED,
     AxialRopeSpec,

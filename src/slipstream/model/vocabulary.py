@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.kernels.ops import OpSet
-    from slipstream.model.layers import Partition
+    from slipstream.model.layers.layer import Partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,16 +55,15 @@ from slipstream.server.openai.embeddings import (
     score,
 )
 from slipstream.server.openai.models import Models
-from slipstream.server.openai.protocol import (
-    ChatRequest,
+from slipstream.server.openai.pooled_bodies import (
     ClassifyRequest,
-    CompletionRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
     SparseRequest,
 )
+from slipstream.server.openai.protocol import ChatRequest, CompletionRequest
 from slipstream.server.openai.render import Rendering
 from slipstream.server.openai.response_store import ResponseStore
 from slipstream.server.openai.tokens import Tokens

@@ -87,13 +87,12 @@ def run_alone(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> 
     )
 
 
-def saturated(
-    engine: SimulatedEngine, workload: Workload, *, count: int = NUM_REQUESTS, seed: int = 0
-) -> Simulation:
+def saturated(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> Simulation:
     """Simulates as many concurrent users as the engine takes at once."""
     users = engine.scheduling.max_num_seqs
     return simulate(
-        engine, workload.traffic(ClosedLoop(concurrency=users), max(count, 3 * users), seed=seed)
+        engine,
+        workload.traffic(ClosedLoop(concurrency=users), max(NUM_REQUESTS, 3 * users), seed=seed),
     )
 
 

@@ -406,7 +406,7 @@ def balancer_weights(plans: Sequence[DevicePlan]) -> list[float]:
     return [rate / total if total else 0.0 for rate in rates]
 
 
-def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | None:
+def more_memory(plan: DevicePlan, load: OfferedLoad) -> float | None:
     """Requests per second that one more GiB of KV cache would add; None if the objectives are not
     met at all."""
     if plan.capacity.rate is None:
@@ -414,7 +414,7 @@ def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | No
     if plan.binds != "memory" or not plan.engine.ledger.block_bytes:
         return 0.0
     more = plan.engine.with_blocks(
-        plan.engine.ledger.num_blocks + gib * 2**30 // plan.engine.ledger.block_bytes
+        plan.engine.ledger.num_blocks + 2**30 // plan.engine.ledger.block_bytes
     )
     if plan.load.agents is not None and isinstance(load.workload, SessionWorkload):
         users = max(1, round(plan.load.agents.num_sessions / plan.load.num_replicas))

@@ -14,7 +14,6 @@ def summarize_sessions(
     traffic: Traffic,
     records: Sequence[RequestTiming],
     *,
-    num_gpus: int = 1,
     objectives: dict[str, float] | None = None,
 ) -> AgentSummary:
     """Summarizes simulated sessions as `slipstream bench` does measured ones."""
@@ -33,7 +32,7 @@ def summarize_sessions(
         )
         for i, (t, record) in enumerate(zip(traffic.turns, records, strict=True))
     ]
-    return summarize_turns(turns, num_gpus=num_gpus, objectives=objectives)
+    return summarize_turns(turns, objectives=objectives)
 
 
 def _cacheable(turns: Sequence[PlannedTurn], records: Sequence[RequestTiming]) -> list[int]:

@@ -170,7 +170,6 @@ class Verification:
             token_ids=ids,
             tokens=tokens[: len(ids)],
             logprobs=self.reference.logprobs(prompt, ids),
-            num_prompt_tokens=len(prompt),
         )
 
     # --- Judging ------------------------------------------------------------------------------

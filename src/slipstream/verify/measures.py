@@ -29,7 +29,6 @@ class Sample:
     token_ids: Sequence[int]
     tokens: Sequence[ServedToken]
     logprobs: Tensor
-    num_prompt_tokens: int
 
     @property
     def chosen(self) -> Tensor:

@@ -82,6 +82,5 @@ class InFlightStep:
             )
         num_tokens = None if self.sampled is None else self.sampled.num_tokens
         if num_tokens is not None and self.sampled is not None:
-            drafts = () if self.drafts is None else self.drafts.tolist()
-            tokens, num_tokens = verified(self.sampled.requests, tokens, drafts)
+            tokens, num_tokens = verified(self.sampled.requests, tokens, self.proposed())
         return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras), self.is_cold)

@@ -47,7 +47,7 @@ from slipstream.worker.text_runner import TextRunner
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
-    from slipstream.model.layers import Partition
+    from slipstream.model.layers.layer import Partition
     from slipstream.worker.adapters import Adapters
     from slipstream.worker.experts.host import LoadFollower
     from slipstream.worker.experts.places import ExpertPlaces

@@ -19,7 +19,7 @@ Only speed depends on this: a step's results are bit-identical with any number o
 
 from __future__ import annotations
 
-from typing import Protocol
+from slipstream.kernels.cpu.thread_pool import ThreadPool
 
 WINDOW = 8
 """Steps in a window."""
@@ -33,17 +33,10 @@ FIRST_WAIT, MAX_WAIT = 4, 64
 """Windows between two trials."""
 
 
-class ThreadSetting(Protocol):
-    num_threads: int
-    num_used: int
-
-    def use(self, num_threads: int) -> None: ...
-
-
 class ThreadGovernor:
     """Chooses between 1 and `threads.num_threads` threads."""
 
-    def __init__(self, threads: ThreadSetting) -> None:
+    def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
         # least seconds, by tokens of a step and bit length of its number of keys
         self._least: dict[tuple[int, int], float] = {}

@@ -19,7 +19,7 @@ from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream
 from slipstream.model.draft_heads import LoadedHead
-from slipstream.model.layers import Partition
+from slipstream.model.layers.layer import Partition
 from slipstream.model.load.draft_loader import load_head
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.load.loader import load_model

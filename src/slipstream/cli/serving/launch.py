@@ -1,7 +1,7 @@
 """`slipstream launch CLIENT`: starts a coding agent (claude, codex, opencode), or any program, that
 uses one of your servers.
 
-    slipstream launch claude --serve smollm2          # starts a server, which ends with the agent
+    slipstream launch claude --serve Qwen/Qwen3-8B    # starts a server, which ends with the agent
     slipstream launch codex --url http://127.0.0.1:8000 -- exec "fix the tests"
     slipstream launch any -- node app.mjs             # the variables of OpenAI's, Anthropic's and Ollama's SDKs
 
@@ -77,6 +77,12 @@ def run(args: argparse.Namespace) -> int:
         if length is not None and length < SMALL_CONTEXT and agent.program:
             print(
                 f"slipstream: the context is {length} tokens; agents' first prompts have 10,000 to 30,000",
+                file=sys.stderr,
+            )
+        if not endpoint.calls_tools and agent.program:
+            print(
+                "slipstream: this model's chat template has no tools, so agents get an error; serve another model, "
+                "or give `serve` one with --chat-template",
                 file=sys.stderr,
             )
         if args.only_print:

@@ -123,7 +123,6 @@ def learn(
     num_steps: int,
     step_tokens: int,
     states: Sequence[Tensor] | None = None,
-    seed: int = 0,
 ) -> tuple[dict[str, Rounded], float]:
     """Train the rounding of the products in `learned`, by name in layer `index`; the layer's other parameters are in `values`.
 
@@ -137,7 +136,7 @@ def learn(
     texts = _windows(stream, stream.states)
     start = {name: own.rounded() for name, own in learned.items()}
     through = {name: StraightThrough(fake) for name, fake in inputs.items()}
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     per_step = max(1, step_tokens // max(len(x) for x in texts))
     with torch.enable_grad():
         for step in range(num_steps):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 320, 60, 130, 16, 36
+MAX_POINTS = 400  # of a line
 COLOURS = ("#2f6fde", "#d9534f", "#3a9d5d", "#b07aa1")
 STYLE = "text{font:12px sans-serif;fill:#777}.grid{stroke:#8884;stroke-width:1}.line{fill:none;stroke-width:1.8}"
 
@@ -59,8 +60,8 @@ def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> 
     return f"{head}<title>{escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</svg>"
 
 
-def _thinned(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
-    """Reduce to `most` points or fewer, each the mean of consecutive ones."""
-    size = -(-len(points) // most)
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Reduce to `MAX_POINTS` points or fewer, each the mean of consecutive ones."""
+    size = -(-len(points) // MAX_POINTS)
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]

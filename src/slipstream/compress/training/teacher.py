@@ -7,7 +7,7 @@ al. 2023): the answer, and the teacher's reasoning with the weight `rationale_we
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,6 @@ def cache_logits(
     temperature: float = 1.0,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LogitCache:
     """Run the teacher over `examples` once and store its k likeliest tokens, in 6 bytes each."""
     from safetensors.torch import save_file
@@ -200,13 +199,12 @@ def cache_logits(
         for begin in range(0, len(examples), SHARD):
             shard = examples[begin : begin + SHARD]
             kept: list[tuple[Tensor, Tensor]] = []
-            for i, example in enumerate(shard):
+            for example in shard:
                 batch = SequenceBatch.of([example.token_ids], device)
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     logits = teacher(batch)
                 top = (logits.float() / temperature).log_softmax(-1).topk(k, dim=-1)
                 kept.append((top.indices.int().cpu(), top.values.half().cpu()))
-                progress(begin + i + 1, len(examples))
             tensors = {
                 "ids": torch.cat([ids for ids, _ in kept]),
                 "logprobs": torch.cat([values for _, values in kept]),

@@ -6,7 +6,7 @@
    prefix takes it back.
 3. Blocks are allocated from the head of the free list. The order is: used blocks without cached
    contents, the latest released first; blocks that were never used; cached blocks, the least
-   recently used first, or in the order of their value (`EvictionOrder`). So no prefix is lost while
+   recently used first, or in the order of their value (`ValueOrder`). So no prefix is lost while
    another block is free, and memory that the operating system has not yet handed out is touched
    last.
 4. A sequence releases its last block first, so its tail is reused before its head.
@@ -20,36 +20,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.errors import ConfigError
 
+if TYPE_CHECKING:
+    from slipstream.core.cache.cache_value import ValueOrder
+
 NULL_BLOCK = 0
-
-
-class EvictionOrder(Protocol):
-    """An order of the free cached blocks other than by their last use."""
-
-    def add(self, blocks: Sequence[int]) -> None:
-        """Take in cached blocks that nobody holds any more."""
-
-    def remove(self, blocks: Sequence[int]) -> None:
-        """Give out free blocks to a holder."""
-
-    def take(self, count: int) -> list[int]:
-        """Take the blocks to evict. There are as many."""
-
-    def following(self, block: int) -> Sequence[int]:
-        """Blocks of the same chain from a cached one on, as far as they are known."""
-
-    def discard(self, block: int) -> None:
-        """Forget a block that is held, or was removed."""
-
-    def forget_all(self) -> None:
-        """Let go of what is known of all blocks. The free ones stay, to be evicted."""
-
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
 
 
 class BlockPool:
@@ -78,7 +56,7 @@ class BlockPool:
         self._previous = [*range(-1, num_blocks)]
         self._previous[1] = self._end
         self.num_free = num_blocks - 1
-        self.order: EvictionOrder | None = None
+        self.order: ValueOrder | None = None
         """Order of the free cached blocks, which are then not in the list. Set it before the first block is cached."""
 
     @property

@@ -13,6 +13,7 @@ per block, and logarithmic time per change of a session.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
@@ -23,37 +24,26 @@ if TYPE_CHECKING:
     from slipstream.core.cache.block_pool import BlockPool
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """Cached blocks of consecutive positions, with the same holders."""
 
-    __slots__ = (
-        "above",
-        "blocks",
-        "entry",
-        "num_below",
-        "num_free",
-        "order",
-        "session",
-        "start",
-        "writer",
-    )
+    order: ValueOrder
+    session: Session | None  # None after everything was forgotten
+    above: Run | None
+    start: int  # tokens before the first block
+    writer: str = ""  # id of the request that extends it
+    blocks: list[int] = field(default_factory=list)
+    num_below: int = 0
+    num_free: int = 0
+    entry: tuple[float, int, Run] | Literal[True] | None = None
+    """Entry in the heap. True: the run is about to get one."""
 
-    def __init__(
-        self, order: ValueOrder, session: Session, above: Run | None, start: int, writer: str = ""
-    ) -> None:
-        self.order = order
-        self.session: Session | None = session  # None after everything was forgotten
-        session.runs[self] = None
-        self.above = above
-        if above is not None:
-            above.num_below += 1
-        self.start = start  # tokens before the first block
-        self.blocks: list[int] = []
-        self.num_below: int = 0
-        self.num_free: int = 0
-        self.writer = writer  # id of the request that extends it
-        self.entry: tuple[float, int, Run] | Literal[True] | None = None
-        """Entry in the heap. True: the run is about to get one."""
+    def __post_init__(self) -> None:
+        if self.session is not None:
+            self.session.runs[self] = None
+        if self.above is not None:
+            self.above.num_below += 1
 
 
 class ValueOrder:

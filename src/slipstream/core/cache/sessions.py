@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import exp, frexp, inf, log
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -95,13 +96,12 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+@dataclass(slots=True)
 class OwnPace:
     """Average of a session's last pauses, as the logarithm of seconds."""
 
-    __slots__ = ("count", "mean")
-
-    def __init__(self) -> None:
-        self.count, self.mean = 0, 0.0
+    count: int = 0
+    mean: float = 0.0
 
     def deviation(self, mean: float) -> float:
         """Difference from the kind's mean; less while few pauses are known."""
@@ -189,44 +189,26 @@ def rate(hazards: Sequence[float], bucket: int) -> float:
     return best
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Session:
     """One conversation, or whatever else the blocks of some runs wait for."""
 
-    __slots__ = (
-        "bucket",
-        "due",
-        "ends",
-        "hints",
-        "idle_since",
-        "kept",
-        "keys",
-        "kind",
-        "mark",
-        "num_open",
-        "num_turns",
-        "pace",
-        "prefetched",
-        "returns_at",
-        "returns_by",
-        "runs",
-    )
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind: Kind = kind
-        self.pace = OwnPace()
-        self.idle_since, self.bucket = 0.0, 0
-        self.num_open = 0  # requests that wait or run
-        self.num_turns = 0
-        self.runs: dict[Run, None] = {}
-        self.hints: CacheHints = NO_HINTS
-        # tokens and seconds that are hinted to be kept
-        self.kept: tuple[tuple[float, float], ...] = ()
-        self.due: tuple[float, int, Session] | None = None  # its entry among the timers
-        self.ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
-        self.mark: Run | None = None  # the state that its next request goes on from
-        self.keys = b""  # of its blocks, one after the other, while they may be brought back
-        self.returns_at = self.returns_by = 0.0  # ages for the next and the last try
-        self.prefetched = 0, 0  # tokens that were brought back: from, to
+    kind: Kind
+    pace: OwnPace = field(default_factory=OwnPace)
+    idle_since: float = 0.0
+    bucket: int = 0
+    num_open: int = 0  # requests that wait or run
+    num_turns: int = 0
+    runs: dict[Run, None] = field(default_factory=dict)
+    hints: CacheHints = NO_HINTS
+    kept: tuple[tuple[float, float], ...] = ()  # tokens and seconds that are hinted to be kept
+    due: tuple[float, int, Session] | None = None  # its entry among the timers
+    ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
+    mark: Run | None = None  # the state that its next request goes on from
+    keys: bytes = b""  # of its blocks, one after the other, while they may be brought back
+    returns_at: float = 0.0  # ages for the next and the last try
+    returns_by: float = 0.0
+    prefetched: tuple[int, int] = (0, 0)  # tokens that were brought back: from, to
 
 
 class Sessions:

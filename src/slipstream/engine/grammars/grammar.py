@@ -1,15 +1,12 @@
 """Answers that keep to a grammar: which tokens may come next, by `llguidance`. No torch.
 
-1. `check` looks at a request's grammar before it is queued: the front end's 400s come from here.
+1. `check.py` looks at a request's grammar before it is queued.
 2. `Grammars`, in the engine core, compiles it in a thread while the request is held back, and then has a `GrammarState` of
    each request (`state.py`).
 3. Each step asks for the masks of the tokens that it samples, while the device runs the forward.
 4. The tokens that the step gave advance the states.
 
-A budget of reasoning (`reasoning.py`) is a part of a request's state, with a grammar or alone.
-
-A grammar's compilation is bounded in characters, in depth (`grammar_depth`), in symbols, in the work of its lexer, and in
-seconds. Clients compile in turns (`bounded_threads`). An end token is allowed
+A budget of reasoning (`reasoning.py`) is a part of a request's state, with a grammar or alone. An end token is allowed
 exactly where the grammar may end. Where nothing more can follow, the answer ends without one.
 """
 
@@ -18,25 +15,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from slipstream.costs.hardware import available_cores
-from slipstream.engine.grammars.depth import (
-    check_grammar,
-    check_json_text,
-    check_regex,
-    check_schema,
-    is_lark,
+from slipstream.engine.grammars.check import CACHED_GRAMMARS, GrammarThreads, too_slow
+from slipstream.engine.grammars.compose import (
+    call_library,
+    compose,
+    given_form,
+    limits,
+    llguidance_library,
+    readable,
 )
 from slipstream.engine.grammars.reasoning import (
     ReasoningBudget,
@@ -46,7 +44,6 @@ from slipstream.engine.grammars.reasoning import (
 )
 from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
 from slipstream.engine.grammars.schema_language import language_of
-from slipstream.engine.grammars.schema_promises import promise
 from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
 from slipstream.engine.grammars.state import (
     PARALLEL_ROWS,
@@ -67,9 +64,7 @@ from slipstream.engine.grammars.string_lengths import (
     counts_only,
 )
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.engine.text.tokenizer_parts import is_panic
-from slipstream.engine.threads.bounded_threads import BoundedThreads
-from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.errors import EngineOverloadedError
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import ScheduledRequest, StepPlan, TokenMask
 from slipstream.params.answer_forms import ReasoningMarkers, StructuredOutputsParams
@@ -78,34 +73,9 @@ from slipstream.params.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-MAX_CHARACTERS = 256 * 1024
-"""Characters of a schema, a regular expression, a grammar, or all choices together."""
-
-MAX_SECONDS = 10.0
-"""Seconds that a compilation may take. What the limits below allow takes under one."""
-
-MAX_STUCK = 4
-"""Compilations beyond their time that still run. With this many of them no other grammar is
-begun."""
-
-SMALL_CHARACTERS = 8 * 1024
-"""Characters of a small grammar, which waits for no larger one. Nearly all small ones compile in
-milliseconds, large ones take seconds."""
-
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between two tokens of JSON. Without a bound a model that has lost its way writes
-spaces until max_tokens."""
-
-MAX_WHITESPACE = 1000
-"""Characters of a request's own pattern of whitespace."""
-
-_SPACE = r"(?:[ \t\n\r]|\\[tnrs ]|\\x(?:20|0[9AaDd]))"
-_ONLY_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
 """Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
-
-CACHED_GRAMMARS = 64
 
 CACHED_ENDS = 16
 """Sets of tokens that end answers, whose complete masks are kept."""
@@ -124,348 +94,6 @@ MAX_SLOW, MAX_SLOW_THREADS = 32, 4
 
 MAX_MASK_BYTES = 64 << 20
 """Bytes of the masks that are kept for schemas."""
-
-T = TypeVar("T")
-
-
-def compose(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance takes it. RequestError if it can't be written."""
-    inner = _compose(params)
-    if params.around is None:
-        return inner
-    try:
-        check_grammar(params.around)
-    except ValueError as error:
-        raise _refused(str(error), "around") from None
-    own = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
-    return json.dumps(
-        {"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]}
-    )
-
-
-def _compose(params: StructuredOutputsParams) -> str:
-    name, given = _given(params)
-    text = given if isinstance(given, str) else json.dumps(given)
-    if len(text) > MAX_CHARACTERS:
-        raise _refused(f"it has {len(text)} characters, more than {MAX_CHARACTERS}", name)
-    try:
-        whitespace = _whitespace(params.whitespace_pattern)
-    except ValueError as error:
-        raise _refused(str(error), "whitespace_pattern") from None
-    try:
-        match name:
-            case "json" | "json_object":
-                check_json_text(text)
-                schema = json.loads(text) if name == "json" else {"type": "object"}
-                if not isinstance(schema, dict) and schema is not True:
-                    raise ValueError("a schema is an object, or true")
-                check_schema(schema)
-                if (path := _ambiguous(schema)) is not None:
-                    raise ValueError(
-                        f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})"
-                    )
-                schema = {} if schema is True else schema
-                promised = promise(schema)
-                return json_grammar(json.dumps(schema), **_options(params, whitespace), **promised)
-            case "regex":
-                check_regex(text)
-                return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
-            case "choice":
-                return str(_library(_llguidance().grammar_from, "choice", text))
-            case _:
-                check_grammar(text)
-                lark = text if is_lark(text) else _from_llama_cpp(text)
-                return str(_library(_llguidance().grammar_from, "lark", lark))
-    except (ValueError, RecursionError) as error:
-        raise _refused(str(error), name) from None
-
-
-def _from_llama_cpp(text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(text)
-    except Exception as error:
-        raise ValueError(f"it is no grammar as llama.cpp writes it: {error}") from None
-
-
-def _llguidance() -> Any:
-    """The library, imported by the first request with a grammar: it would take a tenth of every start."""
-    import llguidance
-
-    return llguidance
-
-
-@cache
-def limits() -> Any:
-    """The bounds of a grammar's compilation."""
-    return _llguidance().LLParserLimits(
-        max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False
-    )
-
-
-def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
-    names = ("json", "regex", "choice", "grammar")
-    return next(
-        ((n, v) for n in names if (v := getattr(params, n)) is not None), ("json_object", "")
-    )
-
-
-def json_grammar(schema: str, **options: Any) -> str:
-    return str(
-        _library(_llguidance().LLMatcher.grammar_from_json_schema, schema, overrides=options)
-    )
-
-
-def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call llguidance and return its result. Its panics are no `Exception`; they are raised as
-    ValueError."""
-    try:
-        return call(*args, **options)
-    except BaseException as error:
-        if is_panic(error):
-            raise ValueError(f"the grammar's library fails: {str(error)[:300]}") from None
-        raise
-
-
-def _whitespace(pattern: str | None) -> str:
-    r"""A pattern of whitespace as llguidance takes it, where `\s` stands for JSON's. ValueError if it may match anything else:
-    the answer would be no JSON."""
-    if not pattern:
-        return WHITESPACE
-    check_regex(pattern)
-    if len(pattern) > MAX_WHITESPACE or not _ONLY_SPACE.fullmatch(pattern):
-        raise ValueError(
-            r"between tokens of JSON may stand only space, \t, \n and \r: write a pattern of these, \s, groups and "
-            f"repetitions, of at most {MAX_WHITESPACE} characters"
-        )
-    return pattern.replace(r"\s", r"[ \t\n\r]")
-
-
-def _options(params: StructuredOutputsParams, whitespace: str) -> dict[str, Any]:
-    if params.disable_any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": whitespace}
-
-
-class GrammarThreads(Generic[T]):
-    """Threads in which grammars are compiled. Small ones have threads of their own."""
-
-    def __init__(self, name: str, *, most_small: int) -> None:
-        def threads(most: int) -> BoundedThreads[T]:
-            return BoundedThreads(lambda: MAX_SECONDS, most=most, most_stuck=MAX_STUCK, name=name)
-
-        self._small, self._large = threads(most_small), threads(max(1, available_cores() - 1))
-
-    def submit(
-        self, call: Callable[[], T], params: StructuredOutputsParams | None, client: str
-    ) -> Future[T]:
-        """Run `call` in the threads for the grammar's size, as `BoundedThreads.submit` does. An
-        empty `client` stands for nobody in particular."""
-        given: tuple[object, ...] = ()
-        if params is not None:
-            choice = params.choice or ()
-            given = (params.json, params.regex, params.grammar, params.around, *choice)
-        size = sum(len(text) for text in given if isinstance(text, str))
-        threads = self._small if size <= SMALL_CHARACTERS else self._large
-        return threads.submit(call, client or None)
-
-
-_checks: GrammarThreads[None] = GrammarThreads("grammar checks", most_small=4)
-_Salted: TypeAlias = tuple[str, StructuredOutputsParams]
-"""A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
-
-_found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
-"""The grammars that were checked last: what is wrong with each, and which field is. None: nothing is."""
-
-_pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
-_found_lock = threading.RLock()  # a check that is refused ends while another is submitted
-
-
-class _PendingCheck:
-    """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
-    none."""
-
-    def __init__(self, salted: _Salted, client: str) -> None:
-        self._key, self.num_waiting = (client, salted), 0
-        self.future = _checks.submit(partial(_check, salted), salted[1], client)
-        self.future.add_done_callback(lambda _: self._end())
-
-    def __enter__(self) -> Future[None]:
-        return self.future
-
-    def __exit__(self, *_: object) -> None:
-        with _found_lock:
-            self.num_waiting -= 1
-            if not self.num_waiting:
-                self.future.cancel()
-
-    def _end(self) -> None:
-        with _found_lock:
-            if _pending_checks.get(self._key) is self:
-                del _pending_checks[self._key]
-
-
-def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
-    """Raise RequestError if the grammar can't be enforced. It names the part of a schema.
-    EngineOverloadedError if too many compilations are stuck."""
-    try:
-        if (pending := _begin_check((cache_salt, params))) is not None:
-            with pending as future:
-                future.result()
-    except TimeoutError:
-        raise _refused(_too_slow(), _given(params)[0]) from None
-
-
-async def check_in_thread(
-    params: StructuredOutputsParams, client: str = "", cache_salt: str = ""
-) -> None:
-    """`check`, while the event loop goes on. The grammars of one `client` are checked one after the other."""
-    import asyncio  # a front end has it already
-
-    try:
-        if (pending := _begin_check((cache_salt, params), client)) is not None:
-            with pending as future:
-                await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
-    except TimeoutError:
-        raise _refused(_too_slow(), _given(params)[0]) from None
-
-
-def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
-    """Returns the check to wait for. None: it was done lately, and nothing is wrong."""
-    with _found_lock:
-        if salted not in _found:
-            pending = _pending_checks.get((client, salted))
-            if pending is None or pending.future.done():
-                pending = _PendingCheck(salted, client)
-                if not pending.future.done():
-                    _pending_checks[client, salted] = pending
-            pending.num_waiting += 1
-            return pending
-        _found.move_to_end(salted)
-        message = _found[salted]
-    _raise(message)
-    return None
-
-
-def _check(salted: _Salted) -> None:
-    with _found_lock:  # another request may have had the same
-        is_known, message = salted in _found, _found.get(salted)
-    if not is_known:
-        message = _problem(salted[1])
-        with _found_lock:
-            _found[salted] = message
-            while len(_found) > CACHED_GRAMMARS:
-                _found.popitem(last=False)
-    _raise(message)
-
-
-def _raise(message: tuple[str, str] | None) -> None:
-    if message is not None:
-        raise RequestError(message[0], field=message[1])
-
-
-def _too_slow() -> str:
-    return f"it takes longer than {MAX_SECONDS:g} s to compile"
-
-
-def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
-    name, given = _given(params)
-    try:
-        message = _invalid(_compose(params))
-        if message is None:
-            message = None if params.around is None else _invalid(compose(params))
-            if message is None:
-                return None
-            return (f"around can't be enforced: {message}", "structured_outputs.around")
-        if name == "json":
-            schema = json.loads(given)
-            options = promise(schema)
-            if path := _culprit(schema, message, options):
-                message += f" (in the schema's {path})"
-        raise _refused(message, name)
-    except RequestError as error:
-        return error.message, error.field or ""
-
-
-def _refused(message: str, name: str) -> RequestError:
-    return RequestError(
-        f"{name} can't be enforced: {message.strip()}", field=f"structured_outputs.{name}"
-    )
-
-
-def _invalid(grammar: str) -> str | None:
-    try:
-        is_error, messages = _library(
-            _llguidance().LLMatcher.validate_grammar_with_warnings, grammar, None, limits=limits()
-        )
-    except ValueError as error:
-        return str(error)
-    return _readable(messages[0]) if is_error else None
-
-
-def _readable(message: str) -> str:
-    """Error message of llguidance, replaced where it does not say what is wrong."""
-    if "NoExtensionBias" in message:
-        return "the grammar has no end: it refers to itself before any text, or allows none; give it an alternative that ends"
-    if "exceed" in message and "nest" in message:  # regex-syntax repeats the whole pattern
-        return "a regular expression is nested too deeply; take out groups and repetitions"
-    if "recursion limit exceeded" in message:
-        return "objects and lists are nested too deeply; move inner schemas to $defs, and refer to them"
-    return message
-
-
-def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
-    """The path of the smallest part of a schema, as `promise` left it, that is wrong by itself in the same way."""
-    around = {
-        k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
-    }
-    path, until = "", time.monotonic() + 1.0
-    while time.monotonic() < until:
-        for name, part in _parts(schema):
-            alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
-            if _invalid(json_grammar(json.dumps(alone), **options)) == message:
-                schema, path = part, f"{path}.{name}" if path else name
-                break
-            if time.monotonic() > until:
-                break
-        else:
-            break
-    return path
-
-
-def _ambiguous(schema: Any, path: str = "") -> str | None:
-    """The path of a part that has `$id` and `$ref`: up to draft 7 the `$id` does not count, later `$ref` is resolved by it."""
-    if (
-        isinstance(schema, dict)
-        and isinstance(schema.get("$ref"), str)
-        and isinstance(schema.get("$id"), str)
-    ):
-        return path
-    parts = ((f"{path}.{name}" if path else name, part) for name, part in _parts(schema))
-    return next(
-        (found for name, part in parts if (found := _ambiguous(part, name)) is not None), None
-    )
-
-
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside a schema, with their paths."""
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(
-            value, dict
-        ):
-            yield from ((f"{key}.{name}", part) for name, part in value.items())
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            yield from ((f"{key}[{i}]", part) for i, part in enumerate(value))
-        elif key in ("items", "additionalProperties", "additionalItems") and isinstance(
-            value, dict
-        ):
-            yield key, value
-
-
-# --- States ---------------------------------------------------------------------------------------------------------
 
 
 class _Vocabulary:
@@ -573,7 +201,7 @@ class Grammars:
             del self._pending[request_id]
             error = None
             if isinstance(failure := future.exception(), TimeoutError):
-                error = f"the grammar can't be enforced: {_too_slow()}"
+                error = f"the grammar can't be enforced: {too_slow()}"
             elif failure is not None:  # whatever it is, it is this request's alone
                 error = str(failure) or type(failure).__name__
                 if isinstance(failure, EngineOverloadedError):
@@ -860,7 +488,7 @@ class Grammars:
 
     def _threads_of_masks(self) -> LLExecutor:
         if self._executor is None:
-            self._executor = _llguidance().LLExecutor(self._num_threads)
+            self._executor = llguidance_library().LLExecutor(self._num_threads)
         return self._executor
 
     def _find(self, states: Sequence[GrammarState]) -> None:
@@ -979,12 +607,12 @@ class Grammars:
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
-            raise GrammarError(_readable(matcher.get_error().splitlines()[0]))
+            raise GrammarError(readable(matcher.get_error().splitlines()[0]))
         return Compiled(matcher, by_length, states, lanes)
 
     def _lane(self, grammar: str, counts: CountedStrings | None) -> Lane:
         """The matchers of a grammar: the model's vocabulary's, and that of lengths where these help."""
-        make = partial(_library, _llguidance().LLMatcher)
+        make = partial(call_library, llguidance_library().LLMatcher)
         options = {"log_level": 0, "limits": limits()}
         matcher, second = make(self._vocabulary, grammar, **options), None
         if counts is not None and self._lengths is not None:
@@ -992,7 +620,7 @@ class Grammars:
         if (
             not matcher.is_error()
         ):  # the states of its first mask are made here: a step would wait for them, up to seconds
-            _library(matcher.compute_bitmask)
+            call_library(matcher.compute_bitmask)
         by_length = (
             None if counts is None or second is None or second.is_error() else (second, counts)
         )
@@ -1004,7 +632,7 @@ class Grammars:
         """The shared states of a regular expression or a schema, None if they can't be followed."""
         if params.around is not None:
             return None
-        if _given(params)[0] in ("json", "json_object"):
+        if given_form(params)[0] in ("json", "json_object"):
             return self._states_of_schema(grammar)
         if params.regex is None:
             return None
@@ -1014,7 +642,7 @@ class Grammars:
         with self._lock:
             if (classes := self._classes.get(key)) is None:
                 vocabulary = ClassVocabulary(*self._texts_read, self.num_rows, key)
-                library = _llguidance()
+                library = llguidance_library()
                 tokenizer = library.LLTokenizer(
                     library.TokenizerWrapper(OwnTokens(vocabulary.bytes)),
                     n_vocab=len(vocabulary.bytes),
@@ -1025,8 +653,8 @@ class Grammars:
                 while len(self._classes) > CACHED_CLASSES:
                     self._classes.popitem(last=False)
             self._classes.move_to_end(key)
-        matcher = _library(
-            _llguidance().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
+        matcher = call_library(
+            llguidance_library().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
         )
         return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
 
@@ -1046,7 +674,7 @@ class Grammars:
             min([*tokenizer.special_ids, self.num_rows - 1]),
         )
         self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
-        library = _llguidance()
+        library = llguidance_library()
         wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)
         made: LLTokenizer = library.LLTokenizer(
             wrapped, n_vocab=self.num_rows, eos_token=ends, slices=SLICES

@@ -85,9 +85,8 @@ class CoreLink(ABC):
         The socket's descriptor reports only messages that came after the last read. So we wait for it only after a read found
         nothing. A message costs one future. With pyzmq's own coroutines it costs some ten, in every step.
         """
-        await asyncio.sleep(
-            0
-        )  # what the message before brought is written first, however many wait
+        # what the message before brought is written first, however many wait
+        await asyncio.sleep(0)
         while (data := self._take()) is None:
             if self._look is None:
                 self._look = self._loop.call_later(LOOK_S, self._look_again)
@@ -96,13 +95,9 @@ class CoreLink(ABC):
                 await self._news
             finally:
                 self._news = None
-            if (
-                self._look is None
-                and (death := self.death()) is not None
-                and (data := self._take()) is None
-            ):
-                raise death
-            if data is not None:
+            if self._look is None and (death := self.death()) is not None:
+                if (data := self._take()) is None:
+                    raise death
                 break
         return self._decoder.decode(data)
 
@@ -225,9 +220,8 @@ class CoreClient:
             return link
         except BaseException as error:
             self.link = None
-            await link.end(
-                at_once=not isinstance(error, Exception)
-            )  # cancelled: the start is given up
+            # cancelled: the start is given up
+            await link.end(at_once=not isinstance(error, Exception))
             raise
 
     def watch(self) -> None:

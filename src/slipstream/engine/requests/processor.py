@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
-from slipstream.engine.grammars.grammar import check
+from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
 from slipstream.engine.requests.over_context import over_context

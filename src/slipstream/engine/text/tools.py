@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from slipstream.base.arguments import likely_value
-from slipstream.engine.grammars.grammar import check
+from slipstream.engine.grammars.check import check
 from slipstream.engine.text.tool_formats import reasoning_markers, tool_format
 from slipstream.engine.text.tool_formats.base import (
     Arguments,

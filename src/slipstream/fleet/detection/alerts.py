@@ -36,11 +36,11 @@ MAX_WAITING = 100
 class Webhook:
     """Sender to one address."""
 
-    def __init__(self, url: str, source: str, *, first_wait_s: float = FIRST_WAIT_S) -> None:
-        self.url, self._source, self._first_wait_s = checked(url), source, first_wait_s
+    def __init__(self, url: str, source: str) -> None:
+        self.url, self._source = checked(url), source
         self._waiting: deque[dict[str, object]] = deque()
         self._news = asyncio.Event()
-        self.num_sent = self.num_lost = 0
+        self.num_lost = 0
 
     def enqueue(self, event: str, finding: Finding) -> None:
         if len(self._waiting) >= MAX_WAITING:
@@ -61,7 +61,7 @@ class Webhook:
                     await self._deliver(client, self._waiting.popleft())
 
     async def _deliver(self, client: httpx.AsyncClient, alert: dict[str, object]) -> None:
-        wait_s, why = self._first_wait_s, ""
+        wait_s, why = FIRST_WAIT_S, ""
         for attempt in range(1 + RETRIES):
             if attempt:
                 await asyncio.sleep(wait_s)
@@ -72,7 +72,6 @@ class Webhook:
                 why = f"{type(error).__name__}: {error}"
                 continue
             if answer.is_success:
-                self.num_sent += 1
                 return
             why = f"it says {answer.status_code}"
         self._lost(why)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,12 @@ def examine(
     urls: Sequence[str],
     seconds: float,
     api_key: str | None,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Visit], list[Complaint]]:
     """Look at all servers twice, `seconds` apart. Returns the last visits and the faults."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(timeout=10.0, headers=headers, trust_env=False) as client:
         first = [visit(client, url) for url in urls]
-        sleep(seconds)
+        time.sleep(seconds)
         last = [visit(client, url) for url in urls]
     complaints = []
     seen: dict[str, Observation] = {}

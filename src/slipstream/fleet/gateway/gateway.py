@@ -27,6 +27,7 @@ from slipstream.fleet.gateway.status import fleet_status
 from slipstream.fleet.scaling.figures import FleetMetrics, of_engines
 from slipstream.fleet.scaling.scaler import ScalerMetrics
 from slipstream.server.batches import batches, files
+from slipstream.server.http.decoding import check_depth
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -45,7 +46,6 @@ from slipstream.server.http.replies import greeting, json_response
 from slipstream.server.kserve.routes import VERSION, Description
 from slipstream.server.openai.audio import TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.models import anthropic_card, anthropic_list
-from slipstream.server.openai.protocol import check_depth
 from slipstream.server.operations import feedback
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.status import ServerStatus, StatusMemory, page

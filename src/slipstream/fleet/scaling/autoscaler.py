@@ -10,7 +10,7 @@ At every decision (each `interval_s`):
    rate within the objectives.
 4. More replicas are started at once. Fewer are wanted only after fewer were enough for `hold_s`,
    because stopping and restarting a replica costs a cold start; and not before `LEARNING`
-   decisions, while little is known. "Enough" is measured against a higher bound, `keep_share`: with
+   decisions, while little is known. "Enough" is measured against a higher bound (`CAUTION`): with
    two or three replicas the last one is a large part, and a random dip must not end it.
 5. `share` rises while fewer than `attainment` of the requests meet the objectives, and sinks slowly
    while all of them do.
@@ -95,8 +95,11 @@ class ScalingLimits:
 LEARNING = 20
 """Decisions before the first scaling down."""
 
-MAX_SHARE = 0.98
-"""Highest probability of the upper bound."""
+MIN_SHARE, MAX_SHARE = 0.45, 0.98
+"""Lowest and highest probability of the upper bound (`share`)."""
+
+CAUTION = 0.2
+"""How much higher the probability is of the bound that fewer replicas must carry."""
 
 
 class Autoscaler:
@@ -113,19 +116,11 @@ class Autoscaler:
         interval_s: float = 10.0,
         cold_start_s: float = 60.0,
         hold_s: float = 60.0,
-        share: float = 0.45,
-        keep_share: float = 0.65,
         attainment: float = 0.99,
     ) -> None:
-        if not 0 < share <= keep_share < 1:
-            raise ConfigError(
-                f"share={share} and keep_share={keep_share}: need 0 < share ≤ keep_share < 1",
-                field="share",
-            )
         self.replicas_for, self.limits = replicas_for, limits
         self._interval_s, self._cold_start_s, self._hold_s = interval_s, cold_start_s, hold_s
-        self._share = self._least_share = share
-        self._caution = keep_share - share
+        self._share = MIN_SHARE
         self._attainment = attainment
         self._forecast = Forecast(interval_s=interval_s, horizon_s=cold_start_s + interval_s)
         self._wanted: deque[tuple[float, int]] = deque()
@@ -163,9 +158,7 @@ class Autoscaler:
         behind = max(0, seen.num_at_gateway + seen.num_waiting - usual)
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)
-        most = self.replicas_for(
-            self._forecast.upper(min(MAX_SHARE, self._share + self._caution)) + late
-        )
+        most = self.replicas_for(self._forecast.upper(min(MAX_SHARE, self._share + CAUTION)) + late)
         self._decisions += 1
         wanted = max(1, least, usual if self._decisions <= LEARNING else min(usual, most))
         self._wanted.append((seen.at, wanted))
@@ -179,4 +172,4 @@ class Autoscaler:
         if finished >= 20 and met < self._attainment * finished:
             self._share = min(MAX_SHARE, self._share + 0.02)
         else:
-            self._share = max(self._least_share, self._share - 0.002)
+            self._share = max(MIN_SHARE, self._share - 0.002)

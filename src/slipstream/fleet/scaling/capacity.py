@@ -109,12 +109,11 @@ def fleet_capacity(
     objectives: LatencyObjectives,
     *,
     sizes: Sequence[int] = SIZES,
-    seed: int = 0,
 ) -> FleetCapacity:
     """Simulate the capacity. ConfigError if even a single request misses the objectives."""
     # use the lengths, not the recorded arrival times
     users = dataclasses.replace(workload, recorded=False)
-    one = find_capacity(engine, users, objectives, seed=seed)
+    one = find_capacity(engine, users, objectives)
     if one.rate is None:
         reached = ", ".join(f"{k}={v:.3g}" for k, v in objectives.reached(one.alone).items())
         raise ConfigError(
@@ -130,7 +129,7 @@ def fleet_capacity(
         rate = best = low
         while True:
             rate *= PRECISION
-            traffic = users.traffic(Poisson(rate=rate), count, seed=seed)
+            traffic = users.traffic(Poisson(rate=rate), count)
             run = simulate(
                 engine,
                 traffic,

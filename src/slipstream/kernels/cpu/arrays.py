@@ -59,3 +59,8 @@ def lies_together(x: Array, *, rows_only: bool = False) -> bool:
 
 def address_or_null(x: Array | None) -> int | None:
     return None if x is None else address(x)
+
+
+def array(x: Any) -> npt.NDArray[Any]:
+    """Returns an array, or a tensor of any device, as NumPy's."""
+    return x if isinstance(x, np.ndarray) else np.asarray(x.cpu().numpy())

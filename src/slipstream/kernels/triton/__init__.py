@@ -28,6 +28,7 @@ from slipstream.kernels.triton.attention import (
     bidirectional,
     disentangled,
     int4,
+    int4_writing,
     mla,
     mla_prefill,
     paged,
@@ -43,6 +44,7 @@ from slipstream.kernels.triton.products import (
     float4,
     fp8_block,
     gguf,
+    gguf_packing,
     lora,
     sparse24,
     split_k,
@@ -137,7 +139,7 @@ class TritonOps(OpSet):
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if not isinstance(table, BlockLinear):
             return table
-        made = tied if isinstance(tied, CodedLinear | JoinedLinear) else gguf.pack(table)
+        made = tied if isinstance(tied, CodedLinear | JoinedLinear) else gguf_packing.pack(table)
         return gguf.expand(made) if isinstance(made, JoinedLinear) else made
 
     def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
@@ -180,7 +182,7 @@ class TritonOps(OpSet):
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
         if isinstance(w, BlockLinear):
-            return gguf.pack_experts(w, num_experts)
+            return gguf_packing.pack_experts(w, num_experts)
         return linear.pack(w, dense_copies=False)
 
     def quantize_experts(
@@ -304,7 +306,7 @@ class TritonOps(OpSet):
     def rope_and_cache(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
     ) -> Tensor:
-        run = pointwise.rope_and_cache if kv.fold is None else int4.rope_and_cache
+        run = pointwise.rope_and_cache if kv.fold is None else int4_writing.rope_and_cache
         return run(qkv, kv, meta, heads)
 
     def attention(

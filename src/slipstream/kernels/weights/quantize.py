@@ -180,22 +180,19 @@ LARGEST_SCALE = 256.0
 room for one half more, if that becomes 4."""
 
 
-def round_nvfp4(
-    weight: Tensor, factors: Tensor | None = None, *, divides: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def round_nvfp4(weight: Tensor, *, divides: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes a weight [out, in], and returns (codes int32 [out, in], scales float8_e4m3fn
     [out, in / 16], factors float32 [out]).
 
     1. Each group's largest magnitude becomes 6 or 4, whichever has the smaller squared error ("four
        over six", Cook et al. 2025): the codes are wide apart near 6.
     2. Codes are to nearest, of two equally near the even one.
-    3. Without `factors`, which multiply scales, or with `divides` divide them, each row has its own.
+    3. Each row has a factor, which multiplies its scales, or with `divides` divides them.
     """
     groups = weight.float().unflatten(1, (-1, 16))
     largest = groups.abs().amax(-1)
-    if factors is None:
-        top = largest.amax(-1).clamp(min=SMALLEST) / (6 * LARGEST_SCALE)
-        factors = top.reciprocal() if divides else top
+    top = largest.amax(-1).clamp(min=SMALLEST) / (6 * LARGEST_SCALE)
+    factors = top.reciprocal() if divides else top
     whole = factors[:, None]
     error = torch.full_like(largest, torch.inf)
     codes, scales = torch.zeros_like(groups, dtype=torch.int32), torch.zeros_like(largest)

@@ -19,7 +19,7 @@ import torch
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import OpSet
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
-from slipstream.model.layers import Layer
+from slipstream.model.layers.layer import Layer
 from slipstream.model.load.cache_scales import CacheScales
 from slipstream.model.load.loaded import LoadedModel, decoder_bytes, decoder_forms, tensor_bytes
 from slipstream.model.load.pieces import layer_prefix, load_ends, load_layer

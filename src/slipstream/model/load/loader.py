@@ -18,7 +18,7 @@ from slipstream.kernels.experts.host import HostExpertOps
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights.forms import BlockLinear, Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Partition
+from slipstream.model.layers.layer import Partition
 from slipstream.model.load.cache_scales import CacheScales
 from slipstream.model.load.checkpoint import StoredWeights, names_of
 from slipstream.model.load.device_loader import DeviceLoader

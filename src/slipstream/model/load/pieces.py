@@ -7,7 +7,7 @@ from slipstream.kernels.ops import OpSet
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer
+from slipstream.model.layers.layer import Layer
 from slipstream.model.load.pulled import Weights
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme

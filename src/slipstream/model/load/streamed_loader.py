@@ -18,7 +18,7 @@ import torch
 from slipstream.kernels.cpu.native import Arena
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.model.layer_stream import LayerStream, layer_bytes, without_data
-from slipstream.model.layers import Layer
+from slipstream.model.layers.layer import Layer
 from slipstream.model.load.loaded import LoadedModel, decoder_bytes, decoder_forms
 from slipstream.model.load.pieces import load_ends, load_layer
 from slipstream.model.load.pulled import Weights

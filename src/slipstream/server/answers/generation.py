@@ -40,6 +40,7 @@ from slipstream.params.search import BeamSearchParams
 from slipstream.server.answers.beams import named_as_in_body
 from slipstream.server.answers.cache_hints import Breakpoints, cache_hints
 from slipstream.server.answers.hints import given_hints
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -53,7 +54,7 @@ from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import GenerationRequest, decode
+from slipstream.server.openai.protocol import GenerationRequest
 from slipstream.server.state import ServerState
 
 logger = logging.getLogger("slipstream.server")
@@ -61,6 +62,9 @@ encode = msgspec.json.Encoder().encode
 
 BATCH_PRIORITY = 2**31 - 1
 """Priority of a batch's requests: the last. A body's own priority is always smaller."""
+
+PING_S = 15.0
+"""Longest silence of a stream. Clients and proxies give up a connection that is silent for 60 s or longer."""
 
 _PROGRESS_S = 1.0
 """Interval of the progress reports to a fleet's gateway, for an answer that is not streamed."""
@@ -138,6 +142,7 @@ class Answer:
     breakpoints: Breakpoints = ()
     ends_with_context = False  # max_tokens was cut to what is left of the context
     is_plain: ClassVar[bool] = True  # events of more text differ only in the text
+    sign_of_life: ClassVar[bytes] = b": ping\n\n"  # a comment, which clients' parsers leave out
 
     def __init__(
         self,
@@ -270,6 +275,18 @@ class Answer:
         """Additional fields of the collected answer."""
         return {}
 
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens of the prompts that were put into the prefix cache. It takes whole blocks."""
+        cache = self.state.engine.config.cache
+        if not cache.enable_prefix_caching:
+            return 0
+        size = cache.block_size
+        return sum(
+            max(0, len(info.token_ids) // size * size - info.num_cached_tokens)
+            for info in self.prompt_info
+        )
+
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.record.num_prompt_tokens, self.record.num_output_tokens
         usage = {
@@ -277,7 +294,8 @@ class Answer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {
-                "cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info)
+                "cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info),
+                "cache_write_tokens": self.num_written_tokens,
             },
             **self.more_usage,
         }
@@ -308,8 +326,16 @@ class Answer:
                 self._replays = bool(self.begun)
                 cancels.append(await submit(part.prompt, self.sampling, part, options))
                 self._replays = False
+            # A fleet's gateway takes a replica's first bytes for its first token, so it gets no pings.
+            patience = PING_S if self.stream and not self.marks else None
             while self._num_running:
-                await self._news.wait()
+                try:
+                    async with asyncio.timeout(patience):
+                        await self._news.wait()
+                except TimeoutError:
+                    self._write = None  # what comes meanwhile waits
+                    yield self.sign_of_life
+                    continue
                 self._news.clear()
                 while self._num_running and (self._unwritten or self._unsent):
                     yield self._take_events(mark=True)

@@ -26,7 +26,7 @@ from slipstream.engine.vision.picture_files import MAX_FILE_BYTES, MAX_REQUEST_P
 from slipstream.engine.vision.pictures import PreparedPicture, from_data_uri
 from slipstream.errors import RequestError
 from slipstream.server.http.errors import ApiError, bad_request
-from slipstream.server.openai.protocol import PicturePart
+from slipstream.server.openai.messages import PicturePart
 from slipstream.server.state import ServerState
 
 T = TypeVar("T")

@@ -62,7 +62,10 @@ class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
-ToolSpecs = Annotated[list[ToolSpec], Meta(max_length=128)]
+MAX_TOOLS = 1024
+"""OpenAI takes 128. Agents with several MCP servers have more."""
+
+ToolSpecs = Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)]
 
 
 class WithTools(Protocol):

@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.server.batches.files import FileStore, files_off, page
+from slipstream.server.http.decoding import register
 from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.http.limits import counted, read_as
 from slipstream.server.http.replies import json_response, page_answer, page_options
-from slipstream.server.openai.protocol import register
 from slipstream.server.state import ServerState
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")

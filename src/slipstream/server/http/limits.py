@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
 from slipstream.server.http.auth import check_model
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.errors import (
     ApiError,
     ClientDisconnected,
@@ -28,7 +29,6 @@ from slipstream.server.http.errors import (
 )
 from slipstream.server.http.keys import LOOK_S, Key
 from slipstream.server.http.record import RequestRecord
-from slipstream.server.openai.protocol import decode
 from slipstream.server.state import ServerSettings, ServerState
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]

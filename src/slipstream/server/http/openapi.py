@@ -7,25 +7,27 @@ from typing import Any
 
 import msgspec
 
-from slipstream.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from slipstream.server.anthropic.body import CountTokensRequest, MessagesRequest
 from slipstream.server.batches.batches import BatchRequest
 from slipstream.server.kserve.routes import GenerateRequest, InferRequest
 from slipstream.server.llama import routes as llama
 from slipstream.server.many.about import ModelBody
 from slipstream.server.ollama import routes as ollama
 from slipstream.server.openai.audio import FORMATS, TRANSCRIPTIONS, TRANSLATIONS
-from slipstream.server.openai.protocol import (
-    ChatRequest,
+from slipstream.server.openai.pooled_bodies import (
     ClassifyRequest,
     CohereEmbedRequest,
-    CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
-    LoadAdapterRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
     SparseRequest,
+)
+from slipstream.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )

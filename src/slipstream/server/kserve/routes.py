@@ -32,12 +32,13 @@ from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.outputs import CompletionOutput
 from slipstream.server.answers.generation import Answer, Body, GenerationRoute, encode
+from slipstream.server.http.decoding import decode, decode_raw, register
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import json_response
 from slipstream.server.openai import completions
 from slipstream.server.openai.models import require_model
-from slipstream.server.openai.protocol import CompletionRequest, decode, decode_raw, register
+from slipstream.server.openai.protocol import CompletionRequest
 from slipstream.server.operations.health import require_ready
 from slipstream.server.state import ServerState
 

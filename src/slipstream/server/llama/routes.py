@@ -25,31 +25,24 @@ from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import Schema
 from slipstream.server.answers.tools import ToolSpecs, chat_template, tool_dicts
+from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import counted, in_flight, read_as
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import json_response
 from slipstream.server.openai import chat, completions
 from slipstream.server.openai.embeddings import PooledRoute, of_inputs
+from slipstream.server.openai.messages import Message, PromptString, message_dict, without_objects
 from slipstream.server.openai.models import served_model
+from slipstream.server.openai.pooled_bodies import MAX_INPUTS, EmbeddingRequest
 from slipstream.server.openai.protocol import (
-    MAX_INPUTS,
-    OFF,
     Breaker,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     Int,
-    Message,
-    PromptString,
     Stop,
     Text,
     TokenId,
-    decode,
-    message_dict,
-    refuse_unless_off,
-    register,
-    without_objects,
 )
 from slipstream.server.openai.tokens import message_variables
 from slipstream.server.state import ServerState, TokenizerProtocol

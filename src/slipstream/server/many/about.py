@@ -23,6 +23,7 @@ from slipstream.hub.listing import CachedModel, find_models, remove_model
 from slipstream.messages.stats import EngineStats
 from slipstream.server.answers.generation import encode
 from slipstream.server.http.auth import check_model
+from slipstream.server.http.decoding import register
 from slipstream.server.http.errors import ApiError, bad_request, shutting_down
 from slipstream.server.http.limits import counted, in_flight, read_as
 from slipstream.server.http.replies import json_response, utc_time
@@ -30,7 +31,6 @@ from slipstream.server.many.slot import Slot
 from slipstream.server.many.slots import ModelSlots
 from slipstream.server.ollama.routes import model_entry
 from slipstream.server.openai.models import anthropic_card, anthropic_list, require_model
-from slipstream.server.openai.protocol import register
 from slipstream.server.operations.health import engine_stats
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.status import (

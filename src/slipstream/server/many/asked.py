@@ -10,10 +10,10 @@ from msgspec import Raw, Struct
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
+from slipstream.server.http.decoding import decode, decode_raw, register
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.forms import read_form
 from slipstream.server.openai.audio import MAX_FIELDS
-from slipstream.server.openai.protocol import decode, decode_raw, register
 from slipstream.server.state import ServerSettings
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}

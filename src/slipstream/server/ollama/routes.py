@@ -39,6 +39,7 @@ from slipstream.server.answers.tools import (
     thinking_fields,
     written_arguments,
 )
+from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.record import RequestRecord
@@ -46,22 +47,16 @@ from slipstream.server.http.replies import json_response, utc_time
 from slipstream.server.openai import chat, completions
 from slipstream.server.openai.chat import read_events
 from slipstream.server.openai.embeddings import PooledRoute, embed
+from slipstream.server.openai.messages import picture_part, text_part
 from slipstream.server.openai.models import require_model
+from slipstream.server.openai.pooled_bodies import MAX_INPUTS, Pooled
 from slipstream.server.openai.protocol import (
-    MAX_INPUTS,
-    OFF,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Int,
-    Pooled,
     Stop,
     Text,
-    decode,
-    picture_part,
-    refuse_unless_off,
-    register,
-    text_part,
 )
 from slipstream.server.state import ServerState
 from slipstream.spec.description import ModelDescription
@@ -399,6 +394,7 @@ class OllamaAnswer(Answer):
     kind = chunk_kind = id_prefix = ""
     media_type = b"application/x-ndjson"
     is_plain = False
+    sign_of_life = b" "  # before a line of JSON
     as_message: ClassVar[bool]
 
     def __init__(self, reading: Reading | None, *args: Any) -> None:

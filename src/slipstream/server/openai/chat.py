@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.grammars.reasoning import DONE, ReasoningCounter, counter
 from slipstream.engine.text.tool_formats.base import (
     Arguments,
@@ -30,7 +30,8 @@ from slipstream.server.answers.tools import EFFORT_BUDGETS, reading_of, tool_dic
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.record import RequestRecord
-from slipstream.server.openai.protocol import ChatRequest, message_dict, template_variables
+from slipstream.server.openai.messages import message_dict
+from slipstream.server.openai.protocol import ChatRequest, template_variables
 from slipstream.server.openai.tokens import pictured_tokens, template_tokens
 from slipstream.server.state import ServerState
 
@@ -80,7 +81,8 @@ class ChatAnswer(Answer):
         }
 
     def extra_fields(self) -> dict[str, Any]:
-        return prompt_details(self.body, self.prompt_info[0])
+        # Clients such as LiteLLM's for Groq need the tier.
+        return {"service_tier": "default", **prompt_details(self.body, self.prompt_info[0])}
 
     def _begin(self, index: bytes, role: bytes, num_before: int = 0) -> bytes:
         """The first event of a choice, with the prompt's token ids if asked for."""

@@ -44,13 +44,14 @@ from slipstream.outputs import Vectors
 from slipstream.params.options import RequestOptions
 from slipstream.params.prompts import Prompt, TokensPrompt
 from slipstream.server.answers.generation import effective_priority, encode
+from slipstream.server.http.decoding import decode
 from slipstream.server.http.errors import bad_request, shutting_down
 from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import send_whole
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import (
+from slipstream.server.openai.pooled_bodies import (
     ClassifyRequest,
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -59,7 +60,6 @@ from slipstream.server.openai.protocol import (
     RerankRequest,
     ScoreRequest,
     SparseRequest,
-    decode,
 )
 from slipstream.server.openai.tokens import conversation, text_prompt, without_mixes
 from slipstream.server.state import ServerState, TokenizerProtocol

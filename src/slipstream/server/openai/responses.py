@@ -31,13 +31,15 @@ from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.answers.generation import Answer, GenerationRoute, Write, encode, renamed
+from slipstream.server.http.decoding import decode, decode_raw
 from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.http.limits import counted, in_flight, read_as
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import json_response, page_answer, page_options
 from slipstream.server.openai import chat
+from slipstream.server.openai.messages import Message
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import ChatRequest, Message, decode, decode_raw
+from slipstream.server.openai.protocol import ChatRequest
 from slipstream.server.openai.response_store import CONVERSATIONS, ResponseStore, StoredResponse
 from slipstream.server.openai.responses_body import (
     MAX_ITEMS,
@@ -209,7 +211,7 @@ class ResponseAnswer(BlockAnswer):
         details = usage.get("completion_tokens_details", {})
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0, **details},
             "total_tokens": usage["total_tokens"],

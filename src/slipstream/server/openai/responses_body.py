@@ -18,6 +18,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
+    MAX_TOOLS,
     CalledFunction,
     FunctionSpec,
     Name,
@@ -27,23 +28,10 @@ from slipstream.server.answers.tools import (
     ToolSpec,
     written_arguments,
 )
+from slipstream.server.http.decoding import OFF, decode, decode_raw, refuse_unless_off, register
 from slipstream.server.http.errors import bad_request
-from slipstream.server.openai.protocol import (
-    OFF,
-    ChatRequest,
-    Int,
-    Message,
-    RefusalPart,
-    Stop,
-    Text,
-    TokenId,
-    decode,
-    decode_raw,
-    picture_part,
-    refuse_unless_off,
-    register,
-    text_part,
-)
+from slipstream.server.openai.messages import Message, RefusalPart, picture_part, text_part
+from slipstream.server.openai.protocol import ChatRequest, Int, Stop, Text, TokenId
 
 MAX_ITEMS = 8192
 
@@ -186,7 +174,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     previous_response_id: str | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # Hint: too long an input is an error, not cut.
@@ -405,9 +393,6 @@ _SAME = (
     ),
     *("min_tokens", "ignore_eos", "priority", "cache_salt", "end_of_branch"),
 )
-
-
-MAX_TOOLS = 128
 
 
 def _add_tool(

@@ -21,17 +21,10 @@ from slipstream.server.answers.tools import tool_dicts
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
+from slipstream.server.openai.messages import Message, PicturePart, Prompted, message_dict
 from slipstream.server.openai.models import require_model
-from slipstream.server.openai.protocol import (
-    TEMPLATE_FIELDS,
-    DetokenizeRequest,
-    Inputs,
-    Message,
-    PicturePart,
-    Prompted,
-    TokenizeRequest,
-    message_dict,
-)
+from slipstream.server.openai.pooled_bodies import Inputs
+from slipstream.server.openai.protocol import TEMPLATE_FIELDS, DetokenizeRequest, TokenizeRequest
 from slipstream.server.state import ServerState, TokenizerProtocol
 
 

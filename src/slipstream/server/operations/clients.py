@@ -27,6 +27,7 @@ class Endpoint:
     model: str
     key: str
     max_model_len: int | None = None
+    calls_tools: bool = True  # also if the server doesn't say
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,15 @@ def _claude(server: Endpoint) -> tuple[dict[str, str], list[str]]:
         *("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"),
         *("ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL"),
     )
-    address = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
-    return {**address, **dict.fromkeys(names, server.model)}, []
+    settings = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        "ANTHROPIC_API_KEY": "",  # else it would send the user's own
+        **dict.fromkeys(names, server.model),
+    }
+    if server.max_model_len is not None:  # else it takes 200,000
+        settings["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.max_model_len)
+    return settings, []
 
 
 def _codex(server: Endpoint) -> tuple[dict[str, str], list[str]]:
@@ -140,4 +148,19 @@ def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
             field="model",
         )
     length = served[name].get("max_model_len")
-    return Endpoint(url, name, key or NO_KEY, length if isinstance(length, int) else None)
+    return Endpoint(
+        url,
+        name,
+        key or NO_KEY,
+        length if isinstance(length, int) else None,
+        _calls_tools(url, name, headers),
+    )
+
+
+def _calls_tools(url: str, model: str, headers: dict[str, str]) -> bool:
+    """Whether the model can call tools, by Ollama's route. True where there is none."""
+    try:
+        shown = httpx.post(f"{url}/api/show", json={"model": model}, headers=headers, timeout=10)
+        return "tools" in shown.raise_for_status().json()["capabilities"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return True

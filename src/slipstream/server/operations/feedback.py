@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from slipstream.server.http.decoding import register
 from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.http.limits import counted, read_as
 from slipstream.server.http.replies import json_response
-from slipstream.server.openai.protocol import register
 from slipstream.server.state import ServerState
 
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")

@@ -57,11 +57,12 @@ from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import EngineError
 from slipstream.messages.stats import EngineStats
 from slipstream.server.http.auth import OPEN_ROUTES
+from slipstream.server.http.decoding import register
 from slipstream.server.http.errors import ApiError, bad_request, response_to
 from slipstream.server.http.keys import Key
 from slipstream.server.http.limits import own_receive, read_as
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
-from slipstream.server.openai.protocol import TokenId, register
+from slipstream.server.openai.protocol import TokenId
 from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.state import ServerState
 

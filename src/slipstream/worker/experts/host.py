@@ -13,7 +13,7 @@ from slipstream.config.forms import HostExperts
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.experts.host import HostExpertOps
-from slipstream.model.layers import MoE
+from slipstream.model.layers.feed_forward import MoE
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform
 

@@ -22,7 +22,8 @@ from slipstream.kernels.experts.rows import (
     swap_outputs,
     swap_rows,
 )
-from slipstream.model.layers import MoE, Partition
+from slipstream.model.layers.feed_forward import MoE
+from slipstream.model.layers.layer import Partition
 from slipstream.worker.experts.balance import LayerSwap, rank_of_places
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from slipstream.messages.texts import TextTask
 from slipstream.model.compile_step import compile_program
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads, normalized, pool
-from slipstream.model.layers import AnyTap
+from slipstream.model.layers.taps import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.trace import INT4_CACHE
 from slipstream.spec.pooling import PoolingSpec

@@ -15,7 +15,7 @@ from slipstream.model.compile_step import compile_step
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads
 from slipstream.model.encoder import pool as pooled
-from slipstream.model.layers import AnyTap
+from slipstream.model.layers.taps import AnyTap
 from slipstream.platform import platform_of
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import NotCovered, Reason

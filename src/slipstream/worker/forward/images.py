@@ -34,7 +34,7 @@ from slipstream.worker.inputs.uploads import upload
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
     from slipstream.model.decoder import Decoder
-    from slipstream.model.layers import Layer
+    from slipstream.model.layers.layer import Layer
 
 PROBE_GROUPS = 17
 """Side, in patch groups, of the image whose memory is measured.
@@ -50,7 +50,6 @@ class ImageEncoder:
     def __init__(self, tower: ImageTower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
         self.num_bytes = 0
-        self.num_encoded = 0  # images since the start
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
@@ -63,7 +62,6 @@ class ImageEncoder:
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
             made = self.tower([self._pixels(span) for span in missing])
-            self.num_encoded += len(made)
             # The clone owns its memory. A slice would keep the memory of the whole batch alive.
             found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
         for key in found:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.kernels.cpu.program.native_program import RunningStep
 from slipstream.kernels.cpu.program.programs import Beyond
-from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.messages.steps import TokenMask
 from slipstream.model.step_program import StepProgram
-from slipstream.platform import Event
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainForward
 from slipstream.worker.forward.state_cache import StateCache
 from slipstream.worker.inputs.input_batch import SampledRows
@@ -32,28 +30,6 @@ RUN_AHEAD = 8
 This hides the host's work, which is a tenth of a step of one sequence. In exchange, a new request
 waits one step longer. Steps of 16 and more sequences gained nothing (benchmarks/CPU_NOTES.md).
 """
-
-
-class GovernedStep:
-    """The event of a running step. Its time is reported when it is first waited for."""
-
-    def __init__(
-        self, step: RunningStep, governor: ThreadGovernor, pool: ThreadPool, sizes: tuple[int, int]
-    ) -> None:
-        self._step: RunningStep | None = step
-        self._governor, self._pool, self._sizes = governor, pool, sizes
-
-    def synchronize(self) -> None:
-        if self._step is not None:
-            step, self._step = self._step, None
-            step.synchronize()
-            self._governor.note(*self._sizes, self._pool.last_s)
-
-    def query(self) -> bool:
-        return self._step is None
-
-    def wait(self) -> None:
-        self.synchronize()
 
 
 class ProgramForward(PlainForward):
@@ -96,12 +72,14 @@ class ProgramForward(PlainForward):
         if begun is None:
             return super().run(batch)
         tokens, packed, states, running = begun
-        done: Event = running
         if self.governor is not None:
             num_keys = sum(s.num_computed_tokens + 1 for s in given.sampled.requests)
-            done = GovernedStep(running, self.governor, self.pool, (len(tokens), num_keys))
+            note = partial(self.governor.note, len(tokens), num_keys)
+            running.ended = lambda: note(self.pool.last_s)
         logprobs = None if packed is None else (which, packed, counts)
-        step = BegunStep(given.sampled, tokens, done, self.states, (states, given.meta), logprobs)
+        step = BegunStep(
+            given.sampled, tokens, running, self.states, (states, given.meta), logprobs
+        )
         if len(tokens) > RUN_AHEAD or self.pool.num_used == 1:
             step.finish()
         return step

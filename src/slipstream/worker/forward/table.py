@@ -9,7 +9,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.messages.texts import TextTask
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import TextHeads
-from slipstream.model.layers import AnyTap
+from slipstream.model.layers.taps import AnyTap
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.worker.forward.base import BegunStep, InputBatch, Output
 from slipstream.worker.forward.state_cache import StateCache

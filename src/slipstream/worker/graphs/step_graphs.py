@@ -39,7 +39,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.messages.steps import StepPlan, TokenMask
-from slipstream.model.layers import one_of_each_kind
+from slipstream.model.layers.layer import one_of_each_kind
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.worker.forward.forwards import NO_PLAN, Forward, Forwards, InputBatch, Output

@@ -176,7 +176,7 @@ def _gather_inputs_on_host(
     max_seq_len: int,
     from_start: bool,
     max_encoder_len: int,
-    ahead: int = 0,
+    ahead: int,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`gather_inputs` with NumPy."""
     numpy, made = table.platform.values.array, table.upload

@@ -428,10 +428,6 @@ class RowTable:
         """
         return self.platform.values.take(table, which, 1)  # type: ignore[no-any-return]
 
-    def history(self, which: Tensor, longest: int) -> Tensor:
-        """The first `longest` tokens of the rows `which`, int32 [N, longest]."""
-        return self.of_rows(self.tokens[:, :longest], which)
-
     def of_rows(self, table: Tensor, which: Tensor) -> Tensor:
         """The rows `which` [N] of `table` [C + 1, n], as [N, n]."""
         return self.platform.values.take(table, which)  # type: ignore[no-any-return]

@@ -74,7 +74,8 @@ def tensors_of_rows(
         floats, ints = (
             table.columns(t, rows) for t in (table.sampling_floats, table.sampling_ints)
         )
-        history, own = table.history(rows, longest) if longest else None, None
+        history = table.of_rows(table.tokens[:, :longest], rows) if longest else None
+        own = None
         lens = _int32(positions)  # a position is the number of tokens before it
     temperature, top_p, min_p, repetition, presence, frequency = floats
     top_k, prompt_lens, seeds = ints

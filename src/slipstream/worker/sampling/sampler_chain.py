@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slipstream.kernels.cpu.arrays import array
 from slipstream.kernels.cpu.sampling import samplers
 from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, draw
-from slipstream.kernels.cpu.sampling.sampling import apply_bias, array, uniform
+from slipstream.kernels.cpu.sampling.sampling import apply_bias, uniform
 from slipstream.messages.steps import Extra, RequestFailure, SamplerState
 from slipstream.params.checks import SAMPLERS
 from slipstream.params.sampling import SamplingParams
@@ -68,7 +69,8 @@ def draw_chained(
     names, extras = own.names, list[Extra]()
     apply_bias(logits, limits_of(table, own, names), biases_of(table, own, names))
     found = list(positions_of(table, own, "chain", names))
-    history = array(table.history(own.rows, max(end for *_, end in found)))
+    longest = max(end for *_, end in found)
+    history = array(table.of_rows(table.tokens[:, :longest], own.rows))
     tokens = np.empty(len(found), np.int64)
     with np.errstate(invalid="ignore", divide="ignore"):
         for (i, row, end), name in zip(found, own.request_ids, strict=True):

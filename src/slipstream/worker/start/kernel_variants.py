@@ -27,7 +27,7 @@ from slipstream.kernels.triton.cuda import CudaSource
 from slipstream.kernels.triton.kernel_cache import use_layers
 from slipstream.kernels.triton.variants import Compilers, Job, KernelVariant, recording
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, one_of_each_passage
+from slipstream.model.layers.layer import Layer, one_of_each_passage
 from slipstream.platform import platform_of
 from slipstream.platform.meta import MetaPlatform
 from slipstream.spec.description import read_spec

@@ -27,7 +27,7 @@ from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import peer_copy_tokens
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError, install_command
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
-from slipstream.model.layers import Partition
+from slipstream.model.layers.layer import Partition
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.drafts.head_readers import read_head

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -92,9 +92,8 @@ class Program:
 
         `kept` is the memory that the step reads and writes.
         """
-        running = RunningStep(
-            self, then, kept
-        )  # made before the step begins, in case Ctrl-C comes in between
+        # made before the step begins, in case Ctrl-C comes in between
+        running = RunningStep(self, then, kept)
         self._library.ss_begin(
             self._pointer, None if then is None else then._pointer, ctypes.byref(step)
         )
@@ -103,9 +102,8 @@ class Program:
     def wait(self) -> None:
         """Waits until the pool's last job is done. The caller computes meanwhile, as one of its
         threads."""
-        if pointer := self.__dict__.get(
-            "_pointer"
-        ):  # the garbage collector may have destroyed it, which waits too
+        # the garbage collector may have destroyed it, which waits too
+        if pointer := self.__dict__.get("_pointer"):
             self._library.ss_wait(pointer)
 
     def job(self, num_tokens: int) -> Job:
@@ -128,11 +126,12 @@ class Program:
 
 class RunningStep:
     """A running step, with the memory that must live until it is done. Its deletion waits for the
-    step."""
+    step. `ended` is called once it was waited for."""
 
     _program: Program | None = None
 
     def __init__(self, program: Program, *kept: object) -> None:
+        self.ended: Callable[[], None] | None = None
         self._kept, self._program = kept, program
 
     def synchronize(self) -> None:
@@ -140,6 +139,8 @@ class RunningStep:
         if self._program is not None:
             self._program.wait()
             self._program, self._kept = None, ()
+            if self.ended is not None:
+                self.ended()
 
     def query(self) -> bool:
         """Tells whether the step is known to be done."""

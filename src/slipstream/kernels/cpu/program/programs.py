@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.arrays import address
+from slipstream.kernels.cpu.arrays import address, array
 from slipstream.kernels.cpu.packed import NativeLinear
 from slipstream.kernels.cpu.program.native_program import Program
-from slipstream.kernels.cpu.sampling.sampling import array
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -35,10 +34,7 @@ class LinearProgram:
         self.program = Program(pool)
         self._rows, self._inner = w.weight.shape
         self._x, self._y = self.program.bound(), self.program.bound()
-        size, x = self._inner, self._x
-        if w.form != native.FORM_F32:
-            x = self.program.buffer(w.form, size)
-            self.program.add("convert", self._x, x, w.form, size, 1)
+        x = in_form(self.program, self._x, w)
         for each in (w, *more):
             add_linear(self.program, x, self._y, each)
 
@@ -60,13 +56,9 @@ class LinearArgmax:
         (part,) = w.parts
         self.program = p = Program(pool)
         self._size, self._x, self._out = part.inner, p.bound(), p.bound()
-        x = self._x
-        if w.form != native.FORM_F32:
-            x = p.buffer(w.form, part.inner)
-            p.add("convert", self._x, x, w.form, part.inner, 1)
         p.add(
             "linear_argmax",
-            x,
+            in_form(p, self._x, w),
             self._out,
             part.kind,
             part.rows,
@@ -132,10 +124,11 @@ class Beyond(NamedTuple):
     tokens: npt.NDArray[np.int64] | None = None
 
 
+NOTHING_BEYOND = Beyond()
+
+
 def draw_params(
-    count: int,
-    params: SamplingTensors | None,
-    beyond: Beyond = Beyond(),  # noqa: B008
+    count: int, params: SamplingTensors | None, beyond: Beyond = NOTHING_BEYOND
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
     """The bytes [S, n] of a draw's parameters, without `params` a greedy one's, and where log-probabilities go, int32
     [S, 2 + 2 · num_top]. Those of biases and penalties are not among them."""
@@ -168,21 +161,14 @@ class RowDraws:
     def __init__(self, pool: ThreadPool, size: int, w: NativeLinear | None = None) -> None:
         self.program = p = Program(pool)
         self._x, self._given, self._out = p.bound(), p.bound(), p.bound()
-        logits = x = self._x
+        logits = self._x
         if w is not None:
-            inner = w.weight.shape[1]
-            if w.form != native.FORM_F32:
-                x = p.buffer(w.form, inner)
-                p.add("convert", self._x, x, w.form, inner, 1)
             logits = p.buffer(native.FORM_F32, size)
-            add_linear(p, x, logits, w)
+            add_linear(p, in_form(p, self._x, w), logits, w)
         p.add("draw", logits, self._given, self._out, size)
 
     def __call__(
-        self,
-        x: Floats,
-        params: SamplingTensors | None,
-        beyond: Beyond = Beyond(),  # noqa: B008
+        self, x: Floats, params: SamplingTensors | None, beyond: Beyond = NOTHING_BEYOND
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """The tokens, and the packed log-probabilities of rows that want them."""
         x = np.ascontiguousarray(x)
@@ -191,10 +177,7 @@ class RowDraws:
         return found
 
     def of(
-        self,
-        x: Floats,
-        params: SamplingTensors | None,
-        beyond: Beyond = Beyond(),  # noqa: B008
+        self, x: Floats, params: SamplingTensors | None, beyond: Beyond = NOTHING_BEYOND
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Binds `x` and the parameters, and returns the arrays that the next run of `program` fills.
         `x`, the arrays and `beyond` must live until then."""
@@ -205,6 +188,16 @@ class RowDraws:
         self.program.bind(self._given, self._given_params)
         self.program.bind(self._out, found)
         return found[:, 0], packed
+
+
+def in_form(program: Program, x: int, w: NativeLinear) -> int:
+    """Adds what brings x, float32, into the form of the weight's inputs. Returns the buffer of the result."""
+    if w.form == native.FORM_F32:
+        return x
+    inner = w.weight.shape[1]
+    made = program.buffer(w.form, inner)
+    program.add("convert", x, made, w.form, inner, 1)
+    return made
 
 
 def add_linear(

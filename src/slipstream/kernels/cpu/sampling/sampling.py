@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.kernels.cpu.arrays import array
 from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, draw
 from slipstream.kernels.metadata import SamplingTensors
 
@@ -88,11 +89,6 @@ def uniform(seeds: npt.NDArray[Any], counters: npt.NDArray[Any]) -> Floats:
     x = seeds.astype(np.int64).view(np.uint64) + counters.astype(np.int64).view(np.uint64) * _GOLDEN
     x = _mix(_mix(x) + _GOLDEN)
     return ((x >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(1.0 / 2**23)
-
-
-def array(x: Any) -> npt.NDArray[Any]:
-    """Returns a field of `SamplingTensors`, an array or a tensor, as an array."""
-    return x if isinstance(x, np.ndarray) else np.asarray(x.cpu().numpy())
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -408,10 +408,9 @@ def mla_paged_attention(
     *,
     scale: float,
     values: Tensor | None = None,
-    tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]. With `values` it is
-    `OpSet.mla_paged_attention`. `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
+    `OpSet.mla_paged_attention`."""
     reject_8bit_cache(kv)
     q = q.contiguous()
     (num_tokens, num_heads, head_dim), width = q.shape, kv.v.shape[3]
@@ -437,7 +436,7 @@ def mla_paged_attention(
         first: int, count: int, max_query_len: int, splits: int, partial: Tensor, lse: Tensor
     ) -> None:
         num_rows = max_query_len * num_heads
-        block_m, block_n, warps, stages = tile or default_tile(num_rows)
+        block_m, block_n, warps, stages = default_tile(num_rows)
         _mla_kernel[(count * triton.cdiv(num_rows, block_m), splits)](
             q, kv.k, out, partial, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale,
             meta.block_table.stride(0), first, count, splits,

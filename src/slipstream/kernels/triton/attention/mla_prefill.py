@@ -192,18 +192,16 @@ def prefill_attention(
     meta: AttentionMetadata,
     params: MLAParams,
     out: Tensor,
-    *,
-    tile: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Causal attention of the sequences after the decodes, into their rows of `out` [T, H · V].
 
     q [T, H, NOPE + R] is not yet rotated. For those sequences' N tokens: k [N, H, NOPE],
-    rotary_keys [N, R], pair by pair, and v [H, N, V]. `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
+    rotary_keys [N, R], pair by pair, and v [H, N, V]."""
     (num_keys, num_heads, nope), rotary, width = k.shape, rotary_keys.shape[1], v.shape[2]
     first_seq, last_seq = meta.num_decodes, len(meta.seq_lens)
     block_p, block_v = (max(16, triton.next_power_of_2(n)) for n in (nope, width))
     half = max(8, triton.next_power_of_2(rotary // 2))
-    block_m, block_n, warps, stages = tile or default_tile(
+    block_m, block_n, warps, stages = default_tile(
         q.dtype,
         block_p + 2 * half + block_v,
         meta.max_query_len,

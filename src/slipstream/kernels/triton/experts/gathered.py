@@ -118,10 +118,9 @@ def expert_gemm(
     dtype: torch.dtype,
     *,
     gather: bool,
-    tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """[T or T · k, K] → [T · k, num_rows]: each pair times its expert's weight. `gather`: x has one
-    row per token. `tile`: (BLOCK_N, BLOCK_K, warps, stages)."""
+    row per token."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
     scaled, packed, fp8_tiles = (
@@ -131,7 +130,7 @@ def expert_gemm(
     zeros = w.zeros if isinstance(w, GroupedLinear) else None
     y = torch.empty(tiles.order.numel(), num_rows, dtype=dtype, device=values.device)
     usual = _default_tile(tiles.tile_m, values.element_size(), packed=packed, fp8_tiles=fp8_tiles)
-    block_n, block_k, warps, stages = tile or usual
+    block_n, block_k, warps, stages = usual
     if isinstance(w, GroupedLinear):
         assert w.codes == "int4"
         # the four quarters of a chunk's inputs are in flight at once

@@ -29,7 +29,7 @@ from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
-from slipstream.kernels.triton.products import float4, gguf
+from slipstream.kernels.triton.products import float4, gguf, gguf_packing
 from slipstream.kernels.triton.products.fp8_block import (
     fp8_tile_linear,
     fp8_tile_linear_invariant,
@@ -77,7 +77,7 @@ def pack(w: Linear, *, dense_copies: bool) -> Linear:
     """`OpSet.pack_weight`; with `dense_copies`, 4-bit and GGUF weights have a dense copy for steps of
     many tokens."""
     if isinstance(w, BlockLinear):
-        return gguf.pack(w, dense=dense_copies)
+        return gguf_packing.pack(w, dense=dense_copies)
     if not isinstance(w, GroupedLinear):
         return w
     packed = float4.pack_float4(w) if w.codes == "e2m1" else w

@@ -235,9 +235,7 @@ def gemv_block(w: GroupedLinear) -> int:
     return next((n for n in (1024, 512, 256) if words % n == 0), 0) if rows % GEMV_ROWS == 0 else 0
 
 
-def int4_gemv(
-    x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS, num_warps: int = 4
-) -> Tensor:
+def int4_gemv(x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS) -> Tensor:
     """x [1, K] → [1, N]. `block_w`: words per step, a divisor of K / 4. The number of weight rows
     must be a multiple of `rows`."""
     outer = w.weight.shape[0]
@@ -246,7 +244,7 @@ def int4_gemv(
         x.contiguous(), w.weight, w.scales, w.scales if w.zeros is None else w.zeros, x if w.bias is None else w.bias, y,
         0x43000000, outer, w.weight.shape[1],
         HAS_ZEROS=w.zeros is not None, HAS_BIAS=w.bias is not None, GROUP_SIZE=w.group_size, CHUNK=w.chunk, ROWS=rows,
-        BLOCK_W=block_w, num_warps=num_warps, **pdl_options(y),
+        BLOCK_W=block_w, num_warps=4, **pdl_options(y),
     )  # fmt: skip
     return y
 

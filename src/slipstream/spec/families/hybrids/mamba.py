@@ -12,8 +12,9 @@ from slipstream.spec.model import LayerSpec, Mamba2Spec, MambaSpec, ModelSpec, S
 from slipstream.spec.parameters import NegatedExp, Reshape, Transform
 
 
-def time_limit(c: ConfigReader, key: str = "time_step_limit") -> tuple[float, float]:
+def time_limit(c: ConfigReader) -> tuple[float, float]:
     """Two numbers, of which JSON may write an infinite one as `Infinity` or as an object."""
+    key = "time_step_limit"
     given = c.take(key, list, [0.0, math.inf])
     numbers = [x["__float__"] if isinstance(x, dict) and "__float__" in x else x for x in given]
     try:

@@ -1,0 +1,221 @@
+"""Checks of grammars before a request is queued: the front end's 400s come from here.
+
+Clients compile in turns (`bounded_threads`), small grammars in threads of their own. What was found is kept for the
+next request with the same grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from slipstream.costs.hardware import available_cores
+from slipstream.engine.grammars.compose import (
+    call_library,
+    compose,
+    compose_inner,
+    given_form,
+    inner_schemas,
+    json_grammar,
+    limits,
+    llguidance_library,
+    readable,
+    refused,
+)
+from slipstream.engine.grammars.schema_promises import promise
+from slipstream.engine.threads.bounded_threads import BoundedThreads
+from slipstream.errors import RequestError
+from slipstream.params.answer_forms import StructuredOutputsParams
+
+T = TypeVar("T")
+
+MAX_SECONDS = 10.0
+"""Seconds that a compilation may take. What the limits below allow takes under one."""
+
+MAX_STUCK = 4
+"""Compilations beyond their time that still run. With this many of them no other grammar is
+begun."""
+
+SMALL_CHARACTERS = 8 * 1024
+"""Characters of a small grammar, which waits for no larger one. Nearly all small ones compile in
+milliseconds, large ones take seconds."""
+
+CACHED_GRAMMARS = 64
+
+
+class GrammarThreads(Generic[T]):
+    """Threads in which grammars are compiled. Small ones have threads of their own."""
+
+    def __init__(self, name: str, *, most_small: int) -> None:
+        def threads(most: int) -> BoundedThreads[T]:
+            return BoundedThreads(lambda: MAX_SECONDS, most=most, most_stuck=MAX_STUCK, name=name)
+
+        self._small, self._large = threads(most_small), threads(max(1, available_cores() - 1))
+
+    def submit(
+        self, call: Callable[[], T], params: StructuredOutputsParams | None, client: str
+    ) -> Future[T]:
+        """Run `call` in the threads for the grammar's size, as `BoundedThreads.submit` does. An
+        empty `client` stands for nobody in particular."""
+        given: tuple[object, ...] = ()
+        if params is not None:
+            choice = params.choice or ()
+            given = (params.json, params.regex, params.grammar, params.around, *choice)
+        size = sum(len(text) for text in given if isinstance(text, str))
+        threads = self._small if size <= SMALL_CHARACTERS else self._large
+        return threads.submit(call, client or None)
+
+
+_checks: GrammarThreads[None] = GrammarThreads("grammar checks", most_small=4)
+_Salted: TypeAlias = tuple[str, StructuredOutputsParams]
+"""A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
+
+_found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
+"""The grammars that were checked last: what is wrong with each, and which field is. None: nothing is."""
+
+_pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
+_found_lock = threading.RLock()  # a check that is refused ends while another is submitted
+
+
+class _PendingCheck:
+    """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
+    none."""
+
+    def __init__(self, salted: _Salted, client: str) -> None:
+        self._key, self.num_waiting = (client, salted), 0
+        self.future = _checks.submit(partial(_check, salted), salted[1], client)
+        self.future.add_done_callback(lambda _: self._end())
+
+    def __enter__(self) -> Future[None]:
+        return self.future
+
+    def __exit__(self, *_: object) -> None:
+        with _found_lock:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self.future.cancel()
+
+    def _end(self) -> None:
+        with _found_lock:
+            if _pending_checks.get(self._key) is self:
+                del _pending_checks[self._key]
+
+
+def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
+    """Raise RequestError if the grammar can't be enforced. It names the part of a schema.
+    EngineOverloadedError if too many compilations are stuck."""
+    try:
+        if (pending := _begin_check((cache_salt, params))) is not None:
+            with pending as future:
+                future.result()
+    except TimeoutError:
+        raise refused(too_slow(), given_form(params)[0]) from None
+
+
+async def check_in_thread(
+    params: StructuredOutputsParams, client: str = "", cache_salt: str = ""
+) -> None:
+    """`check`, while the event loop goes on. The grammars of one `client` are checked one after the other."""
+    import asyncio  # a front end has it already
+
+    try:
+        if (pending := _begin_check((cache_salt, params), client)) is not None:
+            with pending as future:
+                await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
+    except TimeoutError:
+        raise refused(too_slow(), given_form(params)[0]) from None
+
+
+def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
+    """Returns the check to wait for. None: it was done lately, and nothing is wrong."""
+    with _found_lock:
+        if salted not in _found:
+            pending = _pending_checks.get((client, salted))
+            if pending is None or pending.future.done():
+                pending = _PendingCheck(salted, client)
+                if not pending.future.done():
+                    _pending_checks[client, salted] = pending
+            pending.num_waiting += 1
+            return pending
+        _found.move_to_end(salted)
+        message = _found[salted]
+    _raise(message)
+    return None
+
+
+def _check(salted: _Salted) -> None:
+    with _found_lock:  # another request may have had the same
+        is_known, message = salted in _found, _found.get(salted)
+    if not is_known:
+        message = _problem(salted[1])
+        with _found_lock:
+            _found[salted] = message
+            while len(_found) > CACHED_GRAMMARS:
+                _found.popitem(last=False)
+    _raise(message)
+
+
+def _raise(message: tuple[str, str] | None) -> None:
+    if message is not None:
+        raise RequestError(message[0], field=message[1])
+
+
+def too_slow() -> str:
+    return f"it takes longer than {MAX_SECONDS:g} s to compile"
+
+
+def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
+    name, given = given_form(params)
+    try:
+        message = invalid(compose_inner(params))
+        if message is None:
+            message = None if params.around is None else invalid(compose(params))
+            if message is None:
+                return None
+            return (f"around can't be enforced: {message}", "structured_outputs.around")
+        if name == "json":
+            schema = json.loads(given)
+            options = promise(schema)
+            if path := _culprit(schema, message, options):
+                message += f" (in the schema's {path})"
+        raise refused(message, name)
+    except RequestError as error:
+        return error.message, error.field or ""
+
+
+def invalid(grammar: str) -> str | None:
+    try:
+        is_error, messages = call_library(
+            llguidance_library().LLMatcher.validate_grammar_with_warnings,
+            grammar,
+            None,
+            limits=limits(),
+        )
+    except ValueError as error:
+        return str(error)
+    return readable(messages[0]) if is_error else None
+
+
+def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
+    """The path of the smallest part of a schema, as `promise` left it, that is wrong by itself in the same way."""
+    around = {
+        k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
+    }
+    path, until = "", time.monotonic() + 1.0
+    while time.monotonic() < until:
+        for name, part in inner_schemas(schema):
+            alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
+            if invalid(json_grammar(json.dumps(alone), **options)) == message:
+                schema, path = part, f"{path}.{name}" if path else name
+                break
+            if time.monotonic() > until:
+                break
+        else:
+            break
+    return path

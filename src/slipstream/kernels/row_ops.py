@@ -1,0 +1,117 @@
+"""Ops on rows of activations that few models need, in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.layouts import HyperParams
+from slipstream.kernels.plain import compressed
+from slipstream.platform.collectives import RankGroup
+from slipstream.spec.model import DenseSpec
+
+
+class RowOps:
+    """Ops on rows, streams and columns."""
+
+    def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+        """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one
+        number."""
+        if isinstance(factor, float) and factor == 1.0:
+            return x + y
+        return ((x.float() + y.float()) * factor).to(x.dtype)
+
+    def mixed_streams(self, h: Tensor, coefficients: Tensor) -> Tensor:
+        """h [T, N · E], coefficients [T, N · N] → h plus for each of its N streams j the sum of
+        coefficients[:, j · N + i] · stream i."""
+        n = math.isqrt(coefficients.shape[1])
+        mixed = coefficients.view(-1, n, n) @ h.view(len(h), n, -1)
+        return h + mixed.view_as(h)
+
+    def corrected_streams(
+        self, h: Tensor, made: Tensor, coefficients: Tensor, *, active: int
+    ) -> Tensor:
+        """h [T, N · E] → each stream plus (1 + its coefficient [T, N]) · (made − stream `active`)."""
+        streams = h.view(len(h), coefficients.shape[1], -1)
+        change = made - streams[:, active]
+        return (streams + change[:, None] * (coefficients + 1)[..., None]).view_as(h)
+
+    def stream_coefficients(self, h: Tensor, params: HyperParams) -> Tensor:
+        """Coefficients of streams h [T, N · E] (`HyperSpec`), float32 [T, N + N + N · N]; [T, N] after the last layer."""
+        return compressed.coefficients(h, params)
+
+    def collapsed_streams(self, h: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
+        """h [T, N · E] → the sum of its streams, times their first coefficients [T, E]."""
+        return compressed.collapsed(h, coefficients, count)
+
+    def merged_streams(
+        self, h: Tensor, made: Tensor, coefficients: Tensor, *, count: int
+    ) -> Tensor:
+        """h [T, N · E], made [T, E] → the streams mixed with each other, plus `made` times a coefficient each."""
+        return compressed.merged(h, made, coefficients, count)
+
+    def grouped_linear(self, x: Tensor, *, weight: Tensor) -> Tensor:
+        """x [T, G · F] → [T, G · R]: each of G parts of a row times rows of its own, of weight [G · R, F]."""
+        return compressed.grouped_linear(x, weight)
+
+    def widened(self, h: Tensor, x: Tensor) -> Tensor:
+        """h [T, N · E] → x [T, E] added to all streams but the first."""
+        streams = h.view(len(h), -1, x.shape[1])
+        return torch.cat((streams[:, :1], streams[:, 1:] + x[:, None]), dim=1).view_as(h)
+
+    def side_by_side(self, *x: Tensor) -> Tensor:
+        return torch.cat(x, dim=1)
+
+    def mean_of(self, *x: Tensor) -> Tensor:
+        return torch.stack(x).mean(dim=0)
+
+    def as_large_as(self, x: Tensor, y: Tensor) -> Tensor:
+        """x · rms(y) / rms(x) for each row."""
+        size = y.square().mean(dim=-1, keepdim=True).sqrt()
+        return x * size / x.square().mean(dim=-1, keepdim=True).clamp(min=1e-5).sqrt()
+
+    def times(self, x: Tensor, *, weight: Tensor) -> Tensor:
+        return x * weight
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return x.float().tanh().to(x.dtype)
+
+    def sparse_gates(self, x: Tensor, *, spec: DenseSpec, group: RankGroup | None) -> Tensor:
+        """x [T, 2F] (gates, ups) with the gates of `DenseSpec.sparsity`, of which each rank of `group`
+        has a part. Padding gates are 0 and do not count."""
+        gates, ups = x.chunk(2, dim=1)
+        normal = torch.distributions.Normal(0.0, 1.0)
+        deviations = normal.icdf(torch.tensor(spec.sparsity)).item()
+        if group is None or spec.of_size is None:
+            mean, std = gates.mean(-1, keepdim=True), gates.std(-1, keepdim=True, unbiased=False)
+        else:
+            wide = gates.float()
+            sums = group.all_reduce(torch.stack((wide.sum(1), wide.square().sum(1))))
+            mean, squares = (total[:, None] / spec.of_size for total in sums)
+            std = (squares - mean.square()).clamp(min=0).sqrt()
+        least = (mean + std * deviations).to(x.dtype)
+        return torch.cat((torch.relu(gates - least), ups), dim=1)
+
+    def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
+        return x[:, start:stop].contiguous()
+
+    def resized_heads(self, x: Tensor, *, start: int, count: int, old: int, new: int) -> Tensor:
+        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts with zeros behind it, or
+        without its end."""
+        parts = x[:, start:].unflatten(1, (count, old))
+        parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
+        return torch.cat((x[:, :start], parts), 1) if start else parts
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x.float()).to(x.dtype)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """tanh(x / cap) · cap, in float32."""
+        return (x.float() / cap).tanh().mul(cap).to(x.dtype)

@@ -1,0 +1,242 @@
+"""Attention of each kind, from a layer's rows to its result before the sum over ranks.
+
+Shapes: T tokens in the step, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.kernels.layouts import (
+    AttentionParams,
+    CompressedParams,
+    DisentangledParams,
+    IndexParams,
+    MLAParams,
+    NormParams,
+    QKVLayout,
+)
+from slipstream.model.layers.residual import normed
+from slipstream.spec.model import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    LatentAttentionSpec,
+)
+from slipstream.spec.scheme import InputFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+    from slipstream.kernels.ops import OpSet
+    from slipstream.kernels.weights.forms import Activations, Linear
+    from slipstream.platform.collectives import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Self-attention of a layer.
+
+    `q_norm` and `k_norm` norm whole rows, or each head: with a weight of its own, or as layer
+    norms. An RMS norm's weight that all heads share is in `heads`.
+    """
+
+    spec: AttentionSpec
+    qkv: Linear
+    out: Linear
+    heads: QKVLayout
+    params: AttentionParams
+    q_norm: Tensor | NormParams | None = None
+    k_norm: Tensor | NormParams | None = None
+    query_scale: Tensor | None = None  # float32 [positions]
+    group: RankGroup | None = None  # the ranks that have the other heads
+    disentangled: DisentangledParams | None = None
+    spread: Linear | None = None
+    """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]."""
+        return ops.linear(self.mixed(ops, x, kv, meta), self.out)
+
+    def attend(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """Attention over the queries, keys and values [T, (H + 2K) · D] of the QKV product →
+        [T, E]."""
+        return ops.linear(self._mixed(ops, qkv, kv, meta), self.out)
+
+    def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → the heads' results [T, H · D], the input of `out`."""
+        return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
+
+    def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        s = self.spec
+        if s.gated:
+            gate = ops.columns(qkv, start=0, stop=s.gate_size)
+            gate = gate if self.spread is None else ops.linear(gate, self.spread)
+            rows = ops.columns(qkv, start=s.gate_size, stop=s.gate_size + s.q_size + 2 * s.kv_size)
+            found = self._attended(ops, rows, kv, meta)
+            return found * (ops.softplus(gate) if s.gate == "softplus" else ops.sigmoid(gate))
+        return self._attended(ops, qkv, kv, meta)
+
+    def _attended(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        s = self.spec
+        if s.clip_qkv is not None:
+            qkv = ops.clip(qkv, limit=s.clip_qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            over_row = s.qk_norm is not None and s.qk_norm.over == "row"
+            if self.group is not None and over_row:
+                qkv = ops.norm_qk_part(qkv, s, self.q_norm, self.k_norm, self.group)
+            else:
+                qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
+        if self.query_scale is not None:
+            qkv = ops.scale_queries(qkv, meta=meta, table=self.query_scale, size=s.q_size)
+        if self.disentangled is not None:
+            return ops.disentangled_attention(qkv, meta=meta, params=self.disentangled)
+        if not s.causal:
+            return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
+        q = ops.rope_and_cache(self._filled(ops, qkv), kv, meta, self.heads)
+        found = ops.attention(q, kv, meta, self.params).flatten(1)
+        if s.value_dim is None:
+            return found
+        return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
+
+    def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
+        """The rows with values as wide as keys."""
+        s = self.spec
+        if s.value_dim is None:
+            return qkv
+        sizes = {"start": s.q_size + s.kv_size, "count": s.num_kv_heads}
+        return ops.resized_heads(qkv, **sizes, old=s.value_dim, new=s.head_dim)
+
+    def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """Writes the keys and values of rows [T, E] to their slots. The only norm applied is the
+        one by heads, if any."""
+        ops.rope_and_cache(self._filled(ops, ops.linear(x, self.qkv)), kv, meta, self.heads)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """Format of the rows that it reads."""
+        return self.qkv.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The index of a layer's sparse attention (`IndexSpec`)."""
+
+    q: Linear
+    k: Linear
+    weights: Linear
+    norm: NormParams
+    params: IndexParams
+
+    def __call__(
+        self, ops: OpSet, x: Any, rows: Any, kv: LayerKV, meta: AttentionMetadata
+    ) -> Tensor:
+        """Rows of the layer [T, E] and the queries' latents → the chosen keys, int32 [T, top_k]."""
+        key = normed(ops, self.norm, ops.linear(x, self.k))
+        q, weights = ops.linear(rows, self.q), ops.linear(x, self.weights)
+        return ops.choose_keys(q, key, weights, kv, meta, self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention over the latents themselves (MLA).
+
+    The weights that expand latents to keys and values multiply the queries and results instead
+    (DeepSeek-V2, section 2.1.3). So all heads read one cached row per token.
+
+    With an `index` a token attends to the keys that it chooses. The choice is kept in the step's metadata for the layers
+    after it that attend to the same keys.
+    """
+
+    spec: LatentAttentionSpec
+    q_latent: Linear | None
+    q: Linear
+    latent: Linear
+    out: Linear
+    q_norm: NormParams | None
+    params: MLAParams
+    query_scale: Tensor | None = None  # float32 [positions]
+    index: Index | None = None
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]."""
+        return ops.linear(self.mixed(ops, x, kv, meta), self.out)
+
+    def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → the heads' results [T, H · D], the input of `out`."""
+        rows = x
+        if self.q_latent is not None:
+            assert self.q_norm is not None
+            inputs = self.q.inputs if self.index is None else None
+            rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=inputs)[0]
+        if self.index is not None:
+            meta.derived["chosen keys"] = self.index(ops, x, rows, kv, meta)
+        q = ops.linear(rows, self.q)
+        if self.query_scale is not None:
+            q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
+        q = q.unflatten(1, (self.spec.num_heads, -1))
+        row = ops.linear(x, self.latent)
+        if self.spec.index is None:
+            return ops.mla_attention(q, row, kv, meta, self.params)
+        return ops.mla_attention(q, row, kv, meta, self.params, meta.derived["chosen keys"])
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return self.latent.inputs if self.index is None else None  # the index is not quantised
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """Attention to near keys and to compressed ones (`CompressedAttentionSpec`)."""
+
+    spec: CompressedAttentionSpec
+    q_latent: Linear
+    q: Linear
+    latent: Linear
+    out_parts: Tensor
+    out: Linear
+    q_norm: NormParams
+    params: CompressedParams
+    compress: Linear | None = None
+    index: tuple[Linear, Linear] | None = None  # the products of its queries and of their weights
+
+    inputs: InputFormat | None = None  # compressed keys are never rounded
+
+    def __call__(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]."""
+        return ops.linear(self.mixed(ops, x, kv, meta), self.out)
+
+    def mixed(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, G · R], the input of `out`."""
+        rows = normed(ops, self.q_norm, ops.linear(x, self.q_latent))
+        q, key = ops.linear(rows, self.q), ops.linear(x, self.latent)
+        sources = None if self.compress is None else ops.linear(x, self.compress)
+        index = None
+        if self.index is not None:
+            index = ops.linear(rows, self.index[0]), ops.linear(x, self.index[1])
+        found = ops.compressed_attention(q, key, sources, index, kv, meta, self.params)
+        return ops.grouped_linear(found, weight=self.out_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Attention of a decoder's tokens to an encoder's states. `kv` is the weight that makes keys
+    and values from the states."""
+
+    spec: AttentionSpec
+    q: Linear
+    kv: Linear
+    out: Linear
+    heads: QKVLayout
+    params: AttentionParams
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]. `meta` has the block tables of the encoder's keys and values."""
+        q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
+        return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
+
+    def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """Writes the keys and values of the encoder's states [T, E] to their slots in this layer's
+        cache."""
+        ops.cache_kv(ops.linear(states, self.kv), kv, meta, self.heads)

@@ -1,0 +1,140 @@
+"""A layer's MLP, and its mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.kernels.layouts import Experts
+from slipstream.spec.model import (
+    DenseSpec,
+    MoESpec,
+)
+from slipstream.spec.scheme import InputFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.ops import OpSet
+    from slipstream.kernels.weights.forms import Activations, Linear
+    from slipstream.platform.collectives import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    spec: DenseSpec
+    up: Linear
+    down: Linear
+    group: RankGroup | None = None  # the ranks that have the other gates, if `spec.sparsity`
+
+    def __call__(self, ops: OpSet, x: Activations) -> Tensor:
+        """[T, E] → [T, E]."""
+        s, up = self.spec, ops.linear(x, self.up)
+        if s.sparsity:
+            up = ops.sparse_gates(up, spec=s, group=self.group)
+        return ops.linear(
+            ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down
+        )
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """Format of the rows that it reads."""
+        return self.up.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    spec: MoESpec
+    router: Linear
+    experts: Experts
+    shared: MLP | None
+    shared_weight: Linear | None
+    latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
+    table: Tensor | None = None  # float32 [V, k]: the experts of each token, if `spec.hashed`
+
+    def __call__(self, ops: OpSet, x: Any, load: Any = None, step: Any = None) -> Tensor:
+        """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted. `step` is needed with a `table`."""
+        logits = ops.linear(x, self.router)
+        if self.table is not None:
+            logits = ops.hashed_logits(logits, meta=step, table=self.table)
+        if self.shared is None or self.latent is not None:
+            return self._with_shared(ops, x, self._chosen(ops, x, logits, load))
+        expert, always = self.spec.expert, self.shared.spec
+        if self.shared_weight is None and (expert.activation, expert.gated) == (
+            always.activation,
+            always.gated,
+        ):
+            return ops.moe_and_shared(
+                x, logits, self.experts, (self.shared.up, self.shared.down), load
+            )
+        return self._with_shared(ops, x, ops.moe(x, logits, self.experts, load))
+
+    def over_ranks(
+        self,
+        ops: OpSet,
+        x: Tensor,
+        ranks: RankGroup,
+        num_tokens: int,
+        load: Any = None,
+        step: Any = None,
+    ) -> Tensor:
+        """Computes a mixture whose experts are split over `ranks`, each with its own tokens, at
+        most `num_tokens`.
+
+        1. The experts of this rank see the tokens of all ranks.
+        2. The results are summed over the ranks, and each rank takes the sums of its own tokens.
+
+        `load` counts this rank's own tokens. Shared experts see only these.
+        """
+        return self._with_shared(ops, x, self.routed(ops, x, x, ranks, num_tokens, load, step))
+
+    def routed(
+        self,
+        ops: OpSet,
+        x: Tensor,
+        by: Tensor,
+        ranks: RankGroup,
+        num_tokens: int,
+        load: Any,
+        step: Any = None,
+    ) -> Tensor:
+        """Computes `over_ranks` without shared experts. The router reads `by`, which are other rows
+        than x or the same."""
+        rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
+        is_own = by is not x or self.table is not None  # logits of this rank's tokens alone
+        logits = ops.linear(by if is_own else rows, self.router)
+        if self.table is not None:
+            logits = ops.hashed_logits(logits, meta=step, table=self.table)
+        if is_own:
+            every = ranks.size * num_tokens
+            logits = ops.gather_tokens(ops.filled_up(logits, num_tokens), ranks, every)
+        load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
+        return ops.scatter_tokens(self._chosen(ops, rows, logits, load), ranks)[: len(x)]
+
+    def _chosen(self, ops: OpSet, x: Any, logits: Tensor, load: Any) -> Tensor:
+        if self.latent is None:
+            return ops.moe(x, logits, self.experts, load)
+        into, back = self.latent
+        return ops.linear(ops.moe(ops.linear(x, into), logits, self.experts, load), back)
+
+    def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
+        if self.shared is None:
+            return routed
+        added = self.shared(ops, x)
+        return routed + (
+            added
+            if self.shared_weight is None
+            else added * ops.sigmoid(ops.linear(x, self.shared_weight))
+        )
+
+    @property
+    def up(self) -> Linear:
+        return self.experts.up
+
+    @property
+    def down(self) -> Linear:
+        return self.experts.down
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return None  # the router reads rows of the model's type
