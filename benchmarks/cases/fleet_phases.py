@@ -96,7 +96,7 @@ async def ask(fleet: Fleet, prompt: list[int], num_tokens: int) -> tuple[list[fl
 
 
 async def round_of(fleet: Fleet, args, number: int) -> tuple[dict[str, float], list[str]]:
-    draw = random.Random(number)
+    draw = random.Random(number + 2)
     streams = [[draw.randrange(100, 40_000) for _ in range(40)] for _ in range(args.streams)]
     prompts = [
         [draw.randrange(100, 40_000) for _ in range(args.prompt)] for _ in range(args.prompts)

@@ -167,7 +167,7 @@ class Forwarder:
         self.shadows: set[asyncio.Task[None]] = set()
         self.num_failovers = self.num_resumed = self.num_hedged = self.num_broken = (
             self.num_unshadowed
-        ) = self.num_handed = 0
+        ) = self.num_handed = self.num_unhanded = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -179,6 +179,7 @@ class Forwarder:
             "broken": self.num_broken,
             "unshadowed": self.num_unshadowed,
             "handed": self.num_handed,
+            "unhanded": self.num_unhanded,
         }
 
     async def see_through(self, version: Version, call: Call) -> None:
@@ -367,6 +368,8 @@ class Forwarder:
                 call.handover = msgspec.json.decode(opened.whole, type=Prefilled)
                 version.router.began(decision, time.monotonic())
                 self.num_handed += 1
+            else:
+                self.num_unhanded += 1
             opened.began()
         except (TimeoutError, UpstreamError, msgspec.MsgspecError) as error:
             gone = isinstance(error, UpstreamError)
@@ -376,6 +379,7 @@ class Forwarder:
             )
             opened.failed(failed)
             self.num_failovers += 1
+            self.num_unhanded += 1
             await self.count_death(call, failed, further=False)
         finally:
             opened.close()
@@ -670,6 +674,8 @@ class Opened:
             self.version.guard.answered(
                 self.replica.id, now - self._sent, self.decision.predicted_ttft_s, now
             )
+        elif self.answer is not None and self.answer.status == 200:
+            self.version.guard.did_well(self.replica.id, now)
         else:
             self.version.guard.let_go(self.replica.id)
 
