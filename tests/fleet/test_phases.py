@@ -51,10 +51,10 @@ def nothing_left(request):
         request.getfixturevalue("fleet").wait_idle()
 
 
-def ask(client, number, *, stream=True):
-    """The text of an answer, and its usage."""
+def ask(client, number, *, stream=True, salt=None):
+    """The text of an answer, and its usage. With a `salt` of its own the prompt is in no cache."""
     asked = dict(model="tiny", prompt=prompt(number), max_tokens=NUM_TOKENS, temperature=0)
-    asked["extra_body"] = {"ignore_eos": True}
+    asked["extra_body"] = {"ignore_eos": True, "cache_salt": salt}
     if not stream:
         whole = client.completions.create(**asked)
         return whole.choices[0].text, whole.usage
@@ -172,8 +172,11 @@ def survive(fleet, killing, phase, number, expected):
     wait_all_serve(fleet)
     killed = killing(phase)
     with fleet.client() as client:
-        text, usage = ask(client, number, stream=number % 4 != 3)
+        text, usage = ask(client, number, stream=number % 4 != 3, salt=f"{phase}-{number}")
     assert killed, "nothing was killed"
+    fleet.wait_for(
+        lambda: killed[0] not in {r.id for r in fleet.head.members.all_replicas()}, "it lives"
+    )
     assert text == expected[number]
     assert (usage.prompt_tokens, usage.completion_tokens) == (700 + number, NUM_TOKENS)
 
