@@ -70,7 +70,7 @@ def test_the_note_says_whether_it_pays(made):
     assert "does not pay" in note_apart(planned, load, 2)
     assert note_apart(planned, load, 1) is None
     planned, load = plan(made, 1.0, {"ttft_s": 0.01})
-    assert "no division of 3 replicas" in note_apart(planned, load, 3)
+    assert "no division of 3 replicas that was tried" in note_apart(planned, load, 3)
 
 
 def test_users_who_wait_are_refused(made):

@@ -24,6 +24,10 @@ MEMORY_SHARE = 0.25
 both ends."""
 
 
+DIVISIONS = (2, 3, 4, 8)
+"""Shares of the replicas that are tried for prompts: a half, a third, …"""
+
+
 def simulate_apart(
     engine: SimulatedEngine,
     traffic: Traffic,
@@ -90,7 +94,7 @@ def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -
         return None
     assert replicas is not None
     for total in range(max(2, replicas - 1), replicas + 1):
-        for prompts in range(1, total):
+        for prompts in sorted({max(1, total // part) for part in DIVISIONS}):
             run = simulate_apart(
                 engine.simulated,
                 load.at_rate(total),
@@ -104,4 +108,4 @@ def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -
                 if total < replicas:
                     return f"{how} meet the objectives with fewer replicas: that pays"
                 return f"{how} meet the objectives, with no fewer replicas: that does not pay"
-    return f"prefill and decode apart: no division of {replicas} replicas meets the objectives"
+    return f"prefill and decode apart: no division of {replicas} replicas that was tried meets the objectives"
