@@ -98,7 +98,7 @@ def check(scheduler):
         for g, table in enumerate(r.blocks):
             for block in table[r.num_passed[g] :]:
                 held[block] += 1
-    assert scheduler.pool.ref_counts[1:] == held[1:]
+    assert [*scheduler.pool.ref_counts[1:]] == held[1:]
     assert not held[0], "the null block is nobody's"
     scheduler.pool.check()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ A cached prefix decides a request's rank unless that rank runs more requests tha
 """
 
 
-def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
+def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[list[array[int]], int]:
     """Choose a request's rank. Returns (block tables of its cached prefix, number of cached tokens).
 
     The criteria, in order:

@@ -49,9 +49,10 @@ that share a prompt stay on one rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
-from operator import countOf, not_
+from operator import not_
 from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
@@ -526,7 +527,7 @@ class Scheduler:
         passed.append(self.requests.waiting.pop(request))
         return True
 
-    def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
+    def _deal(self, step: StepBuilder, request: Request) -> tuple[list[array[int]], int]:
         """Choose a request's rank (`core/ranks.py`), and find the cached prefix there.
 
         Returns (block tables by group, number of cached tokens). A request that a participant guides
@@ -537,7 +538,12 @@ class Scheduler:
         return deal(self, step, request)
 
     def has_room(
-        self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int
+        self,
+        request: Request,
+        cached: Sequence[Sequence[int]],
+        num_tokens: int,
+        encoded: int,
+        spare: int,
     ) -> bool:
         """True if a waiting request fits with `spare` blocks left.
 
@@ -549,11 +555,10 @@ class Scheduler:
         if kv.states is not None and not kv.states.has_room(request):
             return False
         own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
-        counts = kv.pool.ref_counts.__getitem__
-        revived = sum(countOf(map(counts, table), 0) for table in cached)
+        revived = sum(map(kv.pool.num_revived, cached))
         return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
 
-    def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:
+    def _start(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
         """Run a request from this step on.
 
         Its first `computed` tokens are in blocks that it holds, or in the `cached` ones.

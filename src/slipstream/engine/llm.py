@@ -32,7 +32,7 @@ from slipstream.engine.audio.transcription import (
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
-from slipstream.engine.model_files import default_sampling, load_tokenizer, log_canary
+from slipstream.engine.model_files import EarlyTokenizer, default_sampling, log_canary
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
 from slipstream.engine.progress import progress_bar
 from slipstream.engine.requests.pooled import (
@@ -166,11 +166,13 @@ class LLM:
             read_template(args.chat_template)  # a bad one is an error before the model is loaded
         self._args = args
         self._asleep: Asleep | None = None
+        progress("model")
         with no_collections():  # nearly all objects of a start stay
-            self._core: EngineCore | None = build_core(args, progress=progress)
-        log_canary(self._core.executor.canary)
-        progress("tokenizer")
-        self.tokenizer = load_tokenizer(args, self._core.description)
+            early = EarlyTokenizer(args)
+            self._core: EngineCore | None = build_core(args, progress=progress, known=early.known)
+            log_canary(self._core.executor.canary)
+            progress("tokenizer")
+            self.tokenizer = early.of(self._core.description)
         self._core.use_tokenizer(lambda: self.tokenizer)
         self._input = InputProcessor.for_model(
             self._core.description, self._core.config, self.tokenizer

@@ -21,6 +21,7 @@ their own have a manager each (`Request.kv`). Two managers share nothing.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -227,7 +228,8 @@ class KVCacheManager:
         if not self.copies:
             return ()
         found = tuple([(source, target) for target, source in self.copies.items()])
-        self.pool.release([*self.copies.values()])
+        for source in self.copies.values():  # may be one block's
+            self.pool.release([source])
         self.copies.clear()
         self._copied.clear()
         return found
@@ -273,11 +275,9 @@ class KVCacheManager:
         depth = len(tables[self.own[0]]) * self.block_size
         for g in self.own:
             if g == self.full:
-                table = tables[g]
-                keys = [*map(self.pool.hashes.__getitem__, table)]
-                end = keys.index(None) if None in keys else len(table)
+                end = self.pool.num_leading_cached(tables[g])
                 request.run, request.shared, request.num_shared = order.enter(
-                    table[:end], session, request.request_id
+                    tables[g][:end], session, request.request_id
                 )
             else:
                 order.touch([b for b in tables[g] if b != NULL_BLOCK], depth)
@@ -327,7 +327,7 @@ class KVCacheManager:
         """True if the request may start with cached blocks."""
         return self.cache.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
 
-    def cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
+    def cached_prefix(self, request: Request) -> tuple[list[array[int]], int]:
         if not self.may_begin_cached(request):
             return [], 0
         windows, size, states = dict(self.windows), self.block_size, self.states
@@ -341,7 +341,7 @@ class KVCacheManager:
         return longest_hit(self.pool, request, self.own, windows, size, ends)
 
     def waits_for_tiers(
-        self, request: Request, cached: list[list[int]], computed: int, spare: int
+        self, request: Request, cached: Sequence[Sequence[int]], computed: int, spare: int
     ) -> bool:
         """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
@@ -362,7 +362,7 @@ class KVCacheManager:
         if self.order is not None:
             self.arrived(request)
             if (session := request.session) is not None:
-                self._enter_order(self.order, request, request.blocks, session)
+                self._enter_order(self.order, request, tables, session)
                 begin, end = session.prefetched
                 if end and self.tiers is not None:
                     hit = len(tables[self.own[0]]) * self.block_size

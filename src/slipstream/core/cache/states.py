@@ -246,7 +246,8 @@ class StateSlots:
             self._cache(request, position, key, slot)
             self.offered.append((slot, key))
             self.pool.release([slot])
-        self.pool.release(self._borrowed)
+        for slot in reversed(self._borrowed):  # may be one slot's
+            self.pool.release([slot])
         self._made, self._borrowed, self.kept = [], [], []
         return kept
 

@@ -73,6 +73,7 @@ class Tokenizer:
         """
         if path is None and model.gguf is not None:
             tokenizer = cls._of(gguf_tokenizer.read(model.gguf))
+            model.gguf.let_go_metadata()
         else:
             tokenizer = cls.from_pretrained(model.path if path is None else path)
         rows = tokenizer._num_rows = model.spec.vocab_size
