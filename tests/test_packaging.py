@@ -117,6 +117,9 @@ def test_quickstart_takes_no_wheel_of_another_version_nor_over_an_editable_insta
     info.mkdir(parents=True)
     (info / "direct_url.json").write_text('{"dir_info": {"editable": true}, "url": "file:///x"}')
     assert quickstart(clone)[1][-1].endswith(" -e .")
+    (info.parent / "pytest").mkdir()  # as --dev left it
+    assert quickstart(clone)[1][-1].endswith(" -e .[dev]")
+    assert quickstart(clone, "--source")[1][-1].endswith(" -e .[dev]")
 
 
 def test_quickstart_takes_the_wheel_that_is_named_from_where_it_is_named(clone, tmp_path_factory):

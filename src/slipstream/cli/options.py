@@ -10,12 +10,13 @@ import dataclasses
 import json
 import re
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from slipstream.base.arguments import types_of
 from slipstream.base.files import parse_json
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs, setting_help
+from slipstream.errors import ConfigError
 from slipstream.params.sampling import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
@@ -140,6 +141,26 @@ def sampling_params(
     """Sampling parameters: the user's; else the verb's `defaults`; else the `model`'s."""
     given = {name: getattr(args, name) for name in (*SAMPLING_HELP, "stop") if hasattr(args, name)}
     return dataclasses.replace(model or SamplingParams(), **{**defaults, **given})
+
+
+def add_key_options(parser: argparse._ActionsContainer) -> None:
+    """Add what a client of a server gives as its key; `given_key` reads it."""
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="whose first line is the server's key"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the same, where other users of the machine can see it"
+    )
+
+
+def given_key(args: argparse.Namespace) -> str | None:
+    if args.api_key_file is None:
+        return cast("str | None", args.api_key)
+    if args.api_key is not None:
+        raise ConfigError("give --api-key or --api-key-file, not both", field="api_key_file")
+    from slipstream.cli.serving.serve import read_keys
+
+    return read_keys(args.api_key_file)[0]
 
 
 def add_output_options(parser: argparse._ActionsContainer) -> None:

@@ -236,7 +236,7 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
     async def root(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("docs")  # a browser
-        return Response(greeting(state.model_names), media_type="text/plain")
+        return Response(greeting(() if has_keys else state.model_names), media_type="text/plain")
 
     app = Starlette(
         routes=[

@@ -26,6 +26,7 @@ from slipstream.server.state import ServerSettings
 
 OPEN_ROUTES = frozenset(
     {
+        "/",
         "/ping",
         "/live",
         "/ready",
