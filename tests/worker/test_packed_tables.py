@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -42,7 +44,7 @@ def test_each_table_holds_what_was_put(device, data):
                 )
                 pairs = [
                     (begin, end)
-                    for begin, end in zip(ends, ends[1:], strict=False)
+                    for begin, end in pairwise(ends)
                     if not ((begin <= where) & (where < end)).any()
                 ]
                 runs = [np.arange(begin, end, dtype=np.int32) - 50 for begin, end in pairs]
