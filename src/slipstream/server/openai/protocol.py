@@ -32,6 +32,8 @@ from slipstream.server.answers.structured import (
     structured_param,
 )
 from slipstream.server.answers.tools import (
+    AllowedTool,
+    AllowedTools,
     CalledFunction,
     FunctionSpec,
     NamedChoice,
@@ -508,6 +510,7 @@ register(
     DetokenizeRequest,
     parts=(
         *(StreamOptions, PromptCompression, ResponseFormat, JsonSchema, StructuredOutputs),
-        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
+        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction),
+        *(NamedChoice, NamedFunction, AllowedTools, AllowedTool),
     ),
 )
