@@ -275,6 +275,39 @@ def test_a_layer_in_a_gguf_file(tmp_path):
         assert answers(llm, SETTINGS["greedy"]) == plain
 
 
+def test_a_layer_of_qwen_3_5_in_a_gguf_file(tmp_path):
+    """All its norms but the recurrent layers' are stored as one more."""
+    mtp_layers.build(tmp_path, "qwen3_5_text")
+    config, stored = mtp_layers.read(tmp_path)
+    n, apart = config["num_hidden_layers"], dict(mtp_layers.names(config).items())
+    parts = ("enorm", "hnorm", "eh_proj", "shared_head_norm")
+    around = dict(zip(apart.values(), parts, strict=True))
+    tensors = {f"blk.{n}.nextn.{part}.weight": stored.pop(name) for name, part in around.items()}
+    tensors = {name: ((t + ("norm" in name)).numpy(), "F32") for name, t in tensors.items()}
+    (tmp_path / "renamed").mkdir()
+    renamed = {k.replace("mtp.layers.0.", f"model.layers.{n}."): t for k, t in stored.items()}
+    save_file(renamed, tmp_path / "renamed" / "model.safetensors")
+    tensors |= test_gguf_models.converted(
+        tmp_path / "renamed",
+        gguf.MODEL_ARCH.QWEN35,
+        n + 1,
+        lambda name, value: test_gguf_models.of_qwen(config, name, value),
+    )
+    metadata = {
+        **test_gguf_models.QWEN3_NEXT,
+        **dict(block_count=n + 1, nextn_predict_layers=1, context_length=256),
+        **dict(embedding_length=32, feed_forward_length=config["intermediate_size"]),
+    }
+    own = {f"qwen35.{k}": v for k, v in metadata.items()}
+    test_gguf_models.write(tmp_path / "model.gguf", tensors, "qwen35", **own)
+    sampling, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    for path in (tmp_path / "model.gguf", tmp_path):
+        with LLM(str(path), speculative_config=MTP, **SIZES) as llm:
+            found.append(proposals(llm, sampling, PROMPTS[:3]))
+    assert len(found[0]) > 20
+    assert found[0] == found[1]
+
+
 # --- Right drafts -----------------------------------------------------------------------------------------------------
 
 

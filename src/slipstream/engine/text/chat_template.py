@@ -180,7 +180,8 @@ def _contents_of(template: str) -> tuple[bool, bool]:
             text = render(template, {"messages": messages, **named})
         except RequestError:
             return False
-        part = (f"{mark}text{mark}: {mark}{_PROBE}" for mark in "'\"")  # a list that is written as it is
+        # a list that is written as it is
+        part = (f"{mark}text{mark}: {mark}{_PROBE}" for mark in "'\"")
         return _PROBE in text and not any(shown in text for shown in part)
 
     return shows(_PROBE), shows([{"type": "text", "text": _PROBE}])

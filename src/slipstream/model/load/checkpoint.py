@@ -9,6 +9,7 @@ torch: `load/weights.py` makes tensors with the same table of places.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import Counter
@@ -50,10 +51,12 @@ from slipstream.spec.parameters import (
     Stacked,
     SwapGateUp,
     Transform,
+    TransformChain,
     Transpose,
     Turnable,
     Ungroup,
     Unpermute,
+    Untile,
     Vector,
     keeps_float32,
 )
@@ -457,6 +460,10 @@ def turned(placement: Placement, shape: Shape, into: Shape) -> Placement:
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
+    if isinstance(transform, TransformChain):
+        for step in reversed(transform.steps):
+            shape = stored_shape(shape, step)
+        return shape
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
     if isinstance(transform, OneRow):
@@ -493,8 +500,8 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                 .swapaxes(1, 2)
                 .reshape(value.shape)
             )
-        case Flatten():
-            return value.reshape(value.shape[0], -1)
+        case Flatten(kernel=kernel):
+            return value.reshape(-1, math.prod(kernel))
         case OneRow():
             return value[0]
         case Vector():
@@ -521,6 +528,16 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                 ends.append(ends[-1] + size)
             chosen = [groups[:, ends[i] : ends[i + 1]] for i in order]
             return xp.concatenate([part.reshape(-1, *value.shape[1:]) for part in chosen])
+        case Untile(num_groups=n, size=size, start=start, columns=columns):
+            if columns:
+                turned = transformed(value.swapaxes(0, 1), replace(how, columns=False), xp)
+                return turned.swapaxes(0, 1)
+            heads = value[start:].reshape(-1, n, size, *value.shape[1:]).swapaxes(0, 1)
+            return xp.concatenate((value[:start], heads.reshape(-1, *value.shape[1:])))
+        case TransformChain(steps=steps):
+            for step in steps:
+                value = transformed(value, step, xp)
+            return value
         case SwapGateUp():
             half = value.shape[0] // 2
             return xp.concatenate((value[half:], value[:half]))
