@@ -42,7 +42,7 @@ def built(request, tmp_path_factory):
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_drafts_are_those_of_the_published_maths(built, kernels):
-    """Behind prompts in chunks, after wrong drafts, and for several requests at once."""
+    """Drafts are compared after prompts in chunks, after wrong drafts, and for several requests at once."""
     path, model = built
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     sizes = {**SIZES, "max_num_batched_tokens": 24}
@@ -116,7 +116,7 @@ def rounded(path: Path, kind: str, family: str = "qwen3_5_text", *, drafting: bo
     ],
 )
 def test_rounded_layers_draft_as_their_numbers_do(tmp_path, kind, kernels, family, drafting):
-    """Also if only the tensors show that the layer, or the product before it, was left as it was."""
+    """This holds even if only the tensors show that the layer, or the product before it, was left unrounded."""
     rounded(tmp_path, kind, family, drafting=drafting)
     sampling, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for path in (tmp_path, tmp_path / "dense"):
@@ -191,7 +191,7 @@ def stack_experts(path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_experts_that_are_stored_as_one_tensor(tmp_path, kernels):
-    """As Qwen 3.5 is published."""
+    """The form in which Qwen 3.5 is published."""
     mtp_layers.build(tmp_path, "qwen3_5_moe_text")
     sampling, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for change in (None, stack_experts):
@@ -233,7 +233,7 @@ def test_a_model_that_takes_pictures_drafts(tmp_path, kernels):
 
 
 def test_a_layer_in_a_gguf_file(tmp_path):
-    """By the names of the gguf package's own table."""
+    """The tensors have the names of the gguf package's table."""
     mtp_layers.build(tmp_path, "glm4_moe", n_group=1, topk_group=1, rms_norm_eps=1e-6)
     config, stored = mtp_layers.read(tmp_path)
     split = {n: t for n, t in stored.items() if ".experts." in n}
@@ -367,7 +367,8 @@ def test_a_fixed_number_of_drafts_needs_its_states(tmp_path):
     [("", "qwen3_5_moe_text"), ("", "glm4_moe"), ("int8", "qwen3_5_text"), ("gptq", "mimo")],
 )
 def test_the_estimate_knows_the_layer(tmp_path, kind, family):
-    """To a few percent of what an engine holds. A block has the layer's keys and values and the states that it reads."""
+    """The estimate is within a few percent of what an engine holds. A block has the layer's keys and values
+    and the states that it reads."""
     if kind:
         rounded(tmp_path, kind, family)
     else:
@@ -427,7 +428,7 @@ def test_a_rounded_layer_is_not_rounded_again(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "mimo", "nemotron_h"])
 def test_random_weights(tmp_path, family):
-    """From the config alone."""
+    """Random weights are made from the config alone."""
     mtp_layers.build(tmp_path, family)
     (tmp_path / "model.safetensors").unlink()
     with LLM(str(tmp_path), speculative_config=MTP, load_format="dummy", **SIZES) as llm:

@@ -269,7 +269,7 @@ def test_keys_tell_pictures_apart(processors):
 
 
 def test_pictures_are_shared_within_a_salt(processors):
-    """Their keys are those of the embeddings that the worker keeps, which nobody else may notice."""
+    """The keys are those of the embeddings that the worker keeps; requests with another salt must not notice them."""
     processor = processors["gemma3"]
     ready = processor.prepare(picture(1))
     tokens = [processor.vision.token_id] * sum(piece.num_tokens for piece in ready.pieces)

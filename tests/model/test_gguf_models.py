@@ -1299,6 +1299,29 @@ def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
         assert (ours - expected).norm() / expected.norm() < 0.1  # of rounded activations
 
 
+def test_a_weight_whose_columns_are_reordered_counts_in_the_models_type(tmp_path):
+    """Blocks of a row's numbers can't be taken apart: Qwen 3.5's last product of a recurrent layer is expanded."""
+    theirs = tiny_models.build(tmp_path / "hf", "qwen3_5_text", linear_value_head_dim=16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    tensors = converted(
+        tmp_path / "hf", gguf.MODEL_ARCH.QWEN35, 3, lambda name, x: of_qwen(config, name, x)
+    )
+    metadata = {**QWEN3_NEXT, "ssm.inner_size": 64, "block_count": 3, "context_length": 256}
+    metadata |= {"embedding_length": 32, "feed_forward_length": 64}
+    sizes = []
+    for part in ("no_such_part", "ssm_out", "attn_qkv"):
+        rounded = {n: (x, "Q8_0" if part in n else kind) for n, (x, kind) in tensors.items()}
+        own = {f"qwen35.{k}": v for k, v in metadata.items()}
+        write(tmp_path / "model.gguf", rounded, "qwen35", **own)
+        sizes.append(read_spec(tmp_path / "model.gguf").gguf_bytes(4))
+        tokens = [5, 9, 200, 31, 7]
+        with torch.no_grad():
+            expected = theirs(torch.tensor([tokens])).logits[0]
+        ours = run(load(tmp_path / "model.gguf", kernels="cpu"), tokens)
+        assert (ours - expected).norm() / expected.norm() < 0.1
+    assert sizes[0] == sizes[1] > sizes[2]
+
+
 GRANITE_PARTS = {  # whether of experts, and whether the model has any
     (True, True): lambda i: [f"layers.{i}.feed_forward.experts.{w}.weight" for w in ("w1", "w3")],
     (False, True): lambda i: [

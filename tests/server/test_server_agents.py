@@ -284,6 +284,27 @@ def test_allowed_tools_are_the_only_ones_called(http, model):
     ]
     assert called
     assert set(called) == {name}
+    functions = [{"type": "function", "function": {"name": n}} for n in SCHEMAS]
+    ask = {"model": "smollm2", "messages": [{"role": "user", "content": "hi"}], "seed": 1}
+    for number, wanted in enumerate((functions[-1:], functions[:1])):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": wanted}}
+        more = {"tools": functions, "tool_choice": choice}
+        made = http.post("/v1/chat/completions", json=ask | more).json()["choices"][0]["message"]
+        assert {c["function"]["name"] for c in made["tool_calls"]} == {
+            wanted[0]["function"]["name"]
+        }, number
+    choice = {
+        "type": "allowed_tools",
+        "allowed_tools": {
+            "mode": "auto",
+            "tools": [{**functions[0], "function": {"name": "other"}}],
+        },
+    }
+    refused = http.post(
+        "/v1/chat/completions", json=ask | {"tools": functions, "tool_choice": choice}
+    )
+    assert refused.status_code == 400
+    assert "there is no tool named 'other'" in refused.text
 
 
 def test_docs_name_every_hint():
@@ -332,6 +353,33 @@ def test_stream_shows_life_while_its_answer_takes_long(path, monkeypatch):
     assert text.startswith(": ping\n\n")
     rest = text.replace(": ping\n\n", "")
     assert all(re.fullmatch(r"(event: .+\n)?data: .+", one) for one in rest.strip().split("\n\n"))
+
+
+def test_unknown_fields_and_blocks_are_refused_in_the_words_on_which_clients_leave_them_out(http):
+    text = {"type": "text", "text": "x", "shown": 1}
+    for more, said in (
+        ({"system_mode": 1}, "system_mode: Extra inputs are not permitted"),
+        (
+            {"temprature": 1},
+            "temprature: Extra inputs are not permitted; did you mean temperature?",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x", "output_config": {}}]},
+            "messages.0.output_config: Extra inputs are not permitted",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [text]}]},
+            "messages.0.content.0.shown: Extra inputs are not permitted",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_addition"}]}]},
+            "messages.0.content.0: Input tag 'tool_addition' found using 'type' does not match",
+        ),
+    ):
+        body = {"model": "smollm2", **ASKED["/v1/messages"], **more}
+        answer = http.post("/v1/messages", json=body, headers=VERSION)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(said)
 
 
 @pytest.mark.parametrize("path", [*ASKED][1:])

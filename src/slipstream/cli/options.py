@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import re
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -158,9 +159,21 @@ def given_key(args: argparse.Namespace) -> str | None:
         return cast("str | None", args.api_key)
     if args.api_key is not None:
         raise ConfigError("give --api-key or --api-key-file, not both", field="api_key_file")
-    from slipstream.cli.serving.serve import read_keys
-
     return read_keys(args.api_key_file)[0]
+
+
+def read_keys(path: str) -> tuple[str, ...]:
+    """Keys of a file, one per line; empty lines and lines that begin with # are ignored."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        message = f"cannot read the API keys in {path} ({why}); name a file with one key a line"
+        raise ConfigError(message, field="api_key_file") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path} holds no API key; write one a line", field="api_key_file")
+    return keys
 
 
 def add_output_options(parser: argparse._ActionsContainer) -> None:

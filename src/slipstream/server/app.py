@@ -74,6 +74,7 @@ from slipstream.server.operations.health import Probes
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.sleep import Sleeping
 from slipstream.server.operations.status import StatusRoutes
+from slipstream.server.operations.weights import WeightRoutes
 from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
 
 
@@ -251,6 +252,7 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
             Route("/docs", docs),
             *Sleeping(state).routes(),
             *AdapterRoutes(state).routes(),
+            *WeightRoutes(state).routes(),
             *files.routes(state),
             *batches.routes(state),
             *feedback.routes(state),

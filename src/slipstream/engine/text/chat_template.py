@@ -287,7 +287,7 @@ def _before_percent(form: str, given: Any) -> None:
 
 
 def _before_braces(form: str, given: tuple[Any, ...]) -> None:
-    """Pay for `form.format(…)`, whose widths must be numbers in the text, and small."""
+    """Charge the template's budget for `form.format(…)`. Its widths must be small numbers that stand in the text."""
     for _, _, spec, _ in string.Formatter().parse(form):
         if spec and ("{" in spec or re.search(r"\d{5}", spec)):
             raise _TooMuch("a width in a format is too large")

@@ -96,8 +96,14 @@ class StoredWeights(Protocol):
         """Returns the weights by our names. Each is made from its tensors when it is read."""
 
 
-def names_of(description: ModelDescription) -> Mapping[str, Placement]:
-    """Returns the family's table of places for this checkpoint's format."""
+def names_of(
+    description: ModelDescription, given: Iterable[Stored] | None = None
+) -> Mapping[str, Placement]:
+    """Returns the family's table of places for this checkpoint's format, or for the tensors that
+    are `given` in place of its files."""
+    if given is not None:
+        stored = frozenset(name for name, _, _ in given)
+        return with_stacks(description.family.names(description.spec), stored)
     if description.format == "gguf":
         assert description.family.gguf is not None
         return description.family.gguf.names(description.spec)
@@ -257,19 +263,23 @@ def array_weights(
     dtype: str,
     held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
+    given: Sequence[Stored] | None = None,
 ) -> Weights:
     """Returns a checkpoint's weights as arrays of `dtype` ("bfloat16", "float32", "float16").
 
     `held` holds those that stay quantized. Other weights that are stored quantized, or without
-    their zeros, are expanded. CheckpointError names the tensor at fault.
+    their zeros, are expanded. `given` are arrays in place of the files'. CheckpointError names the
+    tensor at fault.
     """
     shapes = {n: s for n, s in description.shapes.items() if held is None or n not in held}
-    stored = (
-        gguf_arrays(description, dtype)
-        if description.format == "gguf"
-        else safetensors_arrays(description.path)
-    )
-    names, q = names_of(description), description.quantization
+    stored: Iterable[Stored]
+    if given is not None:
+        stored = given
+    elif description.format == "gguf":
+        stored = gguf_arrays(description, dtype)
+    else:
+        stored = safetensors_arrays(description.path)
+    names, q = names_of(description, given), description.quantization
     if q is not None and q.sparse:
         stored = made_dense(stored)
     if q is not None and q.formats is not None:

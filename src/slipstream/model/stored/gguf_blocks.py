@@ -18,14 +18,7 @@ import numpy.typing as npt
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights.forms import BlockLinear, BlockRows, Linear
 from slipstream.model.load.checkpoint import placed_shape, transformed
-from slipstream.spec.parameters import (
-    Placement,
-    Regroup,
-    Shape,
-    Transform,
-    Unpermute,
-    Untile,
-)
+from slipstream.spec.parameters import Placement, Shape, Transform, orders_rows
 from slipstream.spec.scheme import Scheme
 from slipstream.spec.stored.gguf import GGUFFile
 from slipstream.spec.stored.native_formats import is_product, rounds
@@ -110,13 +103,6 @@ class BlockWeights:
 
     def linears(self) -> dict[str, Linear]:
         return self._linears
-
-
-def orders_rows(transform: Transform | None) -> bool:
-    """Tells whether a change only orders whole rows anew, which blocks of a row's numbers allow."""
-    if isinstance(transform, Untile):
-        return not transform.columns
-    return isinstance(transform, Unpermute | Regroup | None)
 
 
 def _destinations(rows: int, transform: Transform) -> npt.NDArray[np.int32]:

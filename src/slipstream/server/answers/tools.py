@@ -11,6 +11,7 @@ from msgspec import Meta, Raw, Struct
 
 from slipstream.engine.text.tool_formats.base import Tool
 from slipstream.engine.text.tools import NO_PARAMETERS, OfferedTools, Reading, reading
+from slipstream.errors import RequestError
 from slipstream.server.answers.hints import HINT
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.json_depth import is_too_deep
@@ -36,9 +37,22 @@ class NamedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
 
 
-class NamedChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+class AllowedTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class NamedChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that must be called, or the tools that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -78,11 +92,27 @@ class WithTools(Protocol):
 
 def offer_of(body: WithTools) -> OfferedTools:
     """The tools that a request offers. RequestError names what the schema cannot express."""
-    choice, specs = body.tool_choice, body.tools or ()
-    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    choice, specs, named = body.tool_choice, body.tools or (), None
+    if isinstance(choice, NamedChoice):
+        wanted = getattr(choice, choice.type)
+        if wanted is None:
+            raise RequestError(
+                f"a tool_choice of type {choice.type} needs {choice.type}",
+                field=f"tool_choice.{choice.type}",
+            )
+        if isinstance(wanted, AllowedTools):  # the model is told of all, and calls these
+            names = {one.function.name for one in wanted.tools}
+            if missing := names - {s.function.name for s in specs}:
+                raise RequestError(
+                    f"there is no tool named {min(missing)!r}", field="tool_choice.allowed_tools"
+                )
+            specs = [s for s in specs if s.function.name in names]
+            choice = wanted.mode
+        else:
+            choice, named = None, wanted.name
     return OfferedTools(
         tools=tuple(Tool(s.function.name, s.function.parameters or NO_PARAMETERS) for s in specs),
-        choice=None if isinstance(choice, NamedChoice) else choice,
+        choice=choice,
         only=named,
         parallel=body.parallel_tool_calls,
         strict=any(s.function.strict for s in specs),

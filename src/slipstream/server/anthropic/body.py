@@ -516,10 +516,12 @@ def _parts(
 ) -> list[AnthropicPart]:
     known, found = _PARTS[role], []
     for i, part in enumerate(content):
-        kind = known.get(bytes(part.get("type", b"")).decode(errors="replace").strip('"'))
-        if kind is None:
-            message = f"a block of {what or role} must be one of {', '.join(known)}"
-            raise bad_request(message, f"{path}[{i}].type")
+        tag = bytes(part.get("type", b"")).decode(errors="replace").strip('"')
+        kind = known.get(tag)
+        if kind is None:  # Anthropic's words; clients look for the tag, and do without it
+            tags = ", ".join(f"'{one}'" for one in known)
+            message = f"Input tag '{tag[:60]}' found using 'type' does not match any of the expected tags: {tags}"
+            raise bad_request(f"{message} (in a block of {what or role})", f"{path}[{i}].type")
         made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
         if isinstance(made, TextBlock | ToolUsePart | DocumentPart | SearchResultPart):
             refuse_unless_off(made, made.off, f"{path}[{i}].")

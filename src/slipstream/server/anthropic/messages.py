@@ -9,6 +9,7 @@ A body is translated into a chat (`body.py`) and answered like one. The differen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -141,11 +142,15 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
 
 
 def error_body(error: ApiError, request_id: str) -> bytes:
-    """An error in Anthropic's shape. A prompt that is too long gets Anthropic's wording, by which
-    clients know to shorten it. One of `thread` gets the code by which they send the whole
-    conversation instead."""
+    """An error in Anthropic's shape. Unknown fields and blocks, and prompts that are too long, get
+    Anthropic's words: by them clients leave the field out, or shorten the conversation. One of
+    `thread` gets the code by which they send the whole conversation instead."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = error.named_message
+    message, place = error.named_message, (error.param or "").replace("[", ".").replace("]", "")
+    if unknown := _UNKNOWN.fullmatch(error.message):
+        message = f"{place}: Extra inputs are not permitted{unknown[1]}"
+    elif error.message.startswith("Input tag "):
+        message = f"{place.removesuffix('.type')}: {error.message}"
     if error.lengths is not None:
         prompt, asked, limit = error.lengths
         message = (
@@ -167,6 +172,7 @@ def error_body(error: ApiError, request_id: str) -> bytes:
     )
 
 
+_UNKNOWN = re.compile(r"(?s)Object contains unknown field `.*` \(in [^)]*\)(.*)")
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

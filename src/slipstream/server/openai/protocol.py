@@ -32,6 +32,8 @@ from slipstream.server.answers.structured import (
     structured_param,
 )
 from slipstream.server.answers.tools import (
+    AllowedTool,
+    AllowedTools,
     CalledFunction,
     FunctionSpec,
     NamedChoice,
@@ -418,6 +420,7 @@ class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     # Within the server's adapter folder.
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: bool = False  # it may replace the one of that name
 
 
 class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -508,6 +511,7 @@ register(
     DetokenizeRequest,
     parts=(
         *(StreamOptions, PromptCompression, ResponseFormat, JsonSchema, StructuredOutputs),
-        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
+        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction),
+        *(NamedChoice, NamedFunction, AllowedTools, AllowedTool),
     ),
 )

@@ -19,6 +19,8 @@ from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
     MAX_TOOLS,
+    AllowedTool,
+    AllowedTools,
     CalledFunction,
     FunctionSpec,
     Name,
@@ -214,22 +216,25 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
 
     def _choice(
         self, tools: dict[str, CallableTool]
-    ) -> tuple[dict[str, CallableTool], Literal["none", "auto", "required"] | NamedChoice | None]:
-        """(tools that may be called, a chat's `tool_choice`)."""
+    ) -> Literal["none", "auto", "required"] | NamedChoice | None:
+        """A chat's `tool_choice`."""
         choice = self.tool_choice
         if not tools or not isinstance(choice, ResponseToolChoice):
-            return tools, choice if tools and not isinstance(choice, ResponseToolChoice) else None
+            return None if isinstance(choice, ResponseToolChoice) or not tools else choice
         if choice.type != "allowed_tools":
-            return tools, NamedChoice(
-                type="function", function=NamedFunction(name=choice.name or "")
-            )
+            return NamedChoice(type="function", function=NamedFunction(name=choice.name or ""))
         names = {tool.get("name") for tool in choice.tools or ()}
-        allowed = {known: tool for known, tool in tools.items() if tool.name in names}
+        allowed = [
+            AllowedTool(type="function", function=NamedFunction(name=known))
+            for known, tool in tools.items()
+            if tool.name in names
+        ]
         if not allowed:
             raise bad_request(
                 "none of the allowed tools is among tools; name one", "tool_choice.tools"
             )
-        return allowed, choice.mode or "auto"
+        only = AllowedTools(mode=choice.mode or "auto", tools=allowed)
+        return NamedChoice(type="allowed_tools", allowed_tools=only)
 
     def param(self, field: str | None, places: Sequence[str] = ()) -> str | None:
         """This body's own name of a chat's field. `places`: the path in this body of each of the
@@ -264,7 +269,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
                     strict=form.strict,
                 )
             named = ResponseFormat(type=form.type, json_schema=asked)
-        tools, chosen = self._choice(self.functions[0])
+        tools = self.functions[0]
         return ChatRequest(
             model=self.model,
             messages=messages,
@@ -273,7 +278,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
             tools=[ToolSpec(type="function", function=tool.function) for tool in tools.values()]
             or None,
-            tool_choice=chosen,
+            tool_choice=self._choice(tools),
             parallel_tool_calls=self.parallel_tool_calls if tools else None,
             chat_template_kwargs=self.chat_template_kwargs,
             **more,
