@@ -10,14 +10,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.test_docs import place  # noqa: F401
-from tests.test_tutorials import SERVES, answers, free_port
-from tests.waiting import PATIENCE_S, wait_for
+from tests.test_tutorials import SERVES, carried_out, free_port, served
+from tests.waiting import PATIENCE_S
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
 SLOW = ("shrink-a-model", "debug-a-slow-server", "pin-memory")
@@ -62,24 +61,9 @@ def test_a_howto_works_from_top_to_bottom(page, place, preloaded, with_tools):  
                     )
                     code += " --max-model-len 1024"
             if code.startswith(SERVES):
-                server = subprocess.Popen(["sh", "-ec", f"exec {code}"], cwd=place, env=environment)
-                servers.append(server)
-                wait_for(lambda: answers(port) or servers[-1].poll() is not None, code)
-                assert server.poll() is None, code
-                continue
-            if language == "python":
-                (place / f"{number}.py").write_text(code)
-                code = f"python {number}.py"
-            done = subprocess.run(
-                ["sh", "-euc", code],
-                cwd=place,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=2 * PATIENCE_S,
-                check=False,
-            )
-            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+                servers.append(served(f"exec {code}", place, environment, port))
+            else:
+                carried_out(language, code, place, environment, number)
     finally:
         for server in servers:
             if server.poll() is None:

@@ -70,6 +70,9 @@ def test_paths_are_used_as_they_are(tmp_path, pulls):
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "x.gguf").write_bytes(b"")
     assert resolve_model(str(tmp_path / "one")) == tmp_path / "one"
+    (tmp_path / "one" / "y.gguf").write_bytes(b"")
+    with pytest.raises(DownloadError, match=r"a \.gguf file of its own"):
+        resolve_model(str(tmp_path / "one"))
     assert not pulls
 
 

@@ -216,6 +216,10 @@ def test_token_goes_to_the_hub_and_not_to_the_host_of_the_files(stand_in, monkey
     pull(stand_in, "org/name")
     sent = {at: headers.get("Authorization") for at, _, headers in stand_in.requests}
     assert sent == {"hub": "Bearer secret", "files": None}
+    stand_in.requests.clear()
+    monkeypatch.setenv("HF_TOKEN", " \n")  # none
+    pull(stand_in, "org/name", refresh=True)
+    assert {headers.get("Authorization") for _, _, headers in stand_in.requests} == {None}
 
 
 def test_renamed_repository_is_followed(stand_in):
@@ -325,6 +329,22 @@ def test_full_disk_is_said_before_anything_is_fetched(stand_in, monkeypatch):
     assert stand_in.paths("files") == []
 
 
+def test_what_was_fetched_of_a_file_needs_no_room_again(stand_in, monkeypatch):
+    stand_in.cuts = [3000, *[0] * 20]
+    with pytest.raises(DownloadError, match="goes on where this one stopped"):
+        pull(stand_in, "org/name")
+    stand_in.cuts, free = [], len(BIG) - 3000
+    usage = type("Usage", (), {"free": free - 1})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(DownloadError, match="are free"):
+        pull(stand_in, "org/name")
+    usage.free = free
+    path = pull(stand_in, "org/name")
+    (path / "model.safetensors").resolve().write_bytes(BIG[:100])  # a disk that lost the rest
+    usage.free = len(BIG)
+    assert (pull(stand_in, "org/name", refresh=True) / "model.safetensors").read_bytes() == BIG
+
+
 def test_redirect_from_encryption_to_none_is_refused():
     client = HubClient("https://hub.example")
     answer = httpx.Response(302, headers={"location": "http://files.example/x"})
@@ -338,6 +358,7 @@ def test_removed_quant_leaves_the_others_and_their_blobs(stand_in):
     four, eight = pull(stand_in, "org/m-GGUF:Q4_K_M"), pull(stand_in, "org/m-GGUF:Q8_0")
     assert store.remove("org/m-GGUF", (four.name,)) == 4000
     assert (eight.is_file(), four.exists()) == (True, False)
+    (eight.parents[1] / ("3" * 40)).mkdir()  # of a pull that fetched nothing
     store.remove("org/m-GGUF", (eight.name,))
     assert not store.folder("org/m-GGUF").exists()
 
@@ -461,6 +482,12 @@ def test_types_that_are_not_read_are_not_chosen():
     assert choose_quant("org/m", there, None, 100).name == "Q4_K_S"
     with pytest.raises(DownloadError, match="not read here"):
         choose_quant("org/m", quants({"m-Q1_0.gguf": 5}), None, 100)
+
+
+def test_files_beside_models_and_parts_without_the_others_are_none():
+    beside = {"m-imatrix.gguf": 1, "mmproj-m.gguf": 1}
+    parts = {"a-Q4_0-00001-of-00002.gguf": 3, "b-Q4_0-00002-of-00002.gguf": 3}
+    assert [q.files for q in quants({"m-Q8_0.gguf": 5, **beside, **parts})] == [("m-Q8_0.gguf",)]
 
 
 def test_table_has_a_size_a_licence_and_a_use_for_each_name():

@@ -117,6 +117,9 @@ def test_quickstart_takes_no_wheel_of_another_version_nor_over_an_editable_insta
     info.mkdir(parents=True)
     (info / "direct_url.json").write_text('{"dir_info": {"editable": true}, "url": "file:///x"}')
     assert quickstart(clone)[1][-1].endswith(" -e .")
+    (info.parent / "pytest").mkdir()  # as --dev left it
+    assert quickstart(clone)[1][-1].endswith(" -e .[dev]")
+    assert quickstart(clone, "--source")[1][-1].endswith(" -e .[dev]")
 
 
 def test_quickstart_takes_the_wheel_that_is_named_from_where_it_is_named(clone, tmp_path_factory):
@@ -221,8 +224,12 @@ def test_images_keep_to_what_matters(kind):
 EVERYTHING = {
     "gpus": 2,
     "kvEvents": {"enabled": True},
-    "autoscaling": {"enabled": True},
-    "serviceMonitor": {"enabled": True, "credentials": {"name": "scrape", "key": "key"}},
+    "autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 7, "perReplica": 11},
+    "serviceMonitor": {
+        "enabled": True,
+        "interval": "7s",
+        "credentials": {"name": "scrape", "key": "key"},
+    },
     "gateway": {
         "enabled": True,
         "parentRefs": [{"name": "inference-gateway"}],
@@ -313,6 +320,11 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     found = render(tmp_path, **EVERYTHING)
     spec = found["StatefulSet", "chat"]["spec"]
     assert "replicas" not in spec  # they are the autoscaler's
+    scaler = found["HorizontalPodAutoscaler", "chat"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 7)
+    assert scaler["metrics"][0]["pods"]["target"]["averageValue"] == "11"
+    each = found["Service", "chat-replicas"]["spec"]
+    assert each["publishNotReadyAddresses"]  # so that a start can be looked at
     labels = spec["template"]["metadata"]["labels"]
     pool = found["InferencePool", "chat"]["spec"]
     assert pool["selector"]["matchLabels"].items() <= labels.items()
@@ -325,6 +337,8 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     ]
     args = served(words)
     assert args.served_model_name == ["a$HOME"]
+    assert "a$$HOME" in container["args"]  # Kubernetes halves it
+    assert manifests._quantity(2**30 + 1) == "1025Mi"
     assert args.drain_timeout_s + 20 == spec["template"]["spec"]["terminationGracePeriodSeconds"]
     guard = WebGuard(None, server_settings(args), has_keys=False)
     for host in ("chat", "chat.prod", "chat-0.chat-replicas.prod", "llm.example"):
@@ -336,6 +350,7 @@ def test_the_chart_with_everything_fits_together(tmp_path):
     assert events.endpoint == f"tcp://*:{ports['kv-events']}"
     assert re.fullmatch(r"kv@\$\(POD_IP\):8000@smollm2", events.topic)
     monitor = found["ServiceMonitor", "chat"]["spec"]
+    assert monitor["endpoints"][0]["interval"] == "7s"
     (wanted,) = monitor["selector"]["matchExpressions"]
     scraped = [
         name
@@ -360,6 +375,14 @@ def test_the_charts_images_are_those_that_a_release_pushes(tmp_path):
         spec = render(tmp_path, gpus=gpus)["StatefulSet", "chat"]["spec"]["template"]["spec"]
         version = PROJECT["project"]["version"]
         assert spec["containers"][0]["image"] == f"slipstream:{version}-{kind}"
+
+
+@needs_helm
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ranks_of_several_gpus_have_shared_memory(tmp_path, gpus):
+    spec = render(tmp_path, gpus=gpus)["StatefulSet", "chat"]["spec"]["template"]["spec"]
+    mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert ("shm" in mounted, "shm" in {one["name"] for one in spec["volumes"]}) == (gpus > 1,) * 2
 
 
 def pool_kind(found):

@@ -59,6 +59,36 @@ def answers(port):
     return False
 
 
+def served(command, folder, environment, port):
+    """The process of a shell command that serves on `port`, once it answers."""
+    server = subprocess.Popen(["sh", "-ec", command], cwd=folder, env=environment)
+    try:
+        wait_for(lambda: answers(port) or server.poll() is not None, command)
+        assert server.poll() is None, command
+    except BaseException:
+        server.kill()
+        raise
+    return server
+
+
+def carried_out(language, code, folder, environment, number):
+    """What a block of a page prints, a Python one by way of the file `number`.py."""
+    if language == "python":
+        (folder / f"{number}.py").write_text(code)
+        code = f"python {number}.py"
+    done = subprocess.run(
+        ["sh", "-euc", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_works_from_top_to_bottom(page, reader, tiny_model):
@@ -73,26 +103,10 @@ def test_a_tutorial_works_from_top_to_bottom(page, reader, tiny_model):
                 code = code.replace("smollm2", str(tiny_model))
             if code.startswith(SERVES):
                 option = "" if "--port" in code or "fleet" in code else f" --port {port}"
-                words = ["sh", "-ec", f'PATH="$FRESH:$PATH"; exec {code.strip()}{option}']
-                server = subprocess.Popen(words, cwd=folder, env=environment)
-                servers.append(server)
-                wait_for(lambda: answers(port) or servers[-1].poll() is not None, code)
-                assert server.poll() is None, code
+                command = f'PATH="$FRESH:$PATH"; exec {code.strip()}{option}'
+                servers.append(served(command, folder, environment, port))
                 continue
-            if language == "python":
-                (folder / f"{number}.py").write_text(code)
-                code = f"python {number}.py"
-            done = subprocess.run(
-                ["sh", "-euc", code],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=2 * PATIENCE_S,
-                check=False,
-            )
-            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-            said += done.stdout
+            said += carried_out(language, code, folder, environment, number)
             if "fleet down" in code:
                 servers[-1].wait(PATIENCE_S)
     finally:

@@ -820,6 +820,7 @@ ENCODERS |= {
     ),
     "nomic_bert": _rotary(model_type="nomic_bert"),
     "gte": _rotary(model_type="gte", type_vocab_size=2),
+    "jina_embeddings_v3": _rotary(model_type="jina_embeddings_v3", type_vocab_size=1),
     "eurobert": _rotary(model_type="eurobert", num_key_value_heads=2, **_NO_SPECIAL),
     "mpnet": {**_BERT, "model_type": "mpnet", "pad_token_id": 1},
     "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},

@@ -70,6 +70,12 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
+SPECIAL["internvl"] = ("<|im_start|>", "<|im_end|>", "<img>", "<IMG_CONTEXT>", "</img>")
+IMAGE["internvl"] = PLACEHOLDER["internvl"] = "<IMG_CONTEXT>"
+SPECIAL["llava"] = ("<s>", "</s>", "<image>")
+IMAGE["llava"] = PLACEHOLDER["llava"] = "<image>"
+for _name in ("internvl", "llava"):
+    TEMPLATES[_name] = TEMPLATES["smolvlm"].replace("<image>", IMAGE[_name])
 GEMMA4 = ("gemma4", "gemma4_large")
 """As E2B and E4B: inputs of layers, bounds of products. As 26B and 31B: pictures that see themselves."""
 SPECIAL["mistral3"] = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
@@ -162,6 +168,8 @@ def _config(family: str, **more: Any) -> Any:
         )
     if family in GEMMA4:
         return _gemma4_config(family, more)
+    if family in ("internvl", "llava"):
+        return _with_class_token(family, image, more)
     if family == "mistral3":
         text = {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None}
         vision = dict(
@@ -307,6 +315,17 @@ PROCESSING: dict[str, dict[str, Any]] = {
 }
 """As preprocessor_config.json has them."""
 PROCESSING["qwen2_vl"] = PROCESSING["qwen2_5_vl"]
+PROCESSING["internvl"] = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": 16, "width": 16},
+    "crop_to_patches": True,
+    "max_patches": 6,
+}
+PROCESSING["llava"] = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 24},
+    "crop_size": {"height": 24, "width": 24},
+}
 PROCESSING["mistral3"] = {
     "image_processor_type": "PixtralImageProcessor",
     "patch_size": {"height": 4, "width": 4},
@@ -335,6 +354,22 @@ for _like in QWEN3:
     }
 
 
+def _with_class_token(family: str, image: int, more: dict[str, Any]) -> Any:
+    import transformers as t
+
+    sizes = dict(hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2)
+    if family == "llava":
+        vision = dict(model_type="clip_vision_model", **sizes, patch_size=4, image_size=24)
+        own = dict(text_config={**_TEXT, "model_type": "llama"}, image_seq_length=36)
+        return t.LlavaConfig(vision_config=vision, image_token_index=image, **own, **more)
+    tower = {"use_mean_pooling": False, **more.pop("tower", {})}
+    vision = dict(model_type="internvl_vision", attention_bias=True, **sizes, **tower)
+    vision |= dict(patch_size=4, image_size=16)
+    text = {**_TEXT, "model_type": "qwen3", "head_dim": 8}
+    own = dict(image_token_id=image, image_seq_length=4, tie_word_embeddings=False)
+    return t.InternVLConfig(text_config=text, vision_config=vision, **own, **more)
+
+
 def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
     """The model, in `path` with all its files. `more`: of its config; of Qwen 3 and Gemma 4 "text", of its decoder's."""
     import torch
@@ -349,6 +384,8 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
         "mistral3": t.Mistral3ForConditionalGeneration,
         "qwen2_vl": t.Qwen2VLForConditionalGeneration,
+        "internvl": t.InternVLForConditionalGeneration,
+        "llava": t.LlavaForConditionalGeneration,
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
@@ -405,8 +442,10 @@ def picture(seed: int, width: int = 50, height: int = 37) -> Any:
 
 def their_processor(family: str) -> Any:
     """transformers' image processor with the same settings, by Pillow."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -419,6 +458,8 @@ def their_processor(family: str) -> Any:
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
         "mistral3": PixtralImageProcessorPil,
+        "internvl": GotOcr2ImageProcessorPil,
+        "llava": CLIPImageProcessorPil,
     }
     own = {k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
     if family == "mistral3":  # as PixtralProcessor does

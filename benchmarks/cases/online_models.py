@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -241,6 +242,7 @@ def run(args: argparse.Namespace, save: Any) -> None:
         httpx.Client(base_url=url, timeout=PATIENCE_S, limits=limits) as http,
     ):
         found = part(args, http, process)
+    found |= {"load_average": os.getloadavg()[0]}  # wall times are the neighbours' where it is high
     found |= {"models": [Path(model).name for model in args.models], "memory": args.memory}
     print(json.dumps(found, indent=1))
     save(**{args.part: found})

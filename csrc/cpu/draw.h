@@ -1,5 +1,6 @@
-// Drawing a token of a row of logits without sorting it. A threshold is found by passes that count, or add up, what is at or above a
-// value. Once few tokens are between two such values, only these are read.
+// Drawing a token of a row of logits without sorting it. Each part of a row is summed up once, while it lies in a core's cache; then
+// only parts are read that can hold a token which top_k, top_p or min_p keep. Their thresholds are found by passes that count, or add
+// up, what is at or above a value. Once few tokens are between two such values, only these are read.
 #pragma once
 #include <float.h>
 #include <math.h>
@@ -11,7 +12,7 @@
 namespace ISA {
 
 constexpr float LEAST_WEIGHT = 1e-30f;  // below it a weight counts as 0: what `vexp` makes of −∞ is 1e-38
-constexpr int64_t FEW = 64, PART = 1024, MAX_PARTS = 1024;
+constexpr int64_t FEW = 64, PART = 1024;
 
 struct Above {
     double mass;
@@ -102,9 +103,8 @@ static float kth_largest(const float* x, int64_t n, int64_t k, float best, float
     return last_needed(x, n, false, (double)k, low, high, at_low, at_high, room);
 }
 
-// The smallest of the weights that top_p keeps: a weight is needed while the mass above it is too small, the largest always.
-static float least_of_top_p(const float* w, int64_t n, float top_p, float floor, float* room) {
-    const double wanted = (double)top_p * above(w, n, floor).mass;
+// The smallest of the weights that top_p keeps: a weight is needed while the mass above it is less than `wanted`, the largest always.
+static float least_of_top_p(const float* w, int64_t n, double wanted, float floor, float* room) {
     float high = nextafterf(1.0f, 2.0f), low = 0.5f;
     Above at_high = {0.0, 0}, at_low;
     for (;; low *= 0.25f) {
@@ -128,115 +128,205 @@ static double uniform(int64_t seed, int64_t position) {  // in (0, 1); `uniform`
     return ((double)(x >> 41) + 0.5) / 8388608.0;
 }
 
-// A token of x [size]. scratch: 2 · size + 32 floats.
-static int64_t draw_any(const DrawParams& d, const float* x, int64_t size, float* scratch) {
-    const int64_t likeliest = argmax(x, size);
-    if (!(d.temperature > 1e-38f)) return likeliest;  // its inverse would be infinite
+// The logits [n ≤ DRAW_PART] from token `first` on, a multiple of 32, with −∞ for those that the mask forbids, which are copied to
+// `kept`; null if it forbids all.
+static const float* allowed(const DrawParams& d, const float* x, int64_t first, int64_t n, float* kept) {
+    if (!d.mask) return x;
+    uint32_t any = 0;
+    for (int64_t i = 0; i < n; i += 32) {
+        const int64_t word = (first + i) / 32;
+        const uint32_t bits = word < d.mask_words ? d.mask[word] : 0;
+        any |= bits;
+        if (n - i >= 32)
+            for (int j = 0; j < 32; j++) kept[i + j] = bits & (1u << j) ? x[i + j] : -INFINITY;
+        else
+            for (int64_t j = 0; j < n - i; j++) kept[i + j] = bits & (1u << j) ? x[i + j] : -INFINITY;
+    }
+    return any ? kept : nullptr;
+}
+
+static float mass_below(const float* x, int64_t n, float most, float colder) {  // Σ e to (x − most) · colder
+    F sums = zero();
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) sums = sums + vexp((load(x + i) - set1(most)) * set1(colder));
+    float found = sum(sums);
+    for (; i < n; i++) found += expf((x[i] - most) * colder);
+    return found;
+}
+
+static bool cold(const DrawParams& d) { return !(d.temperature > 1e-38f); }  // its inverse would be infinite
+
+// Writes what `draw` asks of the logits [n] from `first` on, which are part `part` of a row.
+static void summarize(const DrawParams& d, const float* x, int64_t first, int64_t n, int64_t part, const DrawParts& to) {
+    if (d.token < 0) {
+        float kept[DRAW_PART];
+        const float* y = allowed(d, x, first, n, kept);
+        const float most = to.top[part] = y ? largest(y, n) : -INFINITY;
+        if (!cold(d)) to.mass[part] = most > -INFINITY ? mass_below(y, n, most, 1.0f / d.temperature) : 0.0f;
+    }
+    if (d.logprobs) {
+        const float most = to.plain_top[part] = largest(x, n);
+        to.plain_mass[part] = most > -INFINITY ? mass_below(x, n, most, 1.0f) : 0.0f;
+    }
+}
+
+// Makes the parts' masses those of weights whose largest is 1, and `weights` [n] the largest of each part. Returns their sum.
+static double weigh(const float* top, float* mass, int64_t n, float best, float colder, float* weights) {
+    double total = 0.0;
+    for (int64_t i = 0; i < n; i += 16) {
+        const int left = (int)(n - i < 16 ? n - i : 16);
+        store_n(weights + i, vexp((load_n(top + i, left) - set1(best)) * set1(colder)), left);
+    }
+    for (int64_t i = 0; i < n; i++) total += mass[i] *= weights[i];
+    return total;
+}
+
+// A number in (0, 1) of the row's own, times `total`.
+static double target_in(const DrawParams& d, double total) { return uniform(d.seed, d.position) * total; }
+
+// A place in x [n]. all: the sum of the weights of which top_p keeps a share, if x lacks some of them, else below 0.
+// scratch: 2 · n + 32 floats.
+static int64_t draw_listed(const DrawParams& d, const float* x, int64_t n, double all, float* scratch) {
+    const int64_t likeliest = argmax(x, n);
     const float best = x[likeliest];
-    float *w = scratch, *room = scratch + size + 16;
+    float *w = scratch, *room = scratch + n + 16;
     const F colder = set1(1.0f / d.temperature), most = set1(best);
-    for (int64_t i = 0; i < size; i += 16) {
-        const int left = (int)(size - i < 16 ? size - i : 16);
+    for (int64_t i = 0; i < n; i += 16) {
+        const int left = (int)(n - i < 16 ? n - i : 16);
         store_n(w + i, vexp((load_n(x + i, left) - most) * colder), left);
     }
-    if (d.top_k > 0 && d.top_k < size) {
-        const float least = kth_largest(x, size, d.top_k, best, d.temperature, room);
-        for (int64_t i = 0; i < size; i++) w[i] = x[i] >= least ? w[i] : 0.0f;
+    if (d.top_k > 0 && d.top_k < n) {
+        const float least = kth_largest(x, n, d.top_k, best, d.temperature, room);
+        for (int64_t i = 0; i < n; i++) w[i] = x[i] >= least ? w[i] : 0.0f;
     }
     float least = d.min_p < LEAST_WEIGHT ? LEAST_WEIGHT : d.min_p > 1.0f ? 1.0f : d.min_p;
-    if (d.top_p < 1.0f) least = least_of_top_p(w, size, d.top_p, least, room);
-    double masses[MAX_PARTS], total = 0.0;
-    const int64_t part = PART * ((size + PART * MAX_PARTS - 1) / (PART * MAX_PARTS));
-    for (int64_t i = 0, n = 0; i < size; i += part, n++) {
-        masses[n] = above(w + i, size - i < part ? size - i : part, least).mass;
-        total += masses[n];
-    }
-    const double target = uniform(d.seed, d.position) * total;
+    if (d.top_p < 1.0f) least = least_of_top_p(w, n, d.top_p * (all >= 0.0 ? all : above(w, n, least).mass), least, room);
+    const double target = target_in(d, above(w, n, least).mass);
     double running = 0.0;
     int64_t last = likeliest;  // if rounding leaves none
-    for (int64_t i = 0, n = 0; i < size; i += part, n++) {
-        if (running + masses[n] <= target) {
-            running += masses[n];
+    for (int64_t i = 0; i < n; i++)
+        if (w[i] >= least) {
+            last = i;
+            if ((running += w[i]) > target) break;
+        }
+    return last;
+}
+
+// A value at or above which are all logits that d's cuts keep. `weights` and `mass` are as `weigh` leaves them. room: n + 16 floats.
+static float least_kept(const DrawParams& d, const DrawParts& parts, int64_t n, int64_t size, float best, const float* weights,
+                        double total, float* room) {
+    if (d.top_k > 0 && d.top_k < size)  // as many parts have a logit as large
+        return d.top_k < n ? kth_largest(parts.top, n, d.top_k, best, d.temperature, room) : -FLT_MAX;
+    double low = d.min_p > 1.0f ? 1.0f : d.min_p;
+    if (d.min_p < LEAST_WEIGHT) {
+        for (low = 0.25;; low *= 0.25) {  // until all below it is less than what top_p drops
+            double dropped = 0.0;
+            for (int64_t i = 0; i < n; i++) dropped += weights[i] < low ? (double)parts.mass[i] : DRAW_PART * low;
+            if (dropped < (1.0 - d.top_p) * total * 0.999) break;
+            if (low < LEAST_WEIGHT) return -FLT_MAX;
+        }
+    }
+    const double reach = (1e-4 - log(low) * 1.0001) * d.temperature;  // beyond what rounding makes of weights
+    const float found = nextafterf((float)((double)best - reach), -INFINITY);
+    return found > -FLT_MAX ? found : -FLT_MAX;
+}
+
+// A token by the sums of its parts alone, where nothing is cut. Of one part the logits are read.
+static int64_t draw_whole(const DrawParams& d, const float* x, int64_t size, const DrawParts& parts, float best, double total,
+                          int64_t likeliest) {
+    const double target = target_in(d, total);
+    double running = 0.0;
+    int64_t last = likeliest;  // if rounding leaves none
+    for (int64_t first = 0, i = 0; first < size; first += DRAW_PART, i++) {
+        if (running + parts.mass[i] <= target) {
+            running += parts.mass[i];
             continue;
         }
-        const int64_t end = size - i < part ? size : i + part;
-        for (int64_t j = i; j < end; j++)
-            if (w[j] >= least) {
-                last = j;
-                if ((running += w[j]) > target) return j;
-            }
+        float kept[DRAW_PART];
+        const int64_t n = size - first < DRAW_PART ? size - first : DRAW_PART;
+        const float* y = allowed(d, x + first, first, n, kept);
+        for (int64_t j = 0; y && j < n; j++) {
+            const double w = exp(((double)y[j] - best) / d.temperature);
+            if (w < LEAST_WEIGHT) continue;
+            last = first + j;
+            if ((running += w) > target) return last;
+        }
     }
     return last;
 }
 
-// A token that the mask allows. Where it allows few, nothing else is read. scratch: 3 · size + 80 floats.
-static int64_t draw_masked(const DrawParams& d, const float* x, int64_t size, float* scratch) {
-    float* kept = scratch + 2 * size + 32;
-    const int64_t words = d.mask_words < (size + 31) / 32 ? d.mask_words : (size + 31) / 32;
+static int64_t draw_token(const DrawParams& d, const float* x, int64_t size, const DrawParts& parts, float* scratch) {
+    const int64_t n = draw_parts(size);
+    int64_t at = 0;
+    for (int64_t i = 1; i < n; i++) at = parts.top[i] > parts.top[at] ? i : at;
+    const float best = parts.top[at];
+    if (best == -INFINITY) {  // all that is allowed is as unlikely
+        for (int64_t i = 0; d.mask && i < size && i / 32 < d.mask_words; i++)
+            if (d.mask[i / 32] & (1u << i % 32)) return i;
+        return 0;
+    }
+    auto some = [&](int64_t first) { return size - first < DRAW_PART ? size - first : DRAW_PART; };
+    float kept[DRAW_PART];
+    const int64_t from = at * DRAW_PART, likeliest = from + argmax(allowed(d, x + from, from, some(from), kept), some(from));
+    if (cold(d)) return likeliest;
+    float* weights = scratch;
+    scratch += n + 16;
+    const double total = weigh(parts.top, parts.mass, n, best, 1.0f / d.temperature, weights);
+    const bool by_rank = d.top_k > 0 && d.top_k < size, by_weight = d.min_p >= LEAST_WEIGHT;
+    if (!by_rank && !by_weight && !(d.top_p < 1.0f)) return draw_whole(d, x, size, parts, best, total, likeliest);
+    const float least = least_kept(d, parts, n, size, best, weights, total, scratch);
+    float* values = scratch;
+    int32_t* ids = (int32_t*)(scratch + size);
     int64_t count = 0;
-    for (int64_t i = 0; i < words; i++) count += __builtin_popcount(d.mask[i]);
-    if (count <= size / 8) {
-        int32_t* ids = (int32_t*)kept + size / 2;
-        int64_t n = 0;
-        for (int64_t i = 0; i < words; i++)
-            for (uint32_t bits = d.mask[i]; bits; bits &= bits - 1) {
-                const int64_t id = i * 32 + __builtin_ctz(bits);
-                if (id < size) kept[n] = x[id], ids[n++] = (int32_t)id;
+    for (int64_t i = 0; i < n; i++) {
+        if (parts.top[i] < least) continue;
+        const int64_t first = i * DRAW_PART;
+        const float* y = allowed(d, x + first, first, some(first), kept);
+        for (int64_t j = 0; j < some(first); j += 16) {
+            const int64_t left = some(first) - j < 16 ? some(first) - j : 16;
+            if (left == 16 && top(load(y + j)) < least) continue;
+            for (int64_t k = j; k < j + left; k++) {
+                values[count] = y[k], ids[count] = (int32_t)(first + k);
+                count += y[k] >= least ? 1 : 0;
             }
-        return n ? ids[draw_any(d, kept, n, scratch)] : 0;
+        }
     }
-    for (int64_t i = 0; i < size; i += 32) {
-        const uint32_t bits = i / 32 < words ? d.mask[i / 32] : 0;
-        const int64_t n = size - i < 32 ? size - i : 32;
-        if (n == 32)
-            for (int j = 0; j < 32; j++) kept[i + j] = bits & (1u << j) ? x[i + j] : -INFINITY;
-        else
-            for (int64_t j = 0; j < n; j++) kept[i + j] = bits & (1u << j) ? x[i + j] : -INFINITY;
-    }
-    return draw_any(d, kept, size, scratch);
+    return ids[draw_listed(d, values, count, by_rank || by_weight ? -1.0 : total, scratch + 2 * size)];
 }
 
-// Writes what ss_draw_params says of log-probabilities. Among equal tokens the lower id comes first.
-static void log_probabilities(const DrawParams& d, const float* x, int64_t size, int64_t token) {
-    const float best = largest(x, size), own = x[token];
-    const F most = set1(best);
-    double total = 0.0;
-    int64_t rank = 1;
-    for (int64_t first = 0; first < size; first += PART) {
-        const int64_t end = first + PART < size ? first + PART : size;
-        F mass = zero();
-        int32_t higher = 0;
-        int64_t i = first;
-        for (; i + 16 <= end; i += 16) mass = mass + vexp(load(x + i) - most);
-        total += sum(mass);
-        for (; i < end; i++) total += expf(x[i] - best);
-        for (i = first; i < end; i++) higher += x[i] > own ? 1 : 0;
-        rank += higher;
-    }
-    const double log_z = (double)best + log(total);
-    const int64_t num = d.num_top;
+// Writes what ss_draw_params says of log-probabilities. Among equal tokens the lower id comes first. room: the parts, and 16 floats.
+static void log_probabilities(const DrawParams& d, const float* x, int64_t size, int64_t token, const DrawParts& parts, float* room) {
+    const int64_t n = draw_parts(size), num = d.num_top;
+    const float best = largest(parts.plain_top, n), own = x[token];
+    const double log_z = (double)best + log(weigh(parts.plain_top, parts.plain_mass, n, best, 1.0f, room));
     float* values = (float*)d.logprobs + 2 + num;
     int32_t* ids = d.logprobs + 2;
-    const float chosen = (float)((double)own - log_z);
-    memcpy(d.logprobs, &chosen, 4);
-    d.logprobs[1] = (int32_t)rank;
-    int64_t count = 0;
-    for (int64_t first = 0; first < size && num; first += 64) {
-        const int64_t end = first + 64 < size ? first + 64 : size;
-        if (count == num && largest(x + first, end - first) <= values[num - 1]) continue;
-        for (int64_t i = first; i < end; i++) {
-            if (count == num && x[i] <= values[num - 1]) continue;
+    int64_t rank = 1, count = 0;
+    for (int64_t first = 0, i = 0; first < size; first += DRAW_PART, i++) {
+        const int64_t end = first + DRAW_PART < size ? first + DRAW_PART : size;
+        const float most = parts.plain_top[i];
+        if (most > own) {
+            int32_t higher = 0;
+            for (int64_t j = first; j < end; j++) higher += x[j] > own ? 1 : 0;
+            rank += higher;
+        }
+        if (!num || (count == num && most <= values[num - 1])) continue;
+        for (int64_t j = first; j < end; j++) {
+            if (count == num && x[j] <= values[num - 1]) continue;
             int64_t at = count < num ? count++ : num - 1;
-            for (; at && values[at - 1] < x[i]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
-            values[at] = x[i], ids[at] = (int32_t)i;
+            for (; at && values[at - 1] < x[j]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+            values[at] = x[j], ids[at] = (int32_t)j;
         }
     }
     for (int64_t i = 0; i < num; i++) values[i] = (float)((double)values[i] - log_z);
+    const float chosen = (float)((double)own - log_z);
+    memcpy(d.logprobs, &chosen, 4);
+    d.logprobs[1] = (int32_t)rank;
 }
 
-static int64_t draw(const DrawParams& d, const float* x, int64_t size, float* scratch) {
-    const int64_t token = d.token >= 0 ? d.token : d.mask ? draw_masked(d, x, size, scratch) : draw_any(d, x, size, scratch);
-    if (d.logprobs) log_probabilities(d, x, size, token);
+static int64_t draw(const DrawParams& d, const float* x, int64_t size, const DrawParts& parts, float* scratch) {
+    const int64_t token = d.token >= 0 ? d.token : draw_token(d, x, size, parts, scratch);
+    if (d.logprobs) log_probabilities(d, x, size, token, parts, scratch);
     return token;
 }
 

@@ -12,7 +12,7 @@
     const Kernels* function() {                                                                                         \
         static const Kernels table = {label, ISA::linear, ISA::gated, ISA::norm, ISA::activation, ISA::convert,         \
                                       ISA::rope_and_cache, ISA::latent_row, ISA::decode, ISA::join_ranges,              \
-                                      ISA::prefill, ISA::largest, ISA::argmax, ISA::draw, ISA::ceiling,                 \
+                                      ISA::prefill, ISA::largest, ISA::argmax, ISA::summarize, ISA::draw, ISA::ceiling, \
                                       ISA::ceiling_macs, ISA::decode_scratch,                                           \
                                       ISA::prefill_scratch, nullptr, ISA::conv, ISA::delta, ISA::ssd, ISA::scan,        \
                                       ISA::gated_norm, ISA::conv_scratch, ISA::delta_scratch, ISA::ssd_scratch,         \

@@ -36,7 +36,7 @@ static int64_t ceiling_macs(int32_t what) {
 #define SLIPSTREAM_TILES(function, label)                                                                                        \
     const Kernels* function() {                                                                                                  \
         static const Kernels table = {label,   ISA::linear,  ISA::gated, nullptr, nullptr,      nullptr,           nullptr, nullptr, \
-                                      nullptr, nullptr, ISA::prefill, nullptr, nullptr, nullptr, ISA::ceiling, ISA::ceiling_macs, nullptr, \
+                                      nullptr, nullptr, ISA::prefill, nullptr, nullptr, nullptr, nullptr, ISA::ceiling, ISA::ceiling_macs, nullptr, \
                                       ISA::prefill_scratch, ISA::widen};                                                     \
         return &table;                                                                                                           \
     }

@@ -35,6 +35,13 @@ struct DrawParams {  // ss_draw_params
     int32_t top_k, mask_words, num_top;
 };
 
+constexpr int64_t DRAW_PART = 128;  // logits that are summed up together, a multiple of 32
+static inline int64_t draw_parts(int64_t size) { return (size + DRAW_PART - 1) / DRAW_PART; }
+
+struct DrawParts {  // of a row of logits: each part's largest, and its sum of e to (x − largest) / temperature; `plain` without
+    float *top, *mass, *plain_top, *plain_mass;  // mask and temperature, for log-probabilities
+};
+
 struct Activated {  // ACT_CLAMPED_SWIGLU and ACT_XIELU alone have alpha and limit
     int32_t kind;
     float alpha, limit;
@@ -197,7 +204,9 @@ struct Kernels {
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     float (*largest)(const float* x, int64_t size);
     int64_t (*argmax)(const float* x, int64_t size);
-    int64_t (*draw)(const DrawParams&, const float* x, int64_t size, float* scratch);  // 3 · size + 80 floats
+    void (*summarize)(const DrawParams&, const float* x, int64_t first, int64_t n, int64_t part, const DrawParts&);
+    // The parts are overwritten. scratch: 4 · size + draw_parts(size) + 64 floats
+    int64_t (*draw)(const DrawParams&, const float* x, int64_t size, const DrawParts&, float* scratch);
     float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
     int64_t (*ceiling_macs)(int32_t what);
     int64_t (*decode_scratch)(const AttentionArgs&, int64_t tokens);  // floats

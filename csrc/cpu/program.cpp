@@ -162,15 +162,6 @@ struct Argmax : RowOp {
     void row(Program& p, int64_t t, float*) override { *(int64_t*)p.row(out, t) = p.kernels().argmax((float*)p.row(x, t), size); }
 };
 
-struct Draw : RowOp {
-    int32_t x, params, out;
-    int64_t size;
-    int64_t scratch_floats(Program&) override { return 3 * size + 80; }
-    void row(Program& p, int64_t t, float* scratch) override {
-        *(int64_t*)p.row(out, t) = p.kernels().draw(*(const DrawParams*)p.row(params, t), (float*)p.row(x, t), size, scratch);
-    }
-};
-
 struct CeilingOp : Op {  // every thread does the same work on its own share of the data
     int32_t what;
     const uint8_t* data;
@@ -293,28 +284,20 @@ struct Linear : Op {
     }
 };
 
-// The index of the largest number in each row of a product that is never stored: each thread compares a few results while they
-// lie in its cache.
-struct LinearArgmax : Op {
+// A product whose results are looked at while they lie in a core's cache.
+struct LinearHead : Op {
     static constexpr int64_t PAIRS = 16, TOKENS = 48;
     static constexpr int64_t COLUMNS = PAIRS * 2 * PANEL;
-    struct Found {
-        float value;
-        int64_t at;
-    };
     int32_t x, out;
     LinearArgs args;
-    int64_t pairs = 0, pairs_per_chunk = 0, num_chunks = 0;
-    std::vector<Found> found;  // [chunks, tokens]
-    std::atomic<int64_t> left{0};
+    int64_t pairs = 0, pairs_per_chunk = 0, num_chunks = 0, whole_pairs = 1;  // a chunk has a multiple of them
 
     int chunks(Program& p) override {
         args.x = p.row(x, 0), args.x_stride = p.stride(x), args.y_stride = COLUMNS;
         pairs = (args.rows + 2 * PANEL - 1) / (2 * PANEL);
-        pairs_per_chunk = even_chunk(pairs, p.threads(), std::max<int64_t>(1, pairs / ((int64_t)p.threads() * CHUNKS_PER_THREAD)));
+        const int64_t each = pairs / ((int64_t)p.threads() * CHUNKS_PER_THREAD);
+        pairs_per_chunk = round_up(even_chunk(pairs, p.threads(), std::max<int64_t>(1, each)), whole_pairs);
         num_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
-        found.assign(num_chunks * p.step().num_tokens, {-INFINITY, 0});
-        left.store(num_chunks, std::memory_order_relaxed);
         return (int)num_chunks;
     }
     int64_t scratch_floats(Program&) override { return TOKENS * COLUMNS + linear_scratch(args); }
@@ -323,7 +306,6 @@ struct LinearArgmax : Op {
         const int64_t chunk = in_turns(claimed, num_chunks, p.threads());
         const int64_t tokens = p.step().num_tokens, pair1 = std::min(pairs, (chunk + 1) * pairs_per_chunk);
         float *results = p.scratch(thread), *rest = results + TOKENS * COLUMNS;
-        Found* best = found.data() + chunk * tokens;
         LinearArgs own = args;
         for (int64_t pair = chunk * pairs_per_chunk; pair < pair1; pair += PAIRS) {
             const int64_t end = std::min(pair1, pair + PAIRS), row = pair * 2 * PANEL;
@@ -332,20 +314,92 @@ struct LinearArgmax : Op {
                 const int64_t count = std::min(TOKENS, tokens - token);
                 own.x = args.x + token * args.x_stride, own.y = results - row;
                 p.kernels().linear(own, pair, end, 0, count, rest);
-                for (int64_t t = 0; t < count; t++) {
-                    const float* y = results + t * COLUMNS;
-                    const float most = p.kernels().largest(y, columns);  // seldom more than what was found before
-                    if (most > best[token + t].value) best[token + t] = {most, row + p.kernels().argmax(y, columns)};
-                }
+                for (int64_t t = 0; t < count; t++) look(p, chunk, token + t, results + t * COLUMNS, row, columns);
             }
         }
+        ended(p);
+    }
+    // At y [columns], the results of a token from row `row` of the weight on.
+    virtual void look(Program& p, int64_t chunk, int64_t token, const float* y, int64_t row, int64_t columns) = 0;
+    virtual void ended(Program&) {}  // after each chunk
+};
+
+// The index of the largest number in each row of a product that is never stored.
+struct LinearArgmax : LinearHead {
+    struct Found {
+        float value;
+        int64_t at;
+    };
+    std::vector<Found> found;  // [chunks, tokens]
+    std::atomic<int64_t> left{0};
+
+    int chunks(Program& p) override {
+        LinearHead::chunks(p);
+        found.assign(num_chunks * p.step().num_tokens, {-INFINITY, 0});
+        left.store(num_chunks, std::memory_order_relaxed);
+        return (int)num_chunks;
+    }
+    void look(Program& p, int64_t chunk, int64_t token, const float* y, int64_t row, int64_t columns) override {
+        Found& best = found[chunk * p.step().num_tokens + token];
+        const float most = p.kernels().largest(y, columns);  // seldom more than what was found before
+        if (most > best.value) best = {most, row + p.kernels().argmax(y, columns)};
+    }
+    void ended(Program& p) override {
         if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        const int64_t tokens = p.step().num_tokens;
         for (int64_t t = 0; t < tokens; t++) {  // the last chunk to end compares them all; of equals the first counts
             Found most = found[t];
             for (int64_t i = 1; i < num_chunks; i++)
                 if (found[i * tokens + t].value > most.value) most = found[i * tokens + t];
             *(int64_t*)p.row(out, t) = most.at;
         }
+    }
+};
+
+// Sums of the parts of rows of logits, [tokens, 4, parts].
+struct RowParts {
+    int32_t params;
+    int64_t size;
+    std::vector<float> sums;
+    void expect(int64_t tokens) { sums.resize(std::max<size_t>(sums.size(), tokens * 4 * draw_parts(size))); }
+    DrawParts of(int64_t t) {
+        const int64_t n = draw_parts(size);
+        float* at = sums.data() + t * 4 * n;
+        return {at, at + n, at + 2 * n, at + 3 * n};
+    }
+    const DrawParams& wanted(Program& p, int64_t t) const { return *(const DrawParams*)p.row(params, t); }
+    void summarize(Program& p, int64_t t, const float* x, int64_t first, int64_t end) {  // x: from `first` on
+        for (int64_t i = first; i < end; i += DRAW_PART)
+            p.kernels().summarize(wanted(p, t), x + i - first, i, std::min(end - i, DRAW_PART), i / DRAW_PART, of(t));
+    }
+};
+
+// Logits as a product, and the sums of their parts.
+struct LinearParts : LinearHead {
+    std::shared_ptr<RowParts> parts;
+    int chunks(Program& p) override {
+        parts->expect(p.step().num_tokens);
+        return LinearHead::chunks(p);
+    }
+    void look(Program& p, int64_t, int64_t token, const float* y, int64_t row, int64_t columns) override {
+        parts->summarize(p, token, y, row, row + columns);
+        memcpy((float*)p.row(out, token) + row, y, columns * 4);
+    }
+};
+
+struct Draw : RowOp {
+    int32_t x, out;
+    bool summarized;  // by a LinearParts
+    std::shared_ptr<RowParts> parts;
+    int64_t scratch_floats(Program&) override { return 4 * parts->size + draw_parts(parts->size) + 64; }
+    int chunks(Program& p) override {
+        parts->expect(p.step().num_tokens);
+        return RowOp::chunks(p);
+    }
+    void row(Program& p, int64_t t, float* scratch) override {
+        const float* logits = (float*)p.row(x, t);
+        if (!summarized) parts->summarize(p, t, logits, 0, parts->size);
+        *(int64_t*)p.row(out, t) = p.kernels().draw(parts->wanted(p, t), logits, parts->size, parts->of(t), scratch);
     }
 };
 
@@ -681,7 +735,18 @@ void ss_add_argmax(ss_program* p, int32_t x, int32_t out, int64_t size) {
 
 void ss_add_draw(ss_program* p, int32_t x, int32_t params, int32_t out, int64_t size) {
     auto* op = add<Draw>(p);
-    op->x = x, op->params = params, op->out = out, op->size = size;
+    op->x = x, op->out = out, op->summarized = false, op->parts = std::make_shared<RowParts>();
+    op->parts->params = params, op->parts->size = size;
+}
+
+void ss_add_linear_draw(ss_program* p, int32_t x, int32_t logits, int32_t params, int32_t out, int32_t kind, int64_t rows,
+                        int64_t inner, const void* packed, const float* bias) {
+    auto* product = add<LinearParts>(p);
+    ss_add_draw(p, logits, params, out, rows);
+    auto* op = (Draw*)((Program*)p)->ops.back().get();
+    op->summarized = true;
+    product->x = x, product->out = logits, product->args = linear_args(kind, rows, inner, packed, bias, false);
+    product->parts = op->parts, product->whole_pairs = DRAW_PART / (2 * PANEL);
 }
 
 void ss_add_linear_argmax(ss_program* p, int32_t x, int32_t out, int32_t kind, int64_t rows, int64_t inner, const void* packed,

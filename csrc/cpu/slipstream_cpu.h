@@ -182,6 +182,9 @@ typedef struct {  // how a row's token is drawn
 // A token of each row of logits, int64. `params` has a row's ss_draw_params. Log-probabilities are the token's and its rank, then
 // the ids of the num_top likeliest tokens and theirs: 2 + 2 · num_top words.
 SS_API void ss_add_draw(ss_program*, int32_t x, int32_t params, int32_t out, int64_t size);
+// The same of a product. Its results are left in `logits`.
+SS_API void ss_add_linear_draw(ss_program*, int32_t x, int32_t logits, int32_t params, int32_t out, int32_t kind, int64_t rows,
+                               int64_t inner, const void* packed, const float* bias);
 
 typedef struct {
     void *k, *v;  // [B, K, block_size, D]; with latents v points into the first key

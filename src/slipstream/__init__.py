@@ -29,6 +29,7 @@ _PUBLIC = {
     "ClassificationOutput": "slipstream.engine.requests.pooled",
     "EncodingOutput": "slipstream.engine.requests.pooled",
     "SlipstreamError": "slipstream.errors",
+    "WeightGroup": "slipstream.worker.weights.group",
 }
 _VLLM = {
     "AsyncEngineArgs": ("slipstream.config", "EngineArgs"),
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from slipstream.params.prompts import TextPrompt, TokensPrompt
     from slipstream.params.sampling import SamplingParams
     from slipstream.params.search import BeamSearchParams, PoolingParams
+    from slipstream.worker.weights.group import WeightGroup
 
 __all__ = [
     "LLM",
@@ -84,6 +86,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightGroup",
     "__version__",
 ]
 

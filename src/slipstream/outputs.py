@@ -78,7 +78,11 @@ class PositionLogprobs(_Late):
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one
-    did."""
+    did.
+
+    `weight_versions` are (version, number of tokens): which weights made the tokens of `token_ids`,
+    run by run. Weights that never changed have the version "0".
+    """
 
     index: int
     text: str
@@ -89,6 +93,12 @@ class CompletionOutput:
     num_drafted: int = 0  # tokens proposed by speculative decoding
     num_accepted: int = 0  # proposed tokens that the model confirmed
     message: ChatMessage | None = None  # of `LLM.chat`: the answer in its parts
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def token_weight_versions(self) -> list[str]:
+        """The version of the weights that made each of `token_ids`."""
+        return [version for version, count in self.weight_versions for _ in range(count)]
 
     @property
     def cumulative_logprob(self) -> float | None:

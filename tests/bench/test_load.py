@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from slipstream.bench.load import (
     Burst,
     ClosedLoop,
+    Gamma,
     Poisson,
     Ramp,
     parse_arrivals,
@@ -68,6 +70,14 @@ async def test_burst_sends_all_at_once():
     for r in records:
         assert r.sent <= r.first_token <= r.last_token
         assert sum(r.gaps_s) == pytest.approx(r.last_token - r.first_token)
+
+
+@pytest.mark.parametrize("cv", [0.5, 2.0])
+def test_gamma_gaps_have_the_rate_and_the_spread(cv):
+    times = send_times(Gamma(rate=4.0, cv=cv), 20_000, 3)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(0.25, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(0.25 * cv, rel=0.05)
 
 
 @pytest.mark.parametrize("users", [1, 3, 50])

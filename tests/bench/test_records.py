@@ -34,6 +34,10 @@ def load(name: str):
     return module
 
 
+def test_each_record_has_the_command_that_made_it():
+    assert [path.name for path in RECORDS if '"command":' not in path.read_text("utf-8")] == []
+
+
 def test_no_record_holds_an_absolute_path():
     found = {path.name: ABSOLUTE_PATH.findall(path.read_text("utf-8")) for path in RECORDS}
     assert {name: paths for name, paths in found.items() if paths} == {}

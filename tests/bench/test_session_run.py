@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 from slipstream.bench.load import Burst, ClosedLoop, MeasuredAnswer
-from slipstream.bench.session_metrics import summarize_turns
+from slipstream.bench.session_metrics import TurnRecord, summarize_turns
 from slipstream.bench.session_run import (
     USUAL_RATIO,
     ChatDialogue,
@@ -20,6 +20,7 @@ from slipstream.bench.session_run import (
     tokens_per_word,
 )
 from slipstream.bench.sessions import AgentLoad, Part, Session, Turn, parse_load, planned_turns
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import EngineError
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
@@ -222,3 +223,26 @@ async def test_both_forms_against_a_server():
         assert summary.num_complete == 2
     wanted = sum(t.input_tokens for t in planned)
     assert summary.turns.input_tokens == pytest.approx(wanted, rel=0.4)  # with names of roles
+
+
+def test_failed_turns_and_answers_that_are_too_long_or_too_short_are_told_apart():
+    def turn(session, output_tokens, *, error=None, is_subagent=False):
+        timing = RequestTiming(
+            input_tokens=10,
+            output_tokens=output_tokens,
+            sent=1.0,
+            first_token=2.0,
+            last_token=3.0,
+            error=error,
+        )
+        return TurnRecord(session=session, turn=0, is_subagent=is_subagent, is_last=True, timing=timing,
+                          cacheable_tokens=4, counts_cached=False, asked_tokens=5)  # fmt: skip
+
+    failed = turn(0, 0, error="it is full")
+    records = [failed, turn(0, 5, is_subagent=True), turn(1, 7), turn(2, 3)]
+    found = summarize_turns(records, num_gpus=2)
+    assert (found.num_sessions, found.num_complete, found.turns.num_failed) == (3, 2, 1)
+    assert (found.num_short, found.short_tokens) == (1, 2)
+    assert found.output_throughput_per_gpu == found.turns.output_throughput / 2
+    assert found.total_throughput_per_gpu == found.turns.total_throughput / 2
+    assert (found.session_s.mean, found.cacheable_rate) == (2.0, 0.4)

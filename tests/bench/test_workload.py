@@ -87,6 +87,7 @@ def test_bad_lengths(tmp_path, text):
 def test_sharegpt_filters_and_shuffles():
     turns = [("a" * n, "b" * (n % 7 + 1)) for n in range(1, 40)] + [
         ("a" * 10, "b" * 5000),
+        ("a" * 1000, "b" * 1500),
         ("c" * 2000, "d"),
     ]
     workload = make.sharegpt(turns, list, 30, seed=1)

@@ -73,6 +73,17 @@ def test_any_program_gets_the_variables_of_the_sdks(url, capsys, tmp_path):
     assert "give the program after --" in told.err
 
 
+def test_key_comes_from_a_file_or_a_word_and_is_not_shown(url, capsys, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("# of the server\nsecret-key\n")
+    code, told = launched(capsys, "codex", "--url", url, "--print", "--api-key-file", str(file))
+    assert code == 0
+    assert "SLIPSTREAM_API_KEY=" in told.err
+    assert "secret-key" not in told.err
+    both = ("--api-key-file", str(file), "--api-key", "x")
+    assert "not both" in launched(capsys, "codex", "--url", url, "--print", *both)[1].err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -139,7 +139,7 @@ def test_gptq_is_optimal_brain_quantisation(act_order, symmetric, group_size, mo
 
 
 def test_gptq_finds_a_groups_grid_when_its_turn_comes():
-    """Without an order of its own a group's scale is that of its columns as updated, not as they were."""
+    """A group's scale is computed when the group is reached, from columns that earlier groups have updated."""
     stats, weight = inputs(400, 64), weights(6, 64)
     fmt = WeightFormat(bits=4, group_size=32)
     before = fit(weight, fmt, F32, clip=False)
@@ -243,7 +243,7 @@ FORMATS = [
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_clipping_finds_the_least_error_of_each_group(fmt, weighed):
-    """Of shares from 0.46 to 1.06 of the largest magnitude; without clipping the share is 1."""
+    """The best of the shares from 0.46 to 1.06 of the largest magnitude is taken; without clipping the share is 1."""
     weight = weights(12, 64) ** 3
     stats = inputs(50, 64)
     stats.hessian *= torch.logspace(-2, 2, 64)[:, None]
@@ -274,7 +274,7 @@ def diagonal(inner, seed=0):
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_gptq_of_independent_inputs_is_rounding_to_nearest(fmt, act_order):
-    """With scales, zero points and codes weighed by the inputs, in every group."""
+    """The results are equal in every group: scales, zero points and codes."""
     weight, stats = weights(5, 64) ** 3, diagonal(64)
     found = gptq(weight, fmt, F32, stats, act_order=act_order)
     expected = nearest(weight, fmt, F32, clip=True, stats=stats)

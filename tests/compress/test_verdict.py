@@ -61,6 +61,8 @@ def test_what_is_broken(changes, named):
 def test_limits_can_be_moved_and_are_checked():
     assert not QualityLimits(max_perplexity_ratio=1e9).faults(found(perplexity_b=1e6))
     assert QualityLimits(min_top1_agreement=0.95).faults(found())
+    nothing = float("nan")  # what no number says is broken
+    assert len(QualityLimits().faults(found(perplexity_b=nothing, top1_agreement=nothing))) == 2
     for wrong in (
         {"max_perplexity_ratio": 0.5},
         {"max_perplexity_ratio": float("nan")},

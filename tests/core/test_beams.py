@@ -98,7 +98,7 @@ def check(scheduler):
         for g, table in enumerate(r.blocks):
             for block in table[r.num_passed[g] :]:
                 held[block] += 1
-    assert scheduler.pool.ref_counts[1:] == held[1:]
+    assert [*scheduler.pool.ref_counts[1:]] == held[1:]
     assert not held[0], "the null block is nobody's"
     scheduler.pool.check()
 
@@ -224,7 +224,7 @@ def test_a_beam_takes_over_from_one_that_has_passed_other_blocks(seed):
 
 @pytest.mark.parametrize("length", [BLOCK + 1, 2 * BLOCK - 1])
 def test_a_beam_that_ends_leaves_no_copy(length):
-    """It has just taken over from another, into a block of its own that is given to somebody else before the copy is made."""
+    """The beam has just taken over from another. The block for its copy is given to another request before the copy is made."""
     engine = Engine(config(num_blocks=40))
     search = Search(engine, "s", range(length), 2, 9, None)
     for steps in ([("s.0", "s.0", 0), ("s.1", "s.0", 1)], [("s.0", "s.0", 2), ("s.1", "s.0", 3)]):
@@ -241,7 +241,7 @@ def test_a_beam_that_ends_leaves_no_copy(length):
 
 
 def test_a_beam_that_leaves_the_worker_takes_no_old_changes_along():
-    """It goes on from another, and loses its blocks before the worker is told which it took over."""
+    """The beam continues another, and loses its blocks before the worker learns which blocks it took over."""
     engine = Engine(config(num_blocks=40))
     search, scheduler = Search(engine, "s", range(2 * BLOCK - 1), 2, 9, None), engine.scheduler
     engine.step()
@@ -276,7 +276,7 @@ def test_a_copy_that_is_given_up_leaves_its_source_shared():
 
 
 def test_a_beam_that_takes_over_other_tokens_has_their_keys():
-    """Both have given up their blocks. The keys that the beam looked up before were those of its own tokens."""
+    """Both beams have given up their blocks. Before, the beam had looked up the keys of its own tokens."""
     scheduler = Engine(config(num_blocks=40)).scheduler
     for name in "ab":
         scheduler.add(request(name, range(BLOCK), 20, beam_of="a"))

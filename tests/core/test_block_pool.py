@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.core.cache import block_pool
 from slipstream.core.cache.block_pool import BlockPool
+from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.core.cache.sessions import Sessions
 
 
 def test_a_block_that_holds_nothing_is_used_again_at_once():
@@ -46,5 +55,47 @@ def test_a_chain_ends_at_the_first_key_that_is_not_cached():
     blocks = pool.allocate(4)
     for block, key in zip(blocks, (b"a", b"b", b"d", b"e"), strict=True):
         pool.register(block, key)
-    assert pool.chain([b"a", b"b", b"c", b"d"]) == blocks[:2]
-    assert pool.chain([b"x", b"a"]) == pool.chain([]) == []
+    assert [*pool.chain([b"a", b"b", b"c", b"d"])] == blocks[:2]
+    assert not pool.chain([b"x", b"a"])
+    assert not pool.chain([])
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@given(data=st.data())
+def test_operations_over_arrays_do_what_loops_do(ordered, data):
+    """A small pool, as if few blocks were many, next to one that always loops."""
+    pools = [BlockPool(12), BlockPool(12)]
+    for pool in pools:
+        if ordered:
+            pool.order = ValueOrder(Sessions(lambda: 0.0, 1000.0), pool, 16)
+    held: list[list[int]] = []
+    for number in range(data.draw(st.integers(1, 12))):
+        kind = data.draw(st.sampled_from(["allocate", "register", "hold", "release"]))
+        count = data.draw(st.integers(0, pools[0].num_free))
+        which = data.draw(st.integers(0, max(0, len(held) - 1)))
+        found = []
+        for pool, many in zip(pools, (1, 1000), strict=True):
+            with mock.patch.object(block_pool, "MANY", many):
+                if kind == "allocate":
+                    found.append(pool.allocate(count))
+                elif kind == "hold":
+                    cached = [*map(pool.lookup, pool.cached_keys())]
+                    assert pool.num_leading_cached([*cached, 0]) == len(cached)
+                    revived = sum(not pool.ref_counts[block] for block in cached)
+                    assert pool.num_revived(cached) == revived
+                    pool.hold(cached)
+                    found.append(cached)
+                elif held and kind == "register":
+                    for i, block in enumerate(held[which][:count]):
+                        pool.register(block, bytes((number, i)))
+                elif held:
+                    pool.release(held[which])
+                pool.check()
+        if found:
+            assert found[0] == found[1]
+            held += found[:1] if found[0] else []
+        elif held and kind == "release":
+            held.pop(which)
+        assert pools[0].ref_counts == pools[1].ref_counts
+        assert pools[0].hashes == pools[1].hashes
+    assert pools[0].allocate(pools[0].num_free) == pools[1].allocate(pools[1].num_free)

@@ -1,4 +1,4 @@
-"""What the scheduler does without a free block, where random runs seldom come."""
+"""The scheduler without a free block: cases that random runs seldom reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step may take, the lease of plain decodes, and the bound on idle steps."""
+"""The budget of a step, the lease of plain decodes, and the bound on idle steps."""
 
 from __future__ import annotations
 

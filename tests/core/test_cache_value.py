@@ -365,7 +365,7 @@ class OrderMachine(RuleBasedStateMachine):
         text = [0, 0, *text]
         keys = [bytes(text[: i + 1]) for i in range(len(text))]
         known = list(itertools.takewhile(lambda b: b is not None, map(self.pool.lookup, keys)))
-        assert self.pool.chain(keys) == known
+        assert [*self.pool.chain(keys)] == known
         hit = known[: len(text) - 1]
         fresh = len(text) - len(hit)
         if fresh + sum(not self.pool.ref_counts[b] for b in hit) > self.pool.num_free:

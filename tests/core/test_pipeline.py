@@ -113,7 +113,7 @@ def test_requests_take_turns(num_stages, num_requests):
 
 
 def test_one_request_does_not_wait_for_the_host():
-    """Its next steps are planned before its tokens are known."""
+    """The next steps of the request are planned before its tokens are known."""
     scheduler = make_scheduler(**config(pipeline_steps=2, num_blocks=60))
     scheduler.add(request("r0", range(4), max_tokens=20))
     tokens, counts = run(scheduler, 2, {})

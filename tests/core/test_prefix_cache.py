@@ -53,7 +53,7 @@ def test_a_chain_is_the_same_at_once_and_piece_by_piece():
 
 
 def test_a_picture_is_told_apart_by_where_it_begins():
-    """Its placeholders are the same tokens everywhere, and a text may hold the same token behind a picture."""
+    """All placeholders are the same token, and a text may hold that token after a picture."""
     chains = set()
     for offset in (0, 1, 4, 5):
         keys = list[bytes]()

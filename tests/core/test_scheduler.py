@@ -327,7 +327,7 @@ def test_a_request_whose_adapter_does_not_fit_is_passed_by_so_often_and_no_more(
 
 
 def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
-    """It may have megabytes of pictures."""
+    """An ended request may hold megabytes of pictures."""
     engine = Engine(config())
     spec = request("a", range(5), 2, deadline=1000.0)
     before = sys.getrefcount(spec)
@@ -583,7 +583,7 @@ def test_priority_and_preemption_order():
 
 
 def test_a_prompt_waits_for_blocks_of_those_before_it():
-    """It is the last in order and keeps what it has, rather than give it up for nobody."""
+    """The prompt is the last in order. It keeps its blocks, because no request before it would gain by them."""
     engine = Engine(
         config(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=9, enable_prefix_caching=False)
     )
@@ -965,7 +965,8 @@ def test_decodes_that_share_a_long_prompt_are_named():
 
 
 def test_what_is_computed_again_after_preemption_is_cached_again():
-    """Its blocks were overwritten meanwhile. The next prompt that begins alike finds those of the second time."""
+    """The first blocks were overwritten meanwhile. A later prompt that begins alike finds the blocks of the
+    second computation."""
     engine = Engine(config(num_blocks=7, max_num_seqs=2))
     engine.scheduler.add(request("low", range(8), max_tokens=9, priority=5))
     engine.step()
@@ -1002,7 +1003,7 @@ def test_cached_tokens_are_told_with_the_first_token_only():
 
 
 def test_a_prompt_cached_whole_in_all_the_blocks_there_are():
-    """Its last block is computed again, which needs one that is free."""
+    """The last block of the prompt is computed again, which needs a free block."""
     engine = Engine(config(num_blocks=6, max_num_batched_tokens=32))
     for name in "ab":
         engine.scheduler.add(request(name, range(5 * BLOCK), max_tokens=1))
@@ -1152,7 +1153,7 @@ def test_a_hit_needs_the_blocks_that_its_next_token_looks_at():
 
 
 def test_a_long_sequence_runs_in_few_blocks():
-    """Its window groups need no more blocks than their bound; only a request whose full groups are too long is refused."""
+    """Window groups need no more blocks than their bound. Only a request that is too long for its full groups is refused."""
     c = config(
         num_blocks=16, max_model_len=400, max_num_batched_tokens=8, groups=(window(9), window(3))
     )
@@ -1342,7 +1343,7 @@ def test_right_drafts_behind_the_end_do_not_count():
 @pytest.mark.parametrize("most", [None, 4], ids=["auto", "4"])
 @pytest.mark.parametrize("method", [NgramDrafts, SuffixDrafts], ids=["ngram", "suffix"])
 def test_answers_are_the_same_with_drafts(method, most):
-    """Whatever is proposed for texts that repeat, at whatever depth: the same tokens, in fewer steps."""
+    """Proposals of any depth for repeating texts change no token, and save steps."""
     tokens, num_steps = {}, {}
     for speculation in (NO_DRAFTS, method(num_speculative_tokens=most)):
         engine = Engine(

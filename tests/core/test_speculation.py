@@ -149,7 +149,7 @@ def test_a_bad_proposer_is_left_alone():
 
 
 def test_plain_steps_are_timed_behind_plain_ones_only():
-    """Those are launched ahead; the first behind drafts is not."""
+    """Plain steps are launched ahead, but not the first one after a step with drafts."""
     speculation = auto()
     steps = [
         (4, False),
@@ -176,7 +176,7 @@ def test_plain_steps_are_timed_behind_plain_ones_only():
 
 
 def test_a_cold_step_is_not_timed():
-    """It captures a graph or catches up. Its time would keep its size from being tried again."""
+    """A cold step captures a graph or catches up. If its time counted, its size would not be tried again."""
     speculation = auto()
     for now, num_tokens, is_cold in ((1, 5, False), (9, 5, True), (10, 5, False)):
         speculation.add_time(now, 1, num_tokens, only_decodes=True, idle=False, is_cold=is_cold)

@@ -411,7 +411,7 @@ def test_what_is_on_its_way_when_all_is_forgotten_is_not_found():
 
 
 def test_a_load_finds_no_room_in_the_blocks_that_it_goes_on_from():
-    """They are free until the load holds them."""
+    """The blocks of the prefix are free until the load holds them."""
     store = Store(0, {})
     made = engine(store)
     made.scheduler.add(request("p/1", PROMPT))

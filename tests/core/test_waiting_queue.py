@@ -78,7 +78,7 @@ class Load:
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=8),
 )
 def test_served_tokens_by_weight(weights, sizes):
-    """By weight no two owners differ by more than what can be in flight, however long the run."""
+    """Served tokens divided by weight differ between two owners by at most what can be in flight, however long the run."""
     owners = {f"o{i}": weight for i, weight in enumerate(weights)}
     load = Load(small_scheduler(), owners, lambda n: sizes[n % len(sizes)])
     load.run(1500)

@@ -11,7 +11,7 @@ from tests import tiny_models
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_dense_step_by_hand(tmp_path, family):
-    """Of a config alone: two bytes a parameter. Mistral's tokens look at a window of those before."""
+    """A config alone counts two bytes a parameter. Mistral's tokens attend to a window."""
     tiny_models.write(tmp_path, family)
     (tmp_path / "model.safetensors").unlink()
     description = read_spec(tmp_path)

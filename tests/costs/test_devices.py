@@ -215,7 +215,7 @@ def test_the_longest_step_with_a_graph():
 
 
 def test_a_step_that_verifies_drafts_is_padded_to_rows():
-    """Of 40 sequences with two drafts each, all or some of them, and beside a prompt."""
+    """The step has 40 sequences, all or some with two drafts each, with and without a prompt."""
     speculation = NgramDrafts(num_speculative_tokens=8)
     engine = planned(max_num_seqs=64)
     padded = padding(
@@ -229,7 +229,7 @@ def test_a_step_that_verifies_drafts_is_padded_to_rows():
 
 
 def test_a_draft_models_chains_are_in_the_ledger():
-    """Of 256 sequences with the logits of one pass, twice, and 9 sizes for one depth of 4 passes of 16 layers."""
+    """The ledger has 256 sequences with the logits of one pass, twice, and 9 sizes for one depth of 4 passes of 16 layers."""
     configs = {"method": "draft", "model": str(CONFIGS / "llama-3.2-1b")}, {"method": "ngram"}
     description, rates, found = read_spec(CONFIGS / "llama-3-8b"), parse_acceptance("0.8"), []
     for config in configs:

@@ -1,4 +1,4 @@
-"""What the operating system says about the machine, from its files and tools as they look."""
+"""The machine as the operating system describes it, from samples of its files and tools."""
 
 from __future__ import annotations
 

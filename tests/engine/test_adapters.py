@@ -75,7 +75,7 @@ ALL = [(n, i) for i in range(len(PROMPTS)) for n in (1, 0, 2, 3)]
 
 
 def test_answers_differ(made):
-    """Else the tests would show nothing."""
+    """The adapters change the answers; if not, the other tests would show nothing."""
     assert len({tuple(made[1][n, 0]) for n in range(4)}) == 4
 
 
@@ -337,7 +337,7 @@ def ends_of(core):
 
 
 def test_a_request_without_a_place_counts_in_the_queue_and_outlives_a_full_one(made):
-    """When its place is free, requests without adapters fill the queue; it waits on."""
+    """When the place is free, requests without adapters fill the queue; the request keeps waiting."""
     core = make(made, max_loras=1, max_cpu_loras=1, max_num_seqs=1, max_queue=2).core
     core.add([asked(made, 1, "runs")])
     core.step()
@@ -349,7 +349,7 @@ def test_a_request_without_a_place_counts_in_the_queue_and_outlives_a_full_one(m
 
 
 def test_those_with_a_place_go_before_one_without(made, monkeypatch):
-    """As many as the scheduler would let: then its turn comes. Choices go with their first."""
+    """As many pass as the scheduler allows, then its turn comes. Choices go with their first."""
     monkeypatch.setattr("slipstream.core.scheduler.MAX_OVERTAKES", 2)
     core = make(made, max_loras=1, max_cpu_loras=1).core
     core.add([asked(made, 1, "a0", 8)])

@@ -146,7 +146,7 @@ def test_the_search_by_hand():
 
 
 def test_a_search_ends_in_a_step_in_which_no_beam_does():
-    """Its answers are there, and a step takes the open beams below them."""
+    """The search has its answers, and a step brings the open beams below them."""
     searches, params = BeamSearches(), BeamSearchParams(beam_width=2, max_tokens=9)
     first = searches.begin(
         BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))

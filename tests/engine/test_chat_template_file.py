@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.serving import serve
-from slipstream.engine.text.chat_template import read_template
+from slipstream.engine.text.chat_template import read_template, shaped_for
 from slipstream.engine.text.tool_formats import tool_format
 from slipstream.errors import ConfigError
 
@@ -74,3 +74,14 @@ def test_serve_has_the_option():
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     assert parser.parse_args(["m", "--chat-template", "own.jinja"]).chat_template == "own.jinja"
+
+
+def test_a_template_may_say_type_and_still_shows_texts(tmp_path):
+    file = tmp_path / "tools.jinja"
+    file.write_text('{"type": "function"}{% for m in messages %}{{ m.content }}{% endfor %}')
+    assert read_template(str(file))
+    (plain,) = shaped_for(file.read_text(), [{"role": "user", "content": "hi"}], None)
+    assert plain["content"] == "hi"
+    parts = [{"type": "text", "text": "hi"}]  # this template would write the list as it is
+    (joined,) = shaped_for(file.read_text(), [{"role": "user", "content": parts}], None)
+    assert joined["content"] == "hi"

@@ -62,6 +62,15 @@ def test_probabilities_are_those_of_the_problem_type(tmp_path, problem, labels, 
         assert llm.classify([]) == []
 
 
+def test_a_classifier_with_rotary_positions_gives_their_scores(tmp_path):
+    theirs = tiny_models.build_encoder(tmp_path, "jina_embeddings_v3", num_labels=3)
+    tiny_models.write_wordpiece(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        own = llm.encode(TEXTS)
+        for output, row in zip(own, logits_of(theirs, own), strict=True):
+            assert output.data == pytest.approx(row.numpy(), abs=1e-5)
+
+
 def test_a_reward_model_on_a_decoder_gives_its_score(tmp_path):
     torch.manual_seed(0)
     from transformers import LlamaConfig, LlamaForSequenceClassification  # imports Triton

@@ -83,7 +83,7 @@ def test_protected_text_stays_to_the_letter(tokenizer, unit):
     st.floats(0.05, 1.0),
 )
 def test_any_text(tokenizer, parts, unit, method, keep):
-    """What stays is there in its order, protected parts whole; the share is kept; nothing is left out with keep=1."""
+    """The kept parts stay in order, and protected ones whole. The share is kept; with keep=1 nothing is left out."""
     given_parts = [PromptPart(text, protected) for text, protected in parts]
     chosen = ContextSettings(keep=keep, unit=unit, method=method, segment=5, context=16)
     found = compress(given_parts, tokenizer, by_letters(tokenizer), chosen)

@@ -80,7 +80,7 @@ async def test_messages_wait_for_who_receives_without_waking_the_loop(ends):
 
 
 async def test_the_loop_has_a_turn_before_each_message(ends):
-    """What one message brought is written before the next is read, however many wait."""
+    """The output of one message is written before the next message is read, however many wait."""
     link, core = ends
     for number in range(3):
         say(core, str(number))

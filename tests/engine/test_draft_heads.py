@@ -131,7 +131,7 @@ def plain(setup, plain_answers):
 
 
 def proposals(llm, sampling, prompts):
-    """What was proposed behind which tokens: (tokens, drafts)."""
+    """Proposals as pairs (tokens so far, drafts)."""
     draft, found = llm.core.executor.runner.draft, []
     write = draft.write_drafts
 
@@ -209,7 +209,7 @@ def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
 )
 @pytest.mark.parametrize("kind", ["eagle3", "fc-norm", "eagle31-speculators", "joint-norm"])
 def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quantization, error):
-    """What steps leave of the states between layers, of prompts in chunks and of decodes."""
+    """The states between layers that steps keep for the head are compared, for prompts in chunks and for decodes."""
     setup, compared = Setup(tmp_path, kind), 0
     config = setup.config | {"quantization": quantization}
     with setup.llm(kernels=kernels, config=config, max_num_batched_tokens=24) as llm:
@@ -352,7 +352,7 @@ def test_a_scheme_that_does_not_fit_a_head(tmp_path, quantization, message):
 
 
 def test_eight_bits_of_a_head_by_rows(tmp_path):
-    """Only a GPU's library wants multiples of some number."""
+    """A head's rows need no padding on a CPU: only a GPU's library wants multiples of some number."""
     tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.eagle(tmp_path / "head")
     head = read_head("eagle3", tmp_path / "head", read_spec(tmp_path / "model"))
@@ -390,7 +390,8 @@ def test_op_sets_say_what_eight_bits_need(tmp_path, monkeypatch):
 
 
 def test_answers_are_the_same(setup, plain):
-    """With each setting of sampling, and some again behind prefix hits. What follows drafts is the same of every head: one with
+    """Answers with drafts equal those without, for each sampling setting and after prefix hits. The tokens
+    after drafts do not depend on the head: one with
     a chain and one of the model's own have all settings."""
     several = (
         SETTINGS if setup.kind in ("eagle3", "mtp", *HYBRID) else ("greedy", "drawn", "several")
@@ -686,7 +687,7 @@ def test_heads_of_other_layouts_are_refused(tmp_path, write, changes, message):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "medusa"])
 def test_a_head_of_another_kind_is_named(tmp_path, kind):
-    """By its config and the names of its tensors."""
+    """The error names the kind, which the config and the names of the tensors tell."""
     tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[kind](tmp_path / "head")
     other = "medusa" if kind == "eagle3" else "eagle3"
@@ -715,7 +716,7 @@ def test_a_config_as_vllm_wraps_it(tmp_path):
 
 
 def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
-    """And a model without them says so."""
+    """A model without such layers gives an error that says so."""
     tiny_models.write(tmp_path, "glm4_moe")
     with pytest.raises(ConfigError, match="num_nextn_predict_layers = 0"):
         LLM(str(tmp_path), speculative_config={"method": "mtp"}, **SIZES)

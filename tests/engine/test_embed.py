@@ -403,7 +403,7 @@ def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "mixtral", "gemma3_text"])
 def test_a_decoder_with_a_classifier_scores_pairs(family, tmp_path):
-    """As Qwen3-Reranker's conversions: the score of the last token, of query and document one behind the other."""
+    """A conversion of Qwen3-Reranker: the last token's score of the query followed by the document."""
     theirs = tiny_models.build_classifier(tmp_path, family)
     tiny_models.write_tokenizer(tmp_path)
     settings = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)

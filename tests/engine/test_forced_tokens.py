@@ -108,7 +108,8 @@ def test_however_it_is_computed(tiny_model, llm, monkeypatch, more):
 
 
 def test_two_steps_in_flight(tiny_model, llm, monkeypatch):
-    """As on a GPU: what is forced behind a token is known before the token has been drawn, and the next step need not wait."""
+    """Steps overlap as on a GPU: the forced tokens are known before the token before them has been drawn, so the next step need
+    not wait."""
     params = dataclasses.replace(BASE, n=2)
     expected, num_steps = without(llm, params, monkeypatch)
     plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -127,7 +128,7 @@ def test_two_steps_in_flight(tiny_model, llm, monkeypatch):
     "name", ["greedy", "drawn", "several", "penalised", "log-probabilities", "cut at 13"]
 )
 def test_guesses_keep_to_the_grammar(tiny_model, llm, monkeypatch, method, name):
-    """Where nothing is forced guesses are verified, each behind its own mask."""
+    """Guesses are verified where nothing is forced, each with its own mask."""
     lists = {
         "type": "array",
         "items": {"enum": ["hello there", "hello you", 12]},

@@ -139,7 +139,7 @@ def test_masks_of_a_step(grammars, tokenizer, count):
 
 
 def test_masks_behind_guessed_tokens(grammars, tokenizer):
-    """Those of the right ones are what they would be one by one; behind a wrong one, and behind the end, all is allowed."""
+    """Masks after right guesses equal those of single steps. After a wrong guess, and after the end, every token is allowed."""
     grammars.clear()
     state = begin(grammars, StructuredOutputsParams(regex="abcd?"), "r")
     before = allowed(state)
@@ -437,7 +437,7 @@ async def test_a_check_that_takes_too_long_is_refused(monkeypatch, stuck):
 
 
 async def test_requests_with_one_grammar_share_its_check(monkeypatch):
-    """However many there are. Who gives up does not end it for the others."""
+    """Any number of requests wait for one check. One that gives up does not end it for the others."""
     began, release, checked = Event(), Event(), []
 
     def slow(params):

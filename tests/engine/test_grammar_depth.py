@@ -220,7 +220,7 @@ def test_a_grammar_without_an_end_is_named(tiny_model, given):
 
 
 def test_measuring_does_not_recurse(monkeypatch):
-    """However deep: a chain takes no Python frames."""
+    """A chain of any depth takes no Python frames."""
     monkeypatch.setattr(grammar_depth, "MAX_DEPTH", 10**9)
     grammar_depth.check_grammar(rules(20_000, "r{}: r{}", 'r{}: "a"'))
     grammar_depth.check_schema(chain(20_000, LINKS["references"]))
@@ -238,7 +238,8 @@ BEGUN = {
 
 @pytest.mark.parametrize("text", BEGUN.values(), ids=BEGUN)
 def test_what_is_begun_often_and_never_ends_is_read_once(text):
-    """By the square of the length it takes half an hour, in which no other thread runs."""
+    """The check takes time in proportion to the length. In proportion to its square it would take half an
+    hour, in which no other thread runs."""
     check_in_child = (
         f"from slipstream.engine.grammars.depth import check_grammar; check_grammar({text!r})"
     )

@@ -35,7 +35,7 @@ def free_endpoint():
 
 
 class Index:
-    """What a cache holds by its events: tokens of each key's whole prefix."""
+    """The contents of a cache, rebuilt from its events: the tokens of each key's whole prefix."""
 
     def __init__(self, endpoint):
         self.socket = zmq.Context.instance().socket(zmq.SUB)

@@ -730,7 +730,7 @@ def test_floats_of_4_bits_get_dense_copies_and_experts_none(tmp_path):
 
 
 def test_the_cache_takes_what_is_left_of_its_share(path):
-    """By hand: of 1,000 bytes 900 may be used, 300 are in use by us and others, 100 more will be."""
+    """A calculation by hand: of 1,000 bytes 900 may be used, 300 are in use by us and others, 100 more will be."""
     config = on_a_gpu(path, gpu_memory_utilization=0.9)
     assert kv_budget(config, 10, total_bytes=1000, free_bytes=700, taken_bytes=100) == (900, 500)
     given = on_a_gpu(path, kv_cache_bytes=600)
@@ -742,7 +742,7 @@ def test_the_cache_takes_what_is_left_of_its_share(path):
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_shutdown_releases_what_nobody_holds_any_more(path, monkeypatch, kernels):
-    """On a GPU. When the device's unused memory is given back the model must be unused, though `llm` is still named."""
+    """The model must be unused when the device gives back unused memory (a GPU does), though `llm` is still named."""
     llm = make(path, kernels=kernels)
     llm.generate(PROMPTS[:2], GREEDY)
     runner, unused = weakref.ref(llm.core.executor.runner), []

@@ -42,7 +42,7 @@ def built(request, tmp_path_factory):
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_drafts_are_those_of_the_published_maths(built, kernels):
-    """Behind prompts in chunks, after wrong drafts, and for several requests at once."""
+    """Drafts are compared after prompts in chunks, after wrong drafts, and for several requests at once."""
     path, model = built
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     sizes = {**SIZES, "max_num_batched_tokens": 24}
@@ -116,7 +116,7 @@ def rounded(path: Path, kind: str, family: str = "qwen3_5_text", *, drafting: bo
     ],
 )
 def test_rounded_layers_draft_as_their_numbers_do(tmp_path, kind, kernels, family, drafting):
-    """Also if only the tensors show that the layer, or the product before it, was left as it was."""
+    """This holds even if only the tensors show that the layer, or the product before it, was left unrounded."""
     rounded(tmp_path, kind, family, drafting=drafting)
     sampling, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for path in (tmp_path, tmp_path / "dense"):
@@ -191,7 +191,7 @@ def stack_experts(path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_experts_that_are_stored_as_one_tensor(tmp_path, kernels):
-    """As Qwen 3.5 is published."""
+    """The form in which Qwen 3.5 is published."""
     mtp_layers.build(tmp_path, "qwen3_5_moe_text")
     sampling, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for change in (None, stack_experts):
@@ -233,7 +233,7 @@ def test_a_model_that_takes_pictures_drafts(tmp_path, kernels):
 
 
 def test_a_layer_in_a_gguf_file(tmp_path):
-    """By the names of the gguf package's own table."""
+    """The tensors have the names of the gguf package's table."""
     mtp_layers.build(tmp_path, "glm4_moe", n_group=1, topk_group=1, rms_norm_eps=1e-6)
     config, stored = mtp_layers.read(tmp_path)
     split = {n: t for n, t in stored.items() if ".experts." in n}
@@ -273,6 +273,39 @@ def test_a_layer_in_a_gguf_file(tmp_path):
         plain = answers(llm, SETTINGS["greedy"])
     with LLM(str(tmp_path), **SIZES) as llm:
         assert answers(llm, SETTINGS["greedy"]) == plain
+
+
+def test_a_layer_of_qwen_3_5_in_a_gguf_file(tmp_path):
+    """All its norms but the recurrent layers' are stored as one more."""
+    mtp_layers.build(tmp_path, "qwen3_5_text")
+    config, stored = mtp_layers.read(tmp_path)
+    n, apart = config["num_hidden_layers"], dict(mtp_layers.names(config).items())
+    parts = ("enorm", "hnorm", "eh_proj", "shared_head_norm")
+    around = dict(zip(apart.values(), parts, strict=True))
+    tensors = {f"blk.{n}.nextn.{part}.weight": stored.pop(name) for name, part in around.items()}
+    tensors = {name: ((t + ("norm" in name)).numpy(), "F32") for name, t in tensors.items()}
+    (tmp_path / "renamed").mkdir()
+    renamed = {k.replace("mtp.layers.0.", f"model.layers.{n}."): t for k, t in stored.items()}
+    save_file(renamed, tmp_path / "renamed" / "model.safetensors")
+    tensors |= test_gguf_models.converted(
+        tmp_path / "renamed",
+        gguf.MODEL_ARCH.QWEN35,
+        n + 1,
+        lambda name, value: test_gguf_models.of_qwen(config, name, value),
+    )
+    metadata = {
+        **test_gguf_models.QWEN3_NEXT,
+        **dict(block_count=n + 1, nextn_predict_layers=1, context_length=256),
+        **dict(embedding_length=32, feed_forward_length=config["intermediate_size"]),
+    }
+    own = {f"qwen35.{k}": v for k, v in metadata.items()}
+    test_gguf_models.write(tmp_path / "model.gguf", tensors, "qwen35", **own)
+    sampling, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    for path in (tmp_path / "model.gguf", tmp_path):
+        with LLM(str(path), speculative_config=MTP, **SIZES) as llm:
+            found.append(proposals(llm, sampling, PROMPTS[:3]))
+    assert len(found[0]) > 20
+    assert found[0] == found[1]
 
 
 # --- Right drafts -----------------------------------------------------------------------------------------------------
@@ -334,7 +367,8 @@ def test_a_fixed_number_of_drafts_needs_its_states(tmp_path):
     [("", "qwen3_5_moe_text"), ("", "glm4_moe"), ("int8", "qwen3_5_text"), ("gptq", "mimo")],
 )
 def test_the_estimate_knows_the_layer(tmp_path, kind, family):
-    """To a few percent of what an engine holds. A block has the layer's keys and values and the states that it reads."""
+    """The estimate is within a few percent of what an engine holds. A block has the layer's keys and values
+    and the states that it reads."""
     if kind:
         rounded(tmp_path, kind, family)
     else:
@@ -394,7 +428,7 @@ def test_a_rounded_layer_is_not_rounded_again(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "mimo", "nemotron_h"])
 def test_random_weights(tmp_path, family):
-    """From the config alone."""
+    """Random weights are made from the config alone."""
     mtp_layers.build(tmp_path, family)
     (tmp_path / "model.safetensors").unlink()
     with LLM(str(tmp_path), speculative_config=MTP, load_format="dummy", **SIZES) as llm:

@@ -21,7 +21,16 @@ from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_processor
 
-FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "gemma4", "mistral3")
+FAMILIES = (
+    "smolvlm",
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "gemma4",
+    "mistral3",
+    "internvl",
+    "llava",
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +116,12 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             assert ours.text == "<|image>" + "<|image|>" * count + "<image|>"
         elif family.startswith("qwen"):
             assert ours.text == "<|image_pad|>" * count
+        elif family == "llava":
+            assert ours.text == "<image>" * 36
+        elif family == "internvl":
+            given = {"crop_to_patches": True}
+            num = their_processor(family).get_number_of_image_patches(height, width, given)
+            assert ours.text == "<img>" + "<IMG_CONTEXT>" * (4 * num) + "</img>"
         else:
             from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
@@ -254,7 +269,7 @@ def test_keys_tell_pictures_apart(processors):
 
 
 def test_pictures_are_shared_within_a_salt(processors):
-    """Their keys are those of the embeddings that the worker keeps, which nobody else may notice."""
+    """The keys are those of the embeddings that the worker keeps; requests with another salt must not notice them."""
     processor = processors["gemma3"]
     ready = processor.prepare(picture(1))
     tokens = [processor.vision.token_id] * sum(piece.num_tokens for piece in ready.pieces)

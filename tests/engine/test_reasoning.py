@@ -252,7 +252,7 @@ def test_tokens_taken_back_leave_no_trace(markers, budget, moves):
 @pytest.mark.parametrize("markers", [m for m in MARKERS if m.opened and not m.interrupts], ids=str)
 @given(budget=st.integers(0, 8), data=st.data())
 def test_grammar_sees_no_reasoning_and_one_marker(markers, budget, data):
-    """Whatever the masks allow: the parser and the grammar find the same end."""
+    """The parser and the grammar find the same end of the reasoning, whatever the masks allow."""
     counts = counter(markers, WORDS, budget)
     vocabulary = ReasoningVocabulary(counts, WORDS.words, WORDS.special_ids)
     state, given, drawn = ReasoningBudget(counts, vocabulary), [], []

@@ -84,7 +84,7 @@ def masks_of(grammars, names, drafts=None):
 
 
 def own_mask(state, words):
-    """What the request's own matcher says."""
+    """The mask of the request's own matcher."""
     bits = np.zeros(words, np.int32)
     state.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
     assert state.finish_mask(bits)

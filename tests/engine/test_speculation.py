@@ -100,7 +100,7 @@ def speculating(path, request):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_answers_are_the_same(plain, speculating, name):
-    """With a seed also those that are drawn: nothing is drawn that would not be drawn without drafts."""
+    """With a seed this includes drawn answers: nothing is drawn that would not be drawn without drafts."""
     expected, found = plain[name], speculating.generate(PROMPTS, SETTINGS[name])
     for theirs, ours in zip(expected, found, strict=True):
         for a, b in zip(theirs.outputs, ours.outputs, strict=True):
@@ -249,7 +249,7 @@ def test_a_draft_model(path, draft_path, undrafted, name, more, same):
 
 
 def test_a_draft_model_computes_nothing_twice(path):
-    """It sees each token once, and all of them in time: a prompt, and then what was verified since."""
+    """The draft model sees each token once: the prompt, then the tokens verified since its last proposal."""
     config = {"method": "draft", "model": str(path), "num_speculative_tokens": 3}
     with LLM(str(path), speculative_config=config, **SIZES) as llm:
         draft, seen = llm.core.executor.runner.draft, []

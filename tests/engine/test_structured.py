@@ -126,7 +126,7 @@ def test_the_same_however_it_is_computed(tiny_model, llm, more):
 
 
 def test_two_steps_in_flight(tiny_model, llm, monkeypatch):
-    """As on a GPU: the next step's forward is launched before this step's tokens are known."""
+    """Steps overlap as on a GPU: the next step's forward is launched before this step's tokens are known."""
     expected = [c.text for c in answers(llm, sampling(n=2))]
     plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     mixed = [sampling(n=2), plain, sampling(n=2)]

@@ -49,7 +49,7 @@ REFUSED = "(refused)"
 
 
 def both(template, messages=MESSAGES, **variables):
-    """What transformers and we make of it."""
+    """The texts that transformers and our renderer make."""
     given = {**VARIABLES, **variables}
     try:
         theirs = render_jinja_template([messages], chat_template=template, **given)[0][0]

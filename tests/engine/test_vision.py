@@ -33,6 +33,8 @@ FAMILIES = (
     "gemma4",
     "gemma4_large",
     "mistral3",
+    "internvl",
+    "llava",
 )
 LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl")
 """Families of which a part alone differs from one above."""

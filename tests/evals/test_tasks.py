@@ -14,6 +14,7 @@ from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.evals.tasks import (
     Question,
+    _result,
     loglikelihoods,
     multiple_choice,
     read_questions,
@@ -187,6 +188,12 @@ def test_the_command_answers_them(model, llm, tmp_path, capsys):
     (task,) = json.loads(capsys.readouterr().out)["tasks"]
     assert (task["original"], task["num_questions"]) == (1.0, 1)
     assert main([*words, "--limit=0"]) == 2
+
+
+def test_a_standard_error_is_no_metric():
+    values = {"alias": "t", "own_stderr,none": 0.1, "own,none": 0.5}
+    found = _result("t", {"results": {"t": values}})
+    assert (found.metric, found.value, found.stderr) == ("own", 0.5, 0.1)
 
 
 def test_without_lm_eval(llm, monkeypatch):

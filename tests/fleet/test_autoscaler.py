@@ -175,14 +175,6 @@ def test_a_dip_that_may_be_chance_ends_no_replica(seed):
 
 
 @pytest.mark.parametrize(
-    "shares", [{"share": 0.0}, {"share": 0.7, "keep_share": 0.6}, {"keep_share": 1.0}]
-)
-def test_shares_that_make_no_sense(shares):
-    with pytest.raises(ConfigError, match="share"):
-        Autoscaler(math.ceil, limits=ScalingLimits(), **shares)
-
-
-@pytest.mark.parametrize(
     "limits", [{"min_replicas": -1}, {"min_replicas": 5, "max_replicas": 4}, {"idle_s": 0.0}]
 )
 def test_limits_that_make_no_sense(limits):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,6 +17,9 @@ import openai
 import pytest
 
 from slipstream.fleet.gateway import forward
+from slipstream.fleet.gateway.forward import Forwarder
+from slipstream.fleet.gateway.gateway import Gateway
+from slipstream.server.http.errors import ApiError
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
 from tests.waiting import PATIENCE_S
@@ -359,6 +364,57 @@ def test_errors_reach_the_client_when_nobody_else_can_answer(start):
         client.completions.create(model="tiny", prompt="x", max_tokens=8)
     assert (failed.value.status_code, failed.value.code) == (503, "replica_failed")
     assert threading.active_count() < before + 50
+
+
+def test_a_stream_that_no_replica_carries_further_ends(start):
+    """Tokens that came before the first failure are no progress of the second."""
+    fleet, stubs = start(2, retries={"share": 1.0, "most": 2}, first_token_s=0.2, next_token_s=0.2)
+    for stub in stubs:
+        stub.hang_at = 4
+    with fleet.client() as client, pytest.raises(openai.APIError):
+        text_of(client)
+    assert 3 <= sum(len(stub.asked) for stub in stubs) <= 6  # three, and those that were late
+
+
+@pytest.mark.parametrize(("waiting", "code"), [(1, "no_replica"), (2, "too_many_waiting")])
+def test_so_many_requests_wait_for_a_start(waiting, code):
+    autoscale = SimpleNamespace(wait_s=0.0, max_waiting=2)
+    version = SimpleNamespace(
+        model="m", autoscale=autoscale, is_asleep=True, num_waiting=waiting, can_answer=False
+    )
+    router = SimpleNamespace(queue_s=1000.0)
+    members = SimpleNamespace(fleet=SimpleNamespace(router=router))
+    forwarder = SimpleNamespace(members=members, _decide=lambda *a: None)
+    call = SimpleNamespace(tried=set(), is_line=False)
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(Forwarder._choose(forwarder, version, call, None))
+    assert (refused.value.code, version.num_waiting) == (code, waiting)
+
+
+def test_only_replicas_with_the_adapter_are_asked():
+    replicas = {
+        name: SimpleNamespace(id=name, adapters=own, heard=False)
+        for name, own in (("a", {"x"}), ("b", set()))
+    }
+    asked = {}
+    version = SimpleNamespace(
+        guard=SimpleNamespace(out=lambda now: set()),
+        replicas=replicas,
+        router=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
+    )
+    own = {"only": None, "adapter": "x", "tokens": [1], "session": None, "prefix_salt": ""}
+    call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, **own)
+    Forwarder._decide(SimpleNamespace(), version, call, 0.0)
+    assert asked["exclude"] == {"b"}
+
+
+def test_a_gateway_that_drains_is_healthy_and_not_ready():
+    state, members = SimpleNamespace(draining=True), SimpleNamespace(models={})
+    draining = SimpleNamespace(state=state, members=members)
+    Gateway.require_ready(draining, also_draining=True)
+    with pytest.raises(ApiError) as refused:
+        Gateway.require_ready(draining)
+    assert refused.value.code == "shutting_down"
 
 
 def test_the_root_names_what_the_fleet_serves(start):

@@ -118,8 +118,12 @@ def test_a_prefix_is_found_again():
     )
     assert fleet.apply("r2", 1, [], keys[10:40])
     assert not fleet.apply("r2", 3, [], [])  # one is missing
-    fleet.reset("r2", 3, [])
+    assert fleet.apply("r2", 2, keys[5:10], keys[5:10])  # given up and stored again
     fleet.ended(decision, 0.1)
+    again = fleet.choose([keys], 202, now=50.0)
+    assert (again.replica, again.num_cached_tokens) == ("r2", 40)
+    fleet.ended(again, 50.1)
+    fleet.reset("r2", 3, [])
     assert fleet.choose([keys], 202, now=100.0).num_cached_tokens == 8
 
 

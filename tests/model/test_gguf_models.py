@@ -194,6 +194,31 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {},
         {**RMS, "attention.key_length": 16, "attention.value_length": 16},
     ),
+    "qwen2vl": (
+        *("qwen2vl", "qwen2", {"use_sliding_window": False}),
+        {**RMS, "rope.dimension_sections": [1, 1, 2, 0]},
+    ),
+    "qwen3vl": (
+        *("qwen3vl", "qwen3", {}),
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.dimension_sections": [3, 3, 2, 0],
+            "n_deepstack_layers": 3,
+        },
+    ),
+    "qwen3vlmoe": (
+        *("qwen3vlmoe", "qwen3_moe", {"head_dim": 8}),
+        {
+            **RMS,
+            "rope.dimension_sections": [2, 1, 1, 0],
+            "n_deepstack_layers": 3,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+        },
+    ),
     "qwen2moe": (
         "qwen2moe",
         "qwen2_moe",
@@ -964,6 +989,27 @@ NEMOTRON_H = {
     "attention.key_length": 8,
     "attention.value_length": 8,
 }
+QWEN3_NEXT = {
+    **RMS,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "rope.dimension_count": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 48,
+    "full_attention_interval": 2,
+}
+QWEN3_NEXT_MOE = {
+    **QWEN3_NEXT,
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 48,
+}
 HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its converter writes
     "lfm2": ("lfm2", {}, "LFM2", {**LFM, "feed_forward_length": 48}),
     "lfm2moe": (
@@ -1031,6 +1077,33 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
         "GRANITE_HYBRID",
         GRANITE_H,
     ),
+    "kimi-linear": (
+        *("kimi_linear", {"n_group": 1, "topk_group": 1}, "KIMI_LINEAR"),
+        {
+            **{k: v for k, v in DEEPSEEK.items() if k != "attention.head_count_kv"},
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.head_count": 4,
+            "attention.head_count_kv": [0, 1, 0],
+            "ssm.conv_kernel": 4,
+            "kda.head_dim": 12,
+            "expert_shared_count": 2,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 2.446,
+        },
+    ),
+    "qwen3-next": (
+        *("qwen3_next", {"norm_topk_prob": True, "mlp_only_layers": []}, "QWEN3NEXT"),
+        QWEN3_NEXT_MOE,
+    ),
+    "qwen3.5": (
+        *("qwen3_5_text", {}, "QWEN35"),
+        {**QWEN3_NEXT, "rope.dimension_sections": [1, 1, 0, 0]},
+    ),
+    "qwen3.5-moe": (*("qwen3_5_moe_text", {}, "QWEN35MOE"), QWEN3_NEXT_MOE),
+    "qwen3.5-equal-heads": (
+        *("qwen3_5_text", {"linear_num_key_heads": 4}, "QWEN35"),
+        {**QWEN3_NEXT, "ssm.group_count": 4},
+    ),
     "nemotron-h": (
         "nemotron_h",
         {
@@ -1094,6 +1167,61 @@ def folded(config, name, value):
     return value * factors.get(name.split(".")[-2], 1.0)
 
 
+def of_delta(config, name, value):
+    """What the converter makes of a tensor of Qwen3-Next or Qwen3.5: by its own names of parts."""
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return {name: value + 1}
+    if "linear_attn" not in name:
+        return {name: value}
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, size = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    each = heads // keys
+
+    def tiled(x, size):
+        return x.reshape(keys, each, size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    if "in_proj_qkvz" in name:
+        parts = value.reshape(keys, -1, value.shape[-1])
+        ends = np.cumsum([key, key, each * size])
+        *qkv, z = (x.reshape(-1, value.shape[-1]) for x in np.split(parts, ends, axis=1))
+        named = (("in_proj_qkv", np.concatenate(qkv)), ("in_proj_z", z))
+        return {name.replace("in_proj_qkvz", part): x for part, x in named}
+    if config["model_type"] == "qwen3_next" or name.endswith("linear_attn.norm.weight"):
+        return {name: value}
+    if "in_proj_qkv" in name or "conv1d" in name:
+        at = 2 * keys * key
+        return {name: np.concatenate((value[:at], tiled(value[at:], size)))}
+    if "out_proj" in name:
+        return {name: tiled(value.T, size).T}
+    return {name: tiled(value, size if "in_proj_z" in name else 1)}
+
+
+def of_kimi(config, name, value):
+    layer = name.split(".")[2] if "layers" in name else None
+    if name.endswith("A_log"):
+        value = -np.exp(value)
+    if "conv1d" in name:
+        value = value.reshape(1, len(value), 1, -1)
+    if "kv_b_proj" in name:
+        heads = value.reshape(config["num_attention_heads"], -1, value.shape[-1])
+        keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+        stem = name.removesuffix("kv_b_proj.weight")
+        return {f"{stem}k_b_proj.weight": keys.swapaxes(1, 2), f"{stem}v_b_proj.weight": values}
+    if layer == "0" and "block_sparse_moe" in name:  # dense, which the authors call so
+        name = name.replace("block_sparse_moe", "mlp")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    return {name.replace(".dt_bias", ".dt_proj.bias"): value}
+
+
+def of_qwen(config, name, value):
+    if name.endswith("A_log"):
+        value = -np.exp(value)
+    if "conv1d" in name:
+        value = value.squeeze(1)
+    found = of_delta(config, name, value)
+    return {n.replace(".dt_bias", ".dt_proj.bias"): x for n, x in found.items()}
+
+
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
     family, overrides, architecture, more = HYBRIDS[case]
@@ -1105,8 +1233,12 @@ def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
         if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value
             return {}
+        if family.startswith("qwen3"):
+            return of_qwen(config, name, value)
         if family == "falcon_h1":
             value = folded(config, name, value)
+        if family == "kimi_linear":
+            return of_kimi(config, name, value)
         if name.endswith("A_log"):
             value = -np.exp(value)
         if name.endswith(("A_log", ".D")) and value.ndim == 1:
@@ -1120,7 +1252,9 @@ def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
             return dict(zip(own(name.split(".")[2]), np.split(value, 2, axis=-2), strict=True))
         if "shared_mlp.output_linear" in name and overrides:
             return {f"model.layers.{name.split('.')[2]}.mlp.down_proj.weight": value}
-        name = re.sub(r"\.dt_bias$", ".dt.bias" if "MOE" in architecture else ".dt_proj.bias", name)
+        name = re.sub(
+            r"\.dt_bias$", ".dt.bias" if architecture == "NEMOTRON_H_MOE" else ".dt_proj.bias", name
+        )
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         return {name.replace(".expert_bias", ".expert_bias.bias"): value}
 
@@ -1154,6 +1288,38 @@ def test_a_hybrid_as_llama_cpp_writes_it(case, tmp_path):
         expected = theirs(torch.tensor([tokens])).logits[0]
     ours = run(load(tmp_path / "model.gguf"), tokens)
     assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+    if family in ("qwen3_next", "qwen3_5_text"):  # whose rows are in another order, in blocks too
+        own = re.compile(r".*\.(attn_qkv|attn_gate|attn_[qkv])\.weight")
+        rounded = {n: (v, "Q8_0" if own.match(n) else k) for n, (v, k) in tensors.items()}
+        keys = {f"{architecture}.{k}": v for k, v in metadata.items()}
+        write(tmp_path / "model.gguf", rounded, architecture, **keys)
+        expected, ours = (
+            run(load(tmp_path / "model.gguf", kernels=k), tokens) for k in ("reference", "cpu")
+        )
+        assert (ours - expected).norm() / expected.norm() < 0.1  # of rounded activations
+
+
+def test_a_weight_whose_columns_are_reordered_counts_in_the_models_type(tmp_path):
+    """Blocks of a row's numbers can't be taken apart: Qwen 3.5's last product of a recurrent layer is expanded."""
+    theirs = tiny_models.build(tmp_path / "hf", "qwen3_5_text", linear_value_head_dim=16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    tensors = converted(
+        tmp_path / "hf", gguf.MODEL_ARCH.QWEN35, 3, lambda name, x: of_qwen(config, name, x)
+    )
+    metadata = {**QWEN3_NEXT, "ssm.inner_size": 64, "block_count": 3, "context_length": 256}
+    metadata |= {"embedding_length": 32, "feed_forward_length": 64}
+    sizes = []
+    for part in ("no_such_part", "ssm_out", "attn_qkv"):
+        rounded = {n: (x, "Q8_0" if part in n else kind) for n, (x, kind) in tensors.items()}
+        own = {f"qwen35.{k}": v for k, v in metadata.items()}
+        write(tmp_path / "model.gguf", rounded, "qwen35", **own)
+        sizes.append(read_spec(tmp_path / "model.gguf").gguf_bytes(4))
+        tokens = [5, 9, 200, 31, 7]
+        with torch.no_grad():
+            expected = theirs(torch.tensor([tokens])).logits[0]
+        ours = run(load(tmp_path / "model.gguf", kernels="cpu"), tokens)
+        assert (ours - expected).norm() / expected.norm() < 0.1
+    assert sizes[0] == sizes[1] > sizes[2]
 
 
 GRANITE_PARTS = {  # whether of experts, and whether the model has any

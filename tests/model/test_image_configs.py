@@ -122,6 +122,53 @@ CONFIGS = {
         },
         22 * 12,
     ),
+    "internvl": (
+        {
+            **dict(image_token_id=7, image_seq_length=256, downsample_ratio=0.5),
+            **dict(projector_hidden_act="gelu", vision_feature_layer=-1),
+            **dict(vision_feature_select_strategy="default"),
+            "architectures": ["InternVLForConditionalGeneration"],
+            "text_config": {**_LLAMA, "model_type": "qwen2", "use_sliding_window": False},
+            "vision_config": {
+                **dict(attention_bias=True, dropout=0.0, hidden_act="gelu", hidden_size=1024),
+                **dict(image_size=[448, 448], initializer_factor=0.1, intermediate_size=4096),
+                **dict(layer_norm_eps=1e-6, layer_scale_init_value=0.1, norm_type="layer_norm"),
+                **dict(model_type="internvl_vision", num_attention_heads=16, num_channels=3),
+                **dict(num_hidden_layers=24, patch_size=[14, 14], projection_dropout=0.0),
+                **dict(use_absolute_position_embeddings=True, use_mask_token=False),
+                **dict(use_mean_pooling=True, use_qk_norm=False),
+            },
+        },
+        {
+            **dict(crop_to_patches=False, data_format="channels_first", do_center_crop=None),
+            **dict(default_to_square=True, do_convert_rgb=True, max_patches=12, min_patches=1),
+            **dict(image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225], resample=3),
+            **dict(size={"height": 448, "width": 448}, processor_class="InternVLProcessor"),
+        },
+        256,
+    ),
+    "llava": (
+        {
+            **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
+            **dict(vision_feature_layer=-2, vision_feature_select_strategy="default"),
+            **dict(vocab_size=32064, pad_token_id=32001, tie_word_embeddings=False),
+            "architectures": ["LlavaForConditionalGeneration"],
+            "text_config": dict(
+                **dict(model_type="llama", max_position_embeddings=4096, rms_norm_eps=1e-5),
+                vocab_size=32064,
+            ),
+            "vision_config": {
+                **dict(model_type="clip_vision_model", hidden_size=1024, image_size=336),
+                **dict(intermediate_size=4096, num_attention_heads=16, num_hidden_layers=24),
+                **dict(patch_size=14, projection_dim=768, vocab_size=32000),
+            },
+        },
+        {
+            **dict(crop_size={"height": 336, "width": 336}, do_center_crop=True, resample=3),
+            **dict(size={"shortest_edge": 336}, processor_class="LlavaProcessor"),
+        },
+        576,
+    ),
     "mistral3": (
         {
             **dict(image_token_index=7, multimodal_projector_bias=False, spatial_merge_size=2),
@@ -154,7 +201,9 @@ def test_published_configs_are_read(tmp_path, family):
     assert found.spec.vision is not None
     assert found.spec.vision.token_id == 7
     processor = PictureProcessor(found.spec.vision, found.images, 1)
-    (piece,) = processor.prepare(Image.new("RGB", (1280, 720))).pieces
+    pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
+    piece = pieces[0]
+    assert len(pieces) == (9 if family == "internvl" else 1)  # 2 × 4 tiles, and the whole
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_images(0).spec.vision is None

@@ -22,6 +22,8 @@ FAMILIES = (
     "gemma4",
     "gemma4_large",
     "mistral3",
+    "internvl",
+    "llava",
 )
 SIZES = ((50, 37), (30, 61), (97, 20), (16, 16), (8, 120))
 CPU = torch.device("cpu")
@@ -37,10 +39,15 @@ def features(model, given):
     return torch.cat(flat, dim=1)
 
 
+LARGE = {"tower": {"use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": True}}
+"""InternVL's encoder of 6B parameters."""
+
+
 @pytest.mark.parametrize("ops", [ReferenceOps, CpuOps])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "internvl-large"])
 def test_encoders_equal_those_of_transformers(family, ops, tmp_path):
-    model = build_vision(tmp_path, family, seed=5)
+    family, _, large = family.partition("-")
+    model = build_vision(tmp_path, family, seed=5, **(LARGE if large else {}))
     pictures = [picture(i, *size) for i, size in enumerate(SIZES)]
     theirs = features(
         model,

@@ -144,7 +144,7 @@ def test_lists_say_the_state(http):
     assert http.get("/v1/models/a").json() == cards["a"]
     assert http.get("/v1/models/zzz").status_code == 404
     http.post("/models/unload", json={"model": "a"})
-    assert http.get("/v1/models/a").json()["status"]["value"] == "sleeping"
+    assert http.get("/v1/models/a").json()["status"]["value"] == "unloaded"
     anthropic = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert [m["id"] for m in anthropic["data"]] == ["a", "b", "c"]
 
@@ -342,6 +342,8 @@ def test_only_an_admin_unloads_by_keep_alive(tmp_path, capsys):
         assert http.post("/api/generate", json=gone | used, headers=keys[0]).status_code == 200
         slot = server.slots["a"]
         assert (slot.state, slot.keep_alive_s) == ("loaded", slot.model.keep_alive_s)
+        counted = http.get("/metrics", headers=keys[1]).text
+        assert 'request_hints_total{field="keep_alive"} 1' in counted
         assert http.post("/api/generate", json=gone, headers=keys[1]).status_code == 200
         assert slot.state != "loaded"
 

@@ -120,6 +120,7 @@ def test_three_models_in_memory_for_two_survive_kills(folder, tmp_path):
         (["x={one}", "x={two}"], "two models are called 'x'"),
         (["{one}", "--model-settings={bad}"], "no model is called 'onee'; did you mean 'one'?"),
         (["{one}", "--model-settings={wrong}"], "of the model one"),
+        (["{one}", "--model-settings={events}"], "one: kv_events_config does not go with several"),
         (["{one}", "--model-settings=/nowhere"], "cannot read --model-settings"),
         (["{one}", "{one}/nope"], "nope"),
     ],
@@ -132,8 +133,9 @@ def test_a_wrong_option_is_told_before_anything_starts(
     )
     (tmp_path / "bad").write_text("onee: {}")
     (tmp_path / "wrong").write_text("one: {max_model_len: 1000000}")
+    (tmp_path / "events").write_text("one: {kv_events_config: {enable_kv_cache_events: true}}")
     places = {name: str(folder / name) for name in ("one", "two")}
-    places |= {name: str(tmp_path / name) for name in ("bad", "wrong")}
+    places |= {name: str(tmp_path / name) for name in ("bad", "wrong", "events")}
     words = [word.format(**places) for word in words]
     assert main(["serve", *words, "--device=cpu", "--port=0"]) in (2, 3)
     assert told in capsys.readouterr().err

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +46,7 @@ def test_the_least_recently_used_idle_model_makes_room():
         assert await use(slots, "a") is not None
         assert await use(slots, "b") is not None
         assert await use(slots, "a") is None  # loaded: no wait
+        assert slots["a"].facts()["expires_at"] == pytest.approx(time.time() + 300, abs=120)
         await use(slots, "c")
         await settle(slots)
         assert states(slots) == {"a": "loaded", "b": "asleep", "c": "loaded"}
@@ -304,6 +307,21 @@ def test_a_process_that_dies_while_it_loads_is_started_once_more(monkeypatch):
     first_s = slot.load_s
     run(slot.load())
     assert slot.load_s == first_s + slot.last_load_s
+
+
+def test_a_sleeping_model_holds_what_its_processes_do_and_no_more_than_before(monkeypatch):
+    async def sleep(level):
+        assert level == 2
+
+    slot = Slot(model("a"))
+    slot.engine = SimpleNamespace(sleep=sleep, processes=[os.getpid(), -1])
+    monkeypatch.setattr(slot_module, "_is_cuda", lambda engine: False)
+    slot.held_bytes = 2**50
+    run(slot.unload())
+    assert 10 * 2**20 < slot.held_bytes < 2**50  # of this process; there is no other
+    slot.held_bytes = 5
+    run(slot.unload())
+    assert slot.held_bytes == 5
 
 
 def test_a_cancelled_wait_keeps_nothing():

@@ -40,6 +40,16 @@ async def test_who_keeps_most_loses_first(bounds):
     store.close()
 
 
+async def test_a_long_answer_takes_from_each_who_holds_most_in_turn():
+    store = ResponseStore(None, max_responses=1000, max_bytes=3000)
+    for name, size in (("a0", 500), ("a1", 500), ("a2", 500), ("b0", 650), ("b1", 650)):
+        await store.put(name[0], stored(name, size))
+    await store.put("c", stored("c0", 1200))  # a has most, and then b
+    left = [n for n in ("a0", "a1", "a2", "b0", "b1", "c0") if await store.get(n[0], n) is not None]
+    assert left == ["a1", "a2", "b1", "c0"]
+    store.close()
+
+
 def test_a_client_that_never_reads_is_cut(serve, monkeypatch):
     monkeypatch.setattr(connection, "WRITE_IDLE_S", 0.3)
     engine = FakeEngine(max_model_len=2**20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -20,7 +21,8 @@ from slipstream.errors import ConfigError
 from slipstream.messages.stats import CanaryResult
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.record import ROUTES, LogFormatter
-from slipstream.server.run import bind
+from slipstream.server.operations.status import StatusMemory
+from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import lines_of
 from tests.server.fake_engine import FakeEngine
@@ -253,6 +255,19 @@ def test_a_second_signal_ends_the_wait(serve, caplog):
     )
 
 
+async def test_work_behind_a_server_ends_at_whatever_moment_it_is_to(monkeypatch):
+    """Also where the engine's figures come in the same turn of the loop. The end of a server waits for it."""
+    state = make_server(FakeEngine(), ServerSettings()).state
+    monkeypatch.setattr(StatusMemory, "EVERY_S", 0.0)
+    for turns in range(20):
+        task = asyncio.create_task(state.background[0]())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), f"after {turns} turns"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_the_process_with_0(number):
     program = """
@@ -301,6 +316,7 @@ def test_keys_guard_every_route_but_the_probes(serve):
                 ):
                     answer = http.request(method, path, headers=headers)
                     if path in OPEN_ROUTES:
+                        assert "serves" not in answer.text[:40]  # `/` names no models
                         assert answer.status_code == (
                             200 if method == "GET" or path == "/ping" else 405
                         )

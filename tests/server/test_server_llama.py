@@ -62,6 +62,8 @@ def test_the_reason_of_a_stop_and_several_prompts(ask):
     assert several[0]["content"] == text
     ids = ask("/tokenize", content="The cat", add_special=True)["tokens"]
     assert ask("/completion", prompt=ids)["content"] == text
+    full = ask("/completion", n_predict=-1, ignore_eos=True)
+    assert (full["truncated"], ask("/completion")["truncated"]) == (True, False)
     nothing = ask("/completion", n_predict=0)
     assert (nothing["content"], nothing["tokens_evaluated"]) == ("", len(ids))
 
@@ -76,6 +78,9 @@ def test_formats_biases_and_what_is_refused(ask):
     assert (
         ask("/completion", logit_bias=[[token, 100]], return_tokens=True)["tokens"] == [token] * 4
     )
+    chosen = ask("/completion", return_tokens=True)["tokens"][0]
+    never = ask("/completion", logit_bias={str(chosen): False}, return_tokens=True)["tokens"]
+    assert chosen not in never
     for bad in (
         {"n_predict": "5"},
         {"dynatemp_range": 0.5},

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 
 from slipstream.engine.text.tool_formats import REASONING, tool_format
 from slipstream.engine.text.tool_formats.base import Tool
 from slipstream.engine.text.tools import Reading
-from slipstream.server.ollama.routes import OLLAMA_VERSION, OllamaChatAnswer
+from slipstream.server.ollama.routes import (
+    OLLAMA_VERSION,
+    OllamaChatAnswer,
+    OllamaMessage,
+    _chat_messages,
+)
 from tests.server.conftest import TEMPLATE
 
 SAID = [{"role": "user", "content": "Say hello."}]
@@ -332,3 +338,16 @@ def test_one_embedding_of_the_old_route_and_none_of_an_empty_text(tiny_encoder_s
             http.post("/api/embed", json={"model": "minilm", "input": ""}).json()["embeddings"]
             == []
         )
+
+
+def test_results_without_ids_answer_the_calls_in_order_and_thoughts_go_back():
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b")]
+    given = [
+        {"role": "assistant", "thinking": "hm", "tool_calls": calls},
+        *({"role": "tool", "content": content} for content in ("one", "two")),
+    ]
+    said, *results = _chat_messages(msgspec.convert(given, list[OllamaMessage]))
+    assert said["reasoning_content"] == "hm"
+    ids = [call["id"] for call in said["tool_calls"]]
+    assert [result["tool_call_id"] for result in results] == ids
+    assert len(set(ids)) == 2

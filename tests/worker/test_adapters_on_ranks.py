@@ -31,7 +31,7 @@ def llm(made, request):
 
 
 def test_answers_are_those_of_transformers(llm, made):
-    """With fewer places than adapters, on the device and on the host."""
+    """There are fewer places than adapters, on the device and on the host."""
     assert llm.stats().adapters.num_on_host == 1  # from the start
     check(llm, made, ALL)
     stats = llm.stats().adapters

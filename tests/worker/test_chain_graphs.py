@@ -32,7 +32,7 @@ from tests.engine.test_speculation import PROMPTS, SIZES
     ],
 )
 def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts, changes):
-    """For several requests, behind runs of any length, beside padding, and where one wants fewer drafts."""
+    """The drafts are equal for several requests, after runs of any length, next to padding, and where one wants fewer."""
     tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[method](tmp_path / "head", **changes)
     config = {
@@ -145,7 +145,7 @@ def test_a_chain_hands_kernels_contiguous_inputs(models, monkeypatch, kind, num_
 
 
 class Replayed(ChainGraphs):
-    """On a CPU: what was to be captured runs at each replay."""
+    """A graph on a CPU: the recorded function runs at each replay."""
 
     def _capture(self, size, idle, forward):
         inputs = torch.from_numpy(idle)
@@ -277,7 +277,7 @@ def test_steps_that_catch_up_are_cold(models, kernels):
 
 
 def only_seeing(monkeypatch, kind):
-    """What runs op by op from now on, and must draw nothing: the shares of all passes."""
+    """The shares of all passes that run op by op from now on; these must draw nothing."""
     seen, step = [], CLASSES[kind].step
 
     def noted(draft, shares, rows, **how):
@@ -326,7 +326,7 @@ def test_what_a_graph_can_not_catch_up_on_runs_op_by_op(models, monkeypatch, kin
 
 @KINDS
 def test_a_chain_ahead_is_forgotten_where_drafts_rest(models, kind):
-    """Behind a step without drafts, tokens are as many as the chain was made for, and not those that it went on from."""
+    """After a step without drafts the number of tokens fits the chain, but they are not those that it continued."""
     drafts_at = lambda running: bool(running) and len(running[0].token_ids) % 5 > 0
     given = (models, kind, PROMPTS[:3], (60, 31, 90))
     expected, drafts, _, _ = proposals(*given, graphs=True, ahead=False, chosen=drafts_at)
@@ -384,7 +384,7 @@ def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_cach
 
 @KINDS
 def test_drawn_answers_behind_the_likeliest_drafts(models, kind):
-    """They are what they are without graphs, where drafts are drawn by the requests' own random numbers."""
+    """The answers equal those without graphs, where drafts are drawn by the requests' own random numbers."""
     prompts, lengths = PROMPTS[:3], (60, 31, 90)
     expected, _, _, _ = proposals(models, kind, prompts, lengths, graphs=False, temperature=0.01)
     found, _, count, stats = proposals(

@@ -1,4 +1,4 @@
-"""What is fastest on this machine is measured once, and remembered under all that it depends on."""
+"""The fastest way on this machine is measured once, and stored under everything that it depends on."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_without_the_library_torchs_threads_are_measured(monkeypatch):
 
 
 def test_what_is_measured_without_the_library_is_not_stored_as_the_librarys(monkeypatch):
-    """Else every later engine would run by torch, at half the speed."""
+    """If it were stored, every later engine would run by torch, at half the speed."""
     with_library = cpu_choice._identity()
     monkeypatch.setattr(cpu_choice, "has_cpu_kernels", lambda: False)
     assert cpu_choice._identity() != with_library

@@ -1,4 +1,4 @@
-"""What steps with drafts take is measured on steps like the engine's."""
+"""The time of steps with drafts is measured on steps like the engine's."""
 
 from __future__ import annotations
 

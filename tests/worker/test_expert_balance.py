@@ -32,7 +32,8 @@ def layers(draw):
 
 @given(layers())
 def test_an_exchange(layer):
-    """It moves experts between ranks, keeps groups together, and the largest load falls or stays, until none is found."""
+    """An exchange moves experts between ranks and keeps groups together. The largest load never rises, and
+    exchanges come to an end."""
     load, rank_of, groups = layer
     size, held = len(load) // groups, sorted(load)
     for _ in range(20 * len(load)):

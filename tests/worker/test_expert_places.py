@@ -168,7 +168,7 @@ def of_groups(weight, bias, scheme, zeros=False):
     ids=["dense", "groups", "zero points", "mxfp4", "int8", "fp8", "fp8-block"],
 )
 def test_an_expert_of_a_weight_is_all_of_it(pack):
-    """What is packed after a move is what is moved after packing."""
+    """Packing after a move gives what moving after packing gives."""
     generator = torch.Generator().manual_seed(2)
     weight, bias = (
         torch.randn(4, 128, 256, generator=generator),
@@ -189,7 +189,7 @@ def test_an_expert_of_a_weight_is_all_of_it(pack):
 
 
 def test_ranks_exchange_piece_by_piece(monkeypatch):
-    """Of which no number may be written before it is sent. Rank 1 of the group is rank 3 of all."""
+    """No number of a piece may be overwritten before it is sent. Rank 1 of the group is rank 3 of all."""
     sent = {(a, b): queue.Queue() for a in (2, 3) for b in (2, 3)}
     sizes, numbers = [], threading.local()
 
@@ -227,7 +227,7 @@ def test_ranks_exchange_piece_by_piece(monkeypatch):
 
 
 def test_the_load_is_told_by_expert_also_of_a_copy_on_its_way():
-    """Of a GPU a copy is read when it has arrived, and experts may have moved since."""
+    """A GPU's copy is read when it has arrived; experts may have moved since."""
     arrived = []
     platform = SimpleNamespace(is_asynchronous=True, to_host=torch.clone)
     platform.record = lambda: SimpleNamespace(query=lambda: bool(arrived))
@@ -250,7 +250,7 @@ SETTINGS |= dict(max_num_seqs=4, max_num_batched_tokens=64, skip_tokenizer_init=
 
 
 def answers(path, **how):
-    """Of two rounds, with the tokens by expert, and what is told of the balance."""
+    """The answers of two rounds, the tokens by expert, and the reported balance."""
     with LLM(str(path), **how, **SETTINGS) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
         found = [
@@ -291,7 +291,7 @@ def test_experts_move_while_requests_run(tmp_path, monkeypatch, family, how):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_with_adapters_experts_stay(tmp_path, monkeypatch):
-    """Since an adapter may change the router."""
+    """Experts keep their places, since an adapter may change the router."""
     monkeypatch.setattr(expert_balance, "LOOK_EVERY", 1)
     build(tmp_path, "qwen3_moe")
     assert (

@@ -115,7 +115,7 @@ def recorded(work):
 
 
 class Ends(StepEnds):
-    """They keep of each step: the tokens that are wanted, the room of the step's graph, and whether an end had them."""
+    """A record of each step: the tokens that are wanted, the room of the step's graph, and whether an end took them."""
 
     def run(self, sampled, room, mask=None):
         found = super().run(sampled, room, mask)
@@ -228,7 +228,7 @@ def ended(folder, sampling, drafts, *, tokenizer=False):
 
 
 def test_an_answer_that_ends_while_the_next_step_is_launched(tmp_path, monkeypatch):
-    """That step has a mask for no row."""
+    """The next step has a mask for no row."""
     monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: False))  # so that two overlap
     view = CpuPlatform.to_host
     monkeypatch.setattr(CpuPlatform, "to_host", lambda self, x: view(self, x).clone())
@@ -239,7 +239,7 @@ def test_an_answer_that_ends_while_the_next_step_is_launched(tmp_path, monkeypat
 
 
 def test_an_end_is_no_larger_than_its_step(tmp_path):
-    """It would write to the places of a step before. Without memory for a capture there are those that are captured."""
+    """A larger end would write to the places of the step before. Without memory for a capture, the captured sizes serve."""
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40}) as llm:
         runner = llm.core.executor.runner
@@ -323,7 +323,7 @@ class OfStages:
 
 @pytest.mark.parametrize("of_graphs", [(True, True), (True, False), (False, True)], ids=str)
 def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
-    """Both, or one whose neighbour runs op by op: what they send each other has no padding."""
+    """Either both stages replay, or one whose neighbour runs op by op: the rows that they send have no padding."""
     tiny_models.write(tmp_path, "llama", num_hidden_layers=3)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     expected, _ = answers(str(tmp_path), False, sampling)
@@ -897,7 +897,7 @@ def test_prompt_logprobs_of_a_mixed_step(tmp_path):
 
 
 class Recorder:
-    """Of a device with memory for `room` graphs."""
+    """A recorder on a device with memory for `room` graphs."""
 
     def __init__(self, room):
         self.room, self.asked = room, 0
@@ -914,7 +914,8 @@ class Recorder:
 @pytest.mark.parametrize("room", [0, 3])
 @pytest.mark.parametrize("idle", [True, False])
 def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
-    """In an idle moment or in a step: it is told once, no more is captured, and all is answered as before."""
+    """Memory may run out in an idle moment or in a step: it is logged once, no more is captured, and all
+    requests are answered."""
     tiny_models.write(tmp_path, "llama")
     given = [
         {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 70, 1, 33)
@@ -944,7 +945,7 @@ def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
 
 
 def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
-    """Of those that are captured, even where a size of its own was wanted often."""
+    """The larger graphs are captured ones, even where the step's own size was wanted often."""
     tiny_models.write(tmp_path, "llama")
     with LLM(
         str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
@@ -1011,7 +1012,7 @@ def test_a_failed_capture_is_ended(monkeypatch):
 
 
 def test_uploads_begin_where_kernels_expect_them():
-    """At multiples of 16 bytes, whatever the lengths: Triton compiles a kernel anew for other pointers."""
+    """Uploads begin at multiples of 16 bytes, whatever their lengths: Triton compiles a kernel anew for other pointers."""
     arrays = [np.arange(n, dtype=np.int64) + n for n in (7, 7, 4, 3, 3, 1, 1, 5)]
     parts = upload_together(arrays, torch.device("cpu"))
     assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]

@@ -459,7 +459,7 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
 
 @pytest.mark.parametrize("family", [f for f in tiny_models.SCORING if f[:7] != "deberta"])
 def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
-    """Their dense layer, norm and activation, and of BERT the types of a pair's two texts."""
+    """The heads' dense layer, norm and activation are computed, and for BERT the types of a pair's two texts."""
     tiny_models.build_encoder(tmp_path, family, num_labels=1)
     tiny_models.write_wordpiece(tmp_path)
 
@@ -486,7 +486,7 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     ids=str,
 )
 def test_encoder_decoders_give_torchs_answers(tmp_path, monkeypatch, family, settings):
-    """Also where too few blocks make some begin again, which encodes their prompts a second time."""
+    """This holds even where too few blocks make some begin again, which encodes their prompts a second time."""
     tiny_models.build_t5(tmp_path, family)
     scored = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
     settings = {"max_model_len": 32, **settings}
@@ -509,7 +509,7 @@ def test_an_encoder_decoder_needs_no_torch(tmp_path):
 
 
 def test_an_8_bit_cache(tmp_path):
-    """Its scales come of random text, which NumPy draws otherwise than torch: the answers are near, not equal."""
+    """The scales come from random text, which NumPy and torch draw differently: the answers are near, not equal."""
     tiny_models.write(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True, kv_cache_dtype="int8", **SIZES) as llm:
         assert type(llm.core.executor.runner.loaded) is HostLoaded

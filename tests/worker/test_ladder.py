@@ -1,4 +1,4 @@
-"""Which size of step graph a step runs in, without a GPU."""
+"""The choice of a step graph's size, without a GPU."""
 
 from types import SimpleNamespace
 

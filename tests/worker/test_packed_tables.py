@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,19 @@ def test_each_table_holds_what_was_put(device, data):
             values = np.array([data.draw(whole) for _ in where], own.dtype)
             own.reshape(-1)[where] = values
             packed.put(name, where, values)
+            if name == "tokens":  # and ranges elsewhere
+                ends = data.draw(
+                    st.lists(st.integers(0, size), max_size=4, unique=True).map(sorted)
+                )
+                pairs = [
+                    (begin, end)
+                    for begin, end in itertools.pairwise(ends)
+                    if not ((begin <= where) & (where < end)).any()
+                ]
+                runs = [np.arange(begin, end, dtype=np.int32) - 50 for begin, end in pairs]
+                for (begin, end), run in zip(pairs, runs, strict=True):
+                    own.reshape(-1)[begin:end] = run
+                packed.put_runs(name, [begin for begin, _ in pairs], runs)
         packed.flush()
         for name, own in expected.items():
             assert np.array_equal(np.asarray(packed[name]), own)

@@ -35,7 +35,7 @@ def test_two_stages_answer_as_one_device(pipeline, wanted):
 
 
 def test_both_stages_have_a_step(pipeline, wanted, monkeypatch):
-    """While one is waited for the other stage has one too, of other requests, and the next is there already."""
+    """While one step is waited for, the other stage computes a step of other requests, and the next is queued."""
     executor, counts = pipeline.core.executor, []
     wait = executor.result_of
 

@@ -1,4 +1,4 @@
-"""What the largest step takes is measured in a step that any machine can make."""
+"""The memory of the largest step is measured in a step that any machine can make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.worker.start import probe_steps
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
 def test_millions_of_sequences_are_refused_by_a_small_step(tiny_model, monkeypatch, kernels):
-    """It computed a million tokens, and sampled as many: minutes, and all memory."""
+    """The step once computed and sampled a million tokens, which took minutes and all memory."""
     sizes, dummy_prefill, dummy_sampling = [], probe_steps.dummy_prefill, probe_steps.dummy_sampling
     monkeypatch.setattr(probe_steps, "LOGITS_PROBED", 2**12)
     monkeypatch.setattr(

@@ -52,7 +52,7 @@ SAMPLINGS = [
 
 
 def answers(llm):
-    """What a user sees: texts and tokens, and log-probabilities."""
+    """Texts, tokens and log-probabilities, as a user sees them."""
     texts, logprobs = [], []
     for sampling in SAMPLINGS:
         for output in llm.generate(PROMPTS, sampling, progress=False):
@@ -101,7 +101,7 @@ def test_each_rank_holds_its_part(tiny_model, split):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
-    """Whatever each would measure."""
+    """All ranks use one type, whatever each would measure."""
     from slipstream.worker import device
     from slipstream.worker.ranks import process_executor
 
@@ -125,7 +125,7 @@ def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
 
 
 def test_a_step_that_was_interrupted_leaves_nothing(split, monkeypatch):
-    """As a Ctrl-C between two steps does."""
+    """The interruption is a Ctrl-C between two steps."""
     from slipstream.messages.requests import EngineRequest
 
     sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
@@ -156,7 +156,7 @@ def _stop(*_):
 
 
 def test_a_question_keeps_no_result(split):
-    """What experts were chosen, and all other figures, may be asked for while steps are in flight, also by another thread."""
+    """The chosen experts and all other figures may be asked for while steps are in flight, even by another thread."""
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     wanted = split.generate(PROMPTS, sampling, progress=False)
     executor, stop = split.core.executor, threading.Event()

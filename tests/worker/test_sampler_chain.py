@@ -30,7 +30,7 @@ PROMPT = (1, 2, 3)
 
 
 def drawn(*all_params: SamplingParams, logits, mask=None, prompts=None):
-    """What requests draw: (tokens of those drawn here, extras). `prompts`: one each, else PROMPT."""
+    """The draws of requests: (tokens of those drawn here, extras). `prompts`: one each, else PROMPT."""
     prompts = prompts or [PROMPT] * len(all_params)
     table = RowTable(8, 30, 4, ReferenceOps(), torch.device("cpu"), seed=0)
     pairs = enumerate(zip(all_params, prompts, strict=True))

@@ -1,4 +1,4 @@
-"""What steps take, measured by the runner that would serve them."""
+"""The time of steps, measured by the runner that would serve them."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_step_is_the_same_laid_out_on_either_side(lengths, num_tokens, num_tex
 
 
 def test_a_start_captures_the_largest_and_the_smallest(tmp_path):
-    """Of the kind that the model is for, whose kernels are compiled then."""
+    """The graphs are of the kind of step that the model is for, so that its kernels are compiled."""
     tiny_models.build_encoder(tmp_path, num_labels=1)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
         graphs = replayed(llm)
@@ -197,7 +197,7 @@ def test_what_graphs_hold(tmp_path):
     ],
 )
 def test_whose_steps_are_graphs(tmp_path, build, family, more, has_graphs):
-    """On a GPU: a decoder that gives scores has none yet."""
+    """On a GPU texts run in graphs, except those of a decoder that gives scores."""
     build(tmp_path, family)
     gpu = DeviceInfo(
         device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"

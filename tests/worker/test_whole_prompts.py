@@ -1,4 +1,4 @@
-"""Which steps begin their prompts (`AttentionMetadata.from_start`), as the worker tells the ops."""
+"""The flag by which the worker tells ops that a step's prompts begin in it (`AttentionMetadata.from_start`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompt(length, seed=0):
 
 
 def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
-    """Of a prompt in chunks the first; not what stands behind a prefix hit; all of a step's prompts or none."""
+    """The first chunk of a prompt counts; tokens after a prefix hit do not. The flag is for all prompts of a step together."""
     tiny_models.write(tmp_path, "deepseek_v2")
     seen = []
 
@@ -72,7 +72,7 @@ def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
 
 
 def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
-    """What activations take at most is looked for in prompts with something in the cache, and in whole ones."""
+    """The memory of activations is measured with prompts after cached tokens, and with whole ones."""
     asked = []
 
     class Watched(ReferenceOps):

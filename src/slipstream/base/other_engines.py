@@ -340,6 +340,7 @@ NEEDLESS = {
 
 OF_SERVE = (
     *("served_model_name", "enable_sleep_mode", "logits_processors", "reasoning_parser"),
+    *("enable_weight_updates", "weights_folder"),
     *("tool_call_parser", "otlp_endpoint", "drain_timeout", "cors_origin", "allowed_media_hosts"),
 )
 """Options of `slipstream serve` that are no settings of an engine."""

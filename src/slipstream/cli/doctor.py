@@ -123,7 +123,7 @@ def _machine_rows(found: Diagnosis) -> list[tuple[str, str]]:
 
 def run_fleet(args: argparse.Namespace) -> int:
     """Check running servers. Returns 0 if nothing is wrong."""
-    from slipstream.cli.serving.serve import read_keys
+    from slipstream.cli.options import read_keys
     from slipstream.fleet.detection.alerts import checked
     from slipstream.fleet.detection.doctor import examine
 

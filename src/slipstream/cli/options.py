@@ -9,13 +9,15 @@ import argparse
 import dataclasses
 import json
 import re
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from slipstream.base.arguments import types_of
 from slipstream.base.files import parse_json
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs, setting_help
+from slipstream.errors import ConfigError
 from slipstream.params.sampling import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
@@ -140,6 +142,38 @@ def sampling_params(
     """Sampling parameters: the user's; else the verb's `defaults`; else the `model`'s."""
     given = {name: getattr(args, name) for name in (*SAMPLING_HELP, "stop") if hasattr(args, name)}
     return dataclasses.replace(model or SamplingParams(), **{**defaults, **given})
+
+
+def add_key_options(parser: argparse._ActionsContainer) -> None:
+    """Add what a client of a server gives as its key; `given_key` reads it."""
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="whose first line is the server's key"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the same, where other users of the machine can see it"
+    )
+
+
+def given_key(args: argparse.Namespace) -> str | None:
+    if args.api_key_file is None:
+        return cast("str | None", args.api_key)
+    if args.api_key is not None:
+        raise ConfigError("give --api-key or --api-key-file, not both", field="api_key_file")
+    return read_keys(args.api_key_file)[0]
+
+
+def read_keys(path: str) -> tuple[str, ...]:
+    """Keys of a file, one per line; empty lines and lines that begin with # are ignored."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        message = f"cannot read the API keys in {path} ({why}); name a file with one key a line"
+        raise ConfigError(message, field="api_key_file") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path} holds no API key; write one a line", field="api_key_file")
+    return keys
 
 
 def add_output_options(parser: argparse._ActionsContainer) -> None:

@@ -140,9 +140,7 @@ class StepsInFlight:
                 num_right = len(tokens) - 1
                 request.num_pending -= num_guesses
                 if request.status is Status.RUNNING:  # else it was preempted and has nothing
-                    request.num_computed_tokens -= num_guesses - num_right
-                    if (states := request.kv.states) is not None:
-                        states.verified(request, num_right)
+                    request.kv.verified(request, num_guesses, num_right)
                 for part in request.participants:
                     part.verified(request, num_guesses, num_right)
             elif step.certain and (certain := step.certain.get(request, ())):

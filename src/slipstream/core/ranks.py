@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ A cached prefix decides a request's rank unless that rank runs more requests tha
 """
 
 
-def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
+def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[list[array[int]], int]:
     """Choose a request's rank. Returns (block tables of its cached prefix, number of cached tokens).
 
     The criteria, in order:
@@ -38,7 +39,7 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
         wanted = min(request.num_tokens - computed, request.most_at(computed))
         count = scheduler.prompt_tokens(step, request, computed, wanted)
         fits = count > 0 and kv.num_running < scheduler.scheduling.seqs_of_rank
-        fits = fits and scheduler.has_room(
+        fits = fits and kv.has_room(
             request, cached, computed + count, 0, scheduler.watermark if kv.num_running else 0
         )
         merits = (

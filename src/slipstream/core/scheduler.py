@@ -49,9 +49,10 @@ that share a prompt stay on one rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
-from operator import countOf, not_
+from operator import not_
 from typing import TypeVar
 
 from slipstream.config import CacheConfig, SchedulingConfig
@@ -272,6 +273,33 @@ class Scheduler:
         for part in self.participants:
             part.reset()
 
+    def use_weights(self, identity: str) -> None:
+        """Let no request find prefixes that other weights computed. No step may be in flight.
+
+        Running requests go on with the blocks they have. Nobody finds these, nor what follows them,
+        for their keys continue the old root. Waiting requests compute their tokens anew.
+        """
+        if not self.has_requests:
+            self.reset_prefix_cache()
+        for kv in self.kvs:
+            kv.use_weights(identity)
+            while self.requests.drop_waiting_blocks(kv):
+                pass
+        for request in self.requests.by_id.values():
+            if request.status in (
+                Status.WAITING,
+                Status.LOADING,
+            ):  # a fork's blocks are its parent's
+                request.root_key = request.kv.root_key(request.spec.cache_salt, "")
+                request.block_keys, request.looked_up = [], False
+        for part in self.participants:
+            part.use_weights()
+
+    def retract_all(self) -> None:
+        """Preempt all running requests. They compute their tokens again. No step may be in flight."""
+        for request in reversed(self.requests.running.copy()):
+            self.requests.preempt(request)
+
     def tend(self, at_once: int | None = None) -> None:
         """Process finished copies of the tiers, and start to store at most `at_once` blocks.
 
@@ -486,7 +514,7 @@ class Scheduler:
             )
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 break
-            if not self.has_room(request, cached, computed + count, encoded, spare):
+            if not kv.has_room(request, cached, computed + count, encoded, spare):
                 if not kv.num_running and self.requests.drop_waiting_blocks(kv):
                     continue
                 break
@@ -526,7 +554,7 @@ class Scheduler:
         passed.append(self.requests.waiting.pop(request))
         return True
 
-    def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
+    def _deal(self, step: StepBuilder, request: Request) -> tuple[list[array[int]], int]:
         """Choose a request's rank (`core/ranks.py`), and find the cached prefix there.
 
         Returns (block tables by group, number of cached tokens). A request that a participant guides
@@ -536,36 +564,12 @@ class Scheduler:
             return request.kv.cached_prefix(request)
         return deal(self, step, request)
 
-    def has_room(
-        self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int
-    ) -> bool:
-        """True if a waiting request fits with `spare` blocks left.
-
-        It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
-        `cached` are the blocks of its prefix, by group.
-        """
-        num_held = len(request.blocks[0] or (cached[0] if cached else ()))
-        kv = request.kv
-        if kv.states is not None and not kv.states.has_room(request):
-            return False
-        own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
-        counts = kv.pool.ref_counts.__getitem__
-        revived = sum(countOf(map(counts, table), 0) for table in cached)
-        return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
-
-    def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:
+    def _start(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
         """Run a request from this step on.
 
         Its first `computed` tokens are in blocks that it holds, or in the `cached` ones.
         """
-        if cached:
-            request.kv.adopt(request, cached)
-            request.num_registered = len(cached[0])
-        if self.tiers is not None:
-            self.tiers.let_go(request)
-        request.num_computed_tokens = computed
-        if request.kv.states is not None:
-            request.kv.states.start(request, computed)
+        request.kv.begin(request, cached, computed)
         if request.num_preemptions == 0 and request.spec.parent is None:
             request.num_cached_tokens = min(computed, request.num_prompt_tokens)
             if self.cache.enable_prefix_caching:
@@ -594,9 +598,7 @@ class Scheduler:
         given, guide = added, request.guide
         if guide is not None and not added:
             given = guide.placed(request, computed, end, num_sampled)
-        is_steady = True
-        if (states := request.kv.states) is not None:
-            is_steady = states.place(request, computed, end, num_guesses)
+        is_steady = request.kv.place(request, computed, end, num_guesses)
         step.add(request, computed, count, num_sampled, given)
         if num_guesses:
             step.guesses[request] = num_guesses
@@ -652,7 +654,7 @@ class Scheduler:
         return (
             request is not None
             and request.status is Status.RUNNING
-            and request.kv.states is None
+            and request.kv.may_rewind
             and not self._most_guesses
             and not request.spec.sampling.by_chain
             and share.num_tokens == share.num_sampled == 1

@@ -11,14 +11,19 @@ from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.text_core import TextCore
 from slipstream.errors import RequestError
+from slipstream.spec.description import ModelDescription
 from slipstream.worker.executor import Executor, build_executor
 
 
 def build_core(
-    args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    args: EngineArgs,
+    *,
+    progress: Callable[[str], None] = lambda phase: None,
+    known: ModelDescription | None = None,
 ) -> EngineCore:
-    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
-    return core_of(build_executor(args, progress=progress), args)
+    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. `known`:
+    see `load_runner`."""
+    return core_of(build_executor(args, progress=progress, known=known), args)
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:

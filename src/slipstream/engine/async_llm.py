@@ -43,6 +43,7 @@ from slipstream.engine.process.core_messages import (
     ToParent,
 )
 from slipstream.engine.process.core_start import CoreSource, resolved_config
+from slipstream.engine.process.operation_messages import WeightsChanged
 from slipstream.engine.process.other_requests import OtherRequests
 from slipstream.engine.process.streams import OutputStream
 from slipstream.engine.requests.processor import (
@@ -69,7 +70,8 @@ T = TypeVar("T")
 class AsyncLLM(OtherRequests):
     """Made by `start`. All methods belong to the event loop that started it.
 
-    `OtherRequests` has those for vectors and beam searches, `CoreOperations` what is no request.
+    `OtherRequests` has those for vectors and beam searches, `CoreOperations` what is no request, `WeightOperations` pauses
+    and updates of the weights.
     """
 
     def __init__(
@@ -257,6 +259,7 @@ class AsyncLLM(OtherRequests):
             self.description, self.config, self.tokenizer, ids=self._ids, in_process=False
         )
         self.serves(ready)
+        self._output.use_version(ready.weight_version)
 
     def core_said(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
@@ -279,6 +282,9 @@ class AsyncLLM(OtherRequests):
                 self.fail_other(message.request_ids[0], error)
         elif isinstance(message, Ready):
             self.core_ready(message)  # it woke up
+        elif isinstance(message, WeightsChanged):
+            self.weight_version = message.version
+            self._output.use_version(message.version)
         else:
             if isinstance(message, Stats):
                 self._note_progress(message.stats)

@@ -22,7 +22,7 @@ class CacheNews:
         self._adapters = adapters
         self._pools = [] if scheduler is None else scheduler.pools
         self._state_pools = [] if scheduler is None else scheduler.state_pools
-        self._root = b"" if scheduler is None else scheduler.kv.root_key("", "")
+        self._scheduler = scheduler
 
     def listen(self, *, on: bool) -> None:
         """Begin (`on`) or stop to note changes. While that is off it costs nothing."""
@@ -33,7 +33,8 @@ class CacheNews:
     def identity(self) -> tuple[int, bytes, dict[str, bytes]]:
         """Block size, and the keys that prefixes begin with: without an adapter, and by the
         adapter's name."""
-        return self._block_size, self._root, dict(self._adapters)
+        root = b"" if self._scheduler is None else self._scheduler.kv.root_key("", "")
+        return self._block_size, root, dict(self._adapters)
 
     def keys(self) -> bytes:
         """Keys of all blocks in the cache, joined. Layers after the first group are left out."""

@@ -18,10 +18,12 @@ from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.kv_events import PublishingCacheEvents
 from slipstream.engine.listeners import JoiningTexts, MaskingGrammars, Searching
+from slipstream.engine.live_weights import LiveWeights
 from slipstream.engine.model_files import end_tokens
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.outputs import EngineOutput
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import StepTime
 from slipstream.messages.texts import TextsRequest
@@ -72,8 +74,10 @@ class DecoderCore(EngineCore):
         super().__init__(executor, scheduler, (*listeners, *published))
         if published:
             self._join(PublishingCacheEvents)
+        self._weights = LiveWeights(executor, scheduler.use_weights)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
+        self._weights.check()
         self._stalled = False
         requests = list(requests)
         for request in requests:
@@ -89,6 +93,16 @@ class DecoderCore(EngineCore):
         # A prompt that several choices or beams share is one prompt.
         whole = (r for r in requests if r.parent is None)
         self._prompt_tokens += sum(len(r.encoder_token_ids) or r.num_prompt_tokens for r in whole)
+
+    @property
+    def weights(self) -> LiveWeights:
+        return self._weights
+
+    def abort_all(self) -> list[EngineOutput]:
+        return self._pass_on([*self.scheduler.abort([*self.scheduler.requests.by_id])])
+
+    def retract_all(self) -> None:
+        self.scheduler.retract_all()
 
     def add_texts(self, request: TextsRequest) -> None:
         self._join(JoiningTexts)

@@ -26,7 +26,9 @@ from functools import cached_property
 from slipstream.core.pooled import Steps
 from slipstream.engine.cache_news import CacheNews
 from slipstream.engine.listeners import Listener
+from slipstream.engine.live_weights import LiveWeights
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.errors import EngineError, RequestError
 from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput
@@ -66,6 +68,7 @@ class EngineCore:
         self._planned: Plan | None = None  # and not launched yet
         # the last look found nothing to compute; only news or time will change that
         self._stalled = False
+        self.is_paused = False  # no step is planned until `resume`
         self._started = self._last_step = time.monotonic()
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
@@ -100,6 +103,10 @@ class EngineCore:
         need as many others as there is room for."""
         self.executor.load_adapter(lora, tuple)
 
+    def replace_adapter(self, lora: LoRARequest) -> None:
+        """Let an adapter be that of other files from the next step on. AdapterError: nothing has changed."""
+        self.executor.replace_adapter(lora)
+
     def unload_adapter(self, adapter_id: int) -> None:
         """Give its memory back, if no request needs it; else it stays until others need the room."""
 
@@ -133,7 +140,9 @@ class EngineCore:
 
     def _step(self) -> list[EngineOutput]:
         outputs = self._pass_on([o for listener in self._listeners for o in listener.prepare()])
-        plan, self._planned = self._planned or self.scheduler.schedule(), None
+        plan, self._planned = self._planned, None
+        if plan is None and not self.is_paused:
+            plan = self.scheduler.schedule()
         outputs += self._pass_on([*self.scheduler.drain_outputs()])
         self._stalled = plan is None
         limit = 0 if plan is None else self.executor.max_in_flight(plan)
@@ -188,12 +197,14 @@ class EngineCore:
     def can_step(self) -> bool:
         """Whether `step()` may do something now."""
         return bool(self._in_flight or self._planned) or (
-            self.scheduler.has_requests and not self._stalled
+            self.scheduler.has_requests and not (self._stalled or self.is_paused)
         )
 
     def next_wakeup(self) -> float | None:
         """Time, in time.monotonic(), at which a step may become possible without a new request.
         None if there is none."""
+        if self.is_paused:
+            return None
         wakeup = self.scheduler.next_wakeup()
         if any(listener.is_waiting for listener in self._listeners):
             soon = time.monotonic() + COMPILING_S
@@ -213,6 +224,54 @@ class EngineCore:
     def cache_news(self) -> CacheNews:
         """The prefix cache for who routes requests by what it holds. It stays empty here."""
         return CacheNews(self.config.cache.block_size, None, {})
+
+    # --- Pauses and weights -------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> LiveWeights:
+        """Updates of the weights. RequestError if the model has none."""
+        raise RequestError("weights change in place in models that generate text alone")
+
+    def pause(self) -> list[EngineOutput]:
+        """Finish the steps in flight, and plan none until `resume`. Requests keep what they have."""
+        self.is_paused = True
+        outputs: list[EngineOutput] = []
+        while self._in_flight or self._planned is not None:
+            outputs += self.step()
+        return outputs
+
+    def resume(self) -> None:
+        self.is_paused = self._stalled = False
+
+    def abort_all(self) -> list[EngineOutput]:
+        """End all requests now, with the reason "abort". No step may be in flight."""
+        raise NotImplementedError
+
+    def retract_all(self) -> None:
+        """Let all requests compute their tokens again. No step may be in flight."""
+        raise NotImplementedError
+
+    def write_weights(
+        self, version: str | None, deliver: Callable[[list[EngineOutput]], None]
+    ) -> None:
+        """Finish the update of the weights between two steps. `deliver` gets what the old weights still made.
+
+        RequestError or CheckpointError: it can't be written, and the old weights go on. EngineError: it failed halfway, and
+        all requests have ended with that error."""
+        version, was_paused = self.weights.prepare(version), self.is_paused
+        deliver(self.pause())
+        try:
+            self.weights.write(version)
+        except EngineError as error:
+            outputs = self.scheduler.fail_all(FinishReason.ERROR, error.message)
+            for listener in self._listeners:
+                listener.clear()
+            self.executor.forget()
+            deliver(outputs)
+            raise
+        finally:
+            if not was_paused:
+                self.resume()
 
     # --- From start to end --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.base.suggesting import suggesting
 from slipstream.config import EngineArgs, EngineConfig, setting_help
@@ -32,7 +32,7 @@ from slipstream.engine.audio.transcription import (
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
-from slipstream.engine.model_files import default_sampling, load_tokenizer, log_canary
+from slipstream.engine.model_files import EarlyTokenizer, default_sampling, log_canary
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
 from slipstream.engine.progress import progress_bar
 from slipstream.engine.requests.pooled import (
@@ -74,6 +74,7 @@ from slipstream.messages.beams import BeamsOutput
 from slipstream.messages.outputs import EngineOutput, tokens_of, vectors_of
 from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.messages.texts import TextTask
+from slipstream.messages.weights import GivenPiece, WeightsInfo
 from slipstream.outputs import (
     ChatMessage,
     EmbeddingOutput,
@@ -88,6 +89,9 @@ from slipstream.params.options import RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams, PoolingParams
+
+if TYPE_CHECKING:
+    from slipstream.messages.weight_ops import WeightsOp
 
 Message = dict[str, Any]
 P = ParamSpec("P")
@@ -166,11 +170,13 @@ class LLM:
             read_template(args.chat_template)  # a bad one is an error before the model is loaded
         self._args = args
         self._asleep: Asleep | None = None
+        progress("model")
         with no_collections():  # nearly all objects of a start stay
-            self._core: EngineCore | None = build_core(args, progress=progress)
-        log_canary(self._core.executor.canary)
-        progress("tokenizer")
-        self.tokenizer = load_tokenizer(args, self._core.description)
+            early = EarlyTokenizer(args)
+            self._core: EngineCore | None = build_core(args, progress=progress, known=early.known)
+            log_canary(self._core.executor.canary)
+            progress("tokenizer")
+            self.tokenizer = early.of(self._core.description)
         self._core.use_tokenizer(lambda: self.tokenizer)
         self._input = InputProcessor.for_model(
             self._core.description, self._core.config, self.tokenizer
@@ -564,9 +570,13 @@ class LLM:
             finally:
                 core.abort(self._output.discard(request.request_id))
 
-    def load_adapter(self, lora_request: LoRARequest) -> None:
-        """Read an adapter before a request needs it. AdapterError says what is wrong with it."""
-        self.core.load_adapter(lora_request)
+    def load_adapter(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter before a request needs it. AdapterError says what is wrong with it. `load_inplace`: it replaces the
+        one with its id, from the same files or others."""
+        if load_inplace:
+            self.core.replace_adapter(lora_request)
+        else:
+            self.core.load_adapter(lora_request)
 
     def unload_adapter(self, lora_request: LoRARequest) -> None:
         """Give an adapter's memory back."""
@@ -575,6 +585,50 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, and the answers in which drafts are looked up (for measurements)."""
         self.core.scheduler.reset_prefix_cache()
+
+    # --- Weights that change ------------------------------------------------------------------------------------------
+
+    def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
+        """Join a trainer's group, as `AsyncLLM` does. Neither this nor the next four may be called while a stream is open."""
+        from slipstream.engine.weight_calls import joining
+
+        group = joining(request)
+        return self._change_weights(group) if group else self.weights()
+
+    def start_weight_update(self, request: Any = None) -> WeightsInfo:
+        from slipstream.engine.weight_calls import declared
+        from slipstream.messages.weight_ops import BeginWeights
+
+        return self._change_weights(BeginWeights(declared(request)))
+
+    def update_weights(self, request: Any) -> WeightsInfo:
+        from slipstream.engine.weight_calls import as_message, piece_of
+
+        piece = piece_of(request)
+        if self.core.weights.takes_tensors:
+            return self._change_weights(piece)
+        with as_message(piece) as sent:
+            return self._change_weights(sent)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:
+        with self._exclusive():
+            self.core.write_weights(weight_version, lambda outputs: None)
+            self._output.use_version(self.core.weights.version)
+        return self.weights()
+
+    def abort_weight_update(self) -> WeightsInfo:
+        from slipstream.messages.weight_ops import DropWeights
+
+        return self._change_weights(DropWeights())
+
+    def weights(self, *, checksums: bool = False) -> WeightsInfo:
+        """The weights that run. With `checksums`, those of all parameters are computed."""
+        return self.core.weights.info(checksums=checksums)
+
+    def _change_weights(self, op: WeightsOp | GivenPiece) -> WeightsInfo:
+        with self._exclusive():
+            self.core.weights.change(op)
+        return self.weights()
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`: at level 1 that of the KV cache, at level 2 that of the weights, too, which are
@@ -596,6 +650,7 @@ class LLM:
         if self._asleep is None:
             return
         self._core, self._asleep = self._asleep.wake(), None
+        self._output.use_version(self._core.executor.weight_state.version)
         self._input = InputProcessor.for_model(
             self._core.description, self._core.config, self.tokenizer
         )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from slipstream.config import EngineArgs
 from slipstream.engine.text.chat_template import read_template
 from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.threads.fair_threads import malloc_trim
 from slipstream.errors import RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
 from slipstream.messages.stats import CanaryResult
 from slipstream.params.sampling import SamplingParams
-from slipstream.spec.description import ModelDescription
+from slipstream.spec.description import ModelDescription, read_spec
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -31,6 +33,32 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     if args.chat_template is not None:
         tokenizer.set_chat_template(read_template(args.chat_template))
     return tokenizer
+
+
+class EarlyTokenizer:
+    """A GGUF file's tokenizer, which a thread reads while the weights are loaded. It takes twice its memory until it is made;
+    that is free again before all weights are there."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
+        self.known: ModelDescription | None = None
+        """What the file says of the model, if it was read."""
+        path = resolve_model(args.model, download_dir=args.download_dir)
+        if path.suffix == ".gguf" and not args.skip_tokenizer_init:
+            self.known = read_spec(path).taking_images(args.max_images)
+            thread = ThreadPoolExecutor(1, "tokenizer")
+            self._read = thread.submit(self._load, self.known)
+            thread.shutdown(wait=False)
+
+    def _load(self, model: ModelDescription) -> Tokenizer | None:
+        found = load_tokenizer(self._args, model)
+        if (trim := malloc_trim()) is not None:
+            trim(0)
+        return found
+
+    def of(self, model: ModelDescription) -> Tokenizer | None:
+        """The tokenizer of `model`, which was loaded by the same settings."""
+        return load_tokenizer(self._args, model) if self.known is None else self._read.result()
 
 
 def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.logprobs import TokenLogprobs
 from slipstream.messages.outputs import TokenOutput
 from slipstream.messages.requests import EngineRequest
+from slipstream.messages.weights import FIRST_VERSION
 from slipstream.outputs import (
     CompletionOutput,
     Logprob,
@@ -56,6 +57,7 @@ class _Choice:
     can_wait: bool  # the request has no stop string
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
     waiting_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    waiting_versions: list[tuple[str, int]] = field(default_factory=list)  # of earlier weights
     num_drafted: int = 0  # for them, and how many of them are accepted drafts
     num_accepted: int = 0
     done: bool = False
@@ -77,6 +79,7 @@ class _State:
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
+        self.weight_version = FIRST_VERSION
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
         # by engine request id
@@ -86,6 +89,16 @@ class OutputProcessor:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def use_version(self, version: str) -> None:
+        """Outputs from now on are made by weights of this version."""
+        if version == self.weight_version:
+            return
+        for choice in self._may_wait.values():
+            if count := len(choice.waiting) - sum(n for _, n in choice.waiting_versions):
+                choice.waiting_versions.append((self.weight_version, count))
+        self.weight_version = version
+        self._plain.clear()  # a request's single tokens say no version
 
     def add(self, request: PreparedRequest, on_token: OnToken | None = None) -> None:
         """`on_token` may be called for tokens between the first and the last, in the place of a delta."""
@@ -261,6 +274,7 @@ class OutputProcessor:
             stop_reason = output.error
         drafted, accepted = choice.num_drafted, choice.num_accepted
         choice.num_drafted = choice.num_accepted = 0
+        versions, choice.waiting_versions = choice.waiting_versions, []
         return CompletionOutput(
             index=choice.index,
             text=text,
@@ -272,6 +286,7 @@ class OutputProcessor:
             stop_reason=stop_reason,
             num_drafted=drafted,
             num_accepted=accepted,
+            weight_versions=version_runs(versions, self.weight_version, len(tokens)),
         )
 
     def _delta(self, state: _State) -> RequestOutput:
@@ -339,7 +354,10 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
         if known is None:
             logprobs = None if new.logprobs is None else list(new.logprobs)
             by_index[new.index] = dataclasses.replace(
-                new, token_ids=list(new.token_ids), logprobs=logprobs
+                new,
+                token_ids=list(new.token_ids),
+                logprobs=logprobs,
+                weight_versions=list(new.weight_versions),
             )
         else:
             extend(known, new)
@@ -375,10 +393,33 @@ def refuse_best_of(sampling: SamplingParams | None) -> None:
         )
 
 
+def version_runs(
+    before: list[tuple[str, int]], version: str, num_tokens: int
+) -> list[tuple[str, int]]:
+    """Runs of tokens by the version of the weights that made them: `before`, and then `version`, for `num_tokens` in all."""
+    if not before:
+        return [(version, num_tokens)] if num_tokens else []
+    found = list[tuple[str, int]]()
+    for one, count in (*before, (version, num_tokens)):
+        if taken := min(count, num_tokens - sum(n for _, n in found)):
+            found.append((one, taken))
+    return found
+
+
+def extend_runs(whole: list[tuple[str, int]], new: Sequence[tuple[str, int]]) -> None:
+    """Append runs of tokens to those before, in place."""
+    for version, count in new:
+        if whole and whole[-1][0] == version:
+            whole[-1] = version, whole[-1][1] + count
+        else:
+            whole.append((version, count))
+
+
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
     """Append what is new of a choice to what was there before."""
     whole.text += new.text
     whole.token_ids += new.token_ids
+    extend_runs(whole.weight_versions, new.weight_versions)
     whole.num_drafted += new.num_drafted
     whole.num_accepted += new.num_accepted
     if new.logprobs is not None and whole.logprobs is not None:

@@ -246,6 +246,8 @@ _NOT_IN_FLEET = {
     "audit_log": "the gateway writes the audit log, by the fleet's own audit_log",
     "lora_folder": "adapters of a fleet stand in engine.lora_modules",
     "kv_events_config": "the gateway follows the caches itself, and replicas would publish at one address",
+    "enable_weight_updates": "a gateway changes no replica's weights; start them apart from a fleet",
+    "weights_folder": "a gateway changes no replica's weights; start them apart from a fleet",
     "enable_sleep_mode": "replicas of a fleet do not sleep; autoscale with min: 0 ends those that nobody needs",
 }
 

@@ -525,7 +525,8 @@ class Head:
         """Wait until a replica serves. If it does not: ConfigError, and the file of before is
         restored."""
         try:
-            await asyncio.wait_for(member.serves.wait(), self.fleet.start_timeout_s)
+            async with asyncio.timeout(self.fleet.start_timeout_s):
+                await member.serves.wait()
         except TimeoutError:
             await self._retire(member)
             self.fleet = before

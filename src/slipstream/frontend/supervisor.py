@@ -254,7 +254,8 @@ class Supervisor:
             _logger.error("front end %d ended and will be replaced: %s (%s)", slot + 1, error, then)
             if pause_s:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._stopping.wait()
 
     async def _live(self, slot: int) -> tuple[bool, SlipstreamError]:
         """A front end's life. Whether it served, and how it ended."""

@@ -196,7 +196,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAShape:
-    """Latent attention in a `TokenShape`."""
+    """Sizes of latent attention, as a part of a `TokenShape`."""
 
     nope_dim: int
     rotary_dim: int

@@ -38,15 +38,11 @@ class AdapterStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """KV cache blocks in tiers below the device: bytes in use, limits, and totals from the start.
+    """KV cache blocks in tiers below the device: bytes in use, and totals from the start.
     Rates are the last measured ones; 0: none yet."""
 
     host_bytes: int = 0
-    host_limit_bytes: int = 0
     disk_bytes: int = 0
-    disk_limit_bytes: int = 0
-    # False: another server writes to the folder, and this one only reads.
-    disk_is_written: bool = False
     stored_blocks: int = 0
     stored_bytes: int = 0
     dropped_blocks: int = 0  # not stored: no space, or the disk refused

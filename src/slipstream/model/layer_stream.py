@@ -70,7 +70,7 @@ class LayerStream:
     """Gives the decoder its layers in turn.
 
     `waited_s` is the time spent waiting for reads, `read_bytes` the bytes read. With `forgets` the
-    system drops what was read from its cache, for measurements.
+    system's file cache drops what was read, so that measurements read from the disk.
     """
 
     def __init__(self, folder: Path) -> None:

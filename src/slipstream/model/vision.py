@@ -73,6 +73,7 @@ class Layout:
     cos_sin: Tensor | None  # float32 [N, D]: cosines, then sines
     meta: AttentionMetadata  # patch i has row i of `cos_sin`, and slot i of keys and values
     order: Tensor | None  # int64 [N / merge²]: groups in window order; None: unchanged
+    inner: Tensor | None = None  # int64 [N]: rows of patches among those with class tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class VisionLayer:
     norms: Mapping[str, NormParams]
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    gains: Tensor | None = None  # [2, E]: of what attention and MLP add
 
     def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
         """[N, E] → [N, E]."""
@@ -145,14 +147,23 @@ class VisionLayer:
                 kv.k.squeeze(2),
                 kv.v.squeeze(2),
             )
+        elif (norm := a.qk_norm) is not None:
+            assert norm.over == "row"
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            q, k = (
+                normed(ops, NormParams(kind="rms", weight=w, eps=norm.eps), x.flatten(1)).view_as(x)
+                for x, w in ((q, self.q_norm), (k, self.k_norm))
+            )
         mixed = ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1)
-        h = h + self._after("post_attention", ops, _product(ops, mixed, self.out))
+        first, second = (1, 1) if self.gains is None else self.gains
+        h = h + first * self._after("post_attention", ops, _product(ops, mixed, self.out))
         rows = _product(ops, normed(ops, self.norms["pre_mlp"], h), self.up)
         if isinstance(act := mlp.activation, OwnActivation):  # which needs no kernel here
             rows = act.function(rows.float()).to(rows.dtype)
         else:
             rows = cast("Tensor", ops.activation(rows, act, gated=mlp.gated))
-        return h + self._after("post_mlp", ops, _product(ops, rows, self.down))
+        return h + second * self._after("post_mlp", ops, _product(ops, rows, self.down))
 
     def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
         return normed(ops, self.norms[name], h) if name in self.norms else h
@@ -226,6 +237,7 @@ class ImageTower:
         self.patch = linear("patch")
         first = spec.first_norm
         self.first_norm = None if first is None else build_norm(first, "vision.first_norm", own)
+        self.class_token = own.pop("vision.class_token.weight", None)
         self.positions = own.pop("vision.positions.weight", None)
         if isinstance(spec.position, AxisPositionSpec) and self.positions is not None:
             self.positions = self.positions.flatten(0, 1)
@@ -245,7 +257,7 @@ class ImageTower:
                 if s.standardized:
                     parts = (own.pop(f"vision.{name}.{x}.weight") for x in ("shift", "gain"))
                     standard = (next(parts), next(parts))
-            elif not isinstance(s, ConcatConnector):
+            elif not isinstance(s, ConcatConnector) and s.norm is not None:
                 norm = build_norm(s.norm, f"vision.{name}.norm", own)
             merges = isinstance(s, PatchMergeConnector)
             up = linear(f"{name}.up") if merges or isinstance(s, MLPConnector) else None
@@ -293,6 +305,7 @@ class ImageTower:
             {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()},
             own.pop(f"vision.{name}attention.q_norm.weight", None),
             own.pop(f"vision.{name}attention.k_norm.weight", None),
+            own.pop(f"vision.{name}gains.weight", None),
         )
 
     @torch.inference_mode()
@@ -316,10 +329,12 @@ class ImageTower:
         else:
             rows = torch.cat([self._patches(picture[None]) for picture in pictures])
         h = ops.linear(rows, self.patch)
-        if self.first_norm is not None:
-            h = normed(ops, self.first_norm, h)
         if layout.positions is not None and self.positions is not None:
             h = h + self._positions(layout.positions, layout.weights)
+        if layout.inner is not None:
+            h = self._with_class_tokens(h, layout.inner, len(grids))
+        if self.first_norm is not None:
+            h = normed(ops, self.first_norm, h)
         if layout.order is not None:
             h = h.unflatten(0, (-1, spec.merge**2))[layout.order].flatten(0, 1)
         stacked = list[Tensor]()
@@ -327,6 +342,8 @@ class ImageTower:
             h = layer(ops, h, layout.whole if i in spec.full_layers else layout.windows, layout)
             if i in self.deepstack:
                 stacked.append(self.deepstack[i](ops, h, spec.merge))
+        if layout.inner is not None:
+            h = h[layout.inner]
         if self.final_norm is not None:
             h = normed(ops, self.final_norm, h)
         tokens = self.connector(ops, h, spec.merge)
@@ -337,6 +354,15 @@ class ImageTower:
             tokens = torch.empty_like(ordered)
             tokens[layout.order] = ordered
         return list(tokens.split([spec.num_tokens(grid) for grid in grids]))
+
+    def _with_class_tokens(self, h: Tensor, inner: Tensor, num_pictures: int) -> Tensor:
+        """[N, E] → [N + pictures, E], with a class token before each picture's patches."""
+        assert self.class_token is not None
+        assert self.positions is not None
+        token = self.class_token + self.positions[:1]
+        found = token.to(h.dtype).repeat(len(h) + num_pictures, 1)
+        found[inner] = h
+        return found
 
     def _patches(self, pixels: Tensor) -> Tensor:
         """Pixels [B, height, width, C] → patches in group order, [N, C · frames · P · P] in the
@@ -375,7 +401,13 @@ class ImageTower:
     def _make_layout(self, grids: tuple[PatchGrid, ...]) -> Layout:
         spec = self.spec
         sizes = np.array([grid.num_patches for grid in grids], np.int64)
-        whole = PackedParts.of(sizes.tolist(), self.device)
+        extra = int(spec.class_token)
+        whole = PackedParts.of((sizes + extra).tolist(), self.device)
+        inner = None
+        if extra:
+            inner = self._placed(
+                np.arange(sizes.sum()) + np.repeat(np.arange(len(sizes)) + 1, sizes)
+            )
         rows, columns = (
             np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids])
             for axis in range(2)
@@ -396,7 +428,7 @@ class ImageTower:
                     self._placed(np.concatenate(x)) for x in zip(*both, strict=True)
                 )
             else:
-                positions = self._placed((rows * side + columns)[:, None])
+                positions = self._placed((rows * side + columns)[:, None] + extra)
         if spec.rope is not None:
             cos_sin = axial_rotations(spec.rope, rows, columns)
         if spec.window is not None:
@@ -415,7 +447,8 @@ class ImageTower:
                     len(cos_sin), -1
                 )
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
-        return Layout(whole, windows, positions, weights, turned, self._meta(len(rows)), order)
+        meta = self._meta(len(rows))
+        return Layout(whole, windows, positions, weights, turned, meta, order, inner)
 
     def _meta(self, count: int) -> AttentionMetadata:
         """Makes metadata for `rope_and_cache`, which reads only positions and slots."""

@@ -86,6 +86,9 @@ class Values(Protocol):
     def take(self, x: Any, index: Any, dim: int = 0) -> Any:
         """A copy of some rows, or of some columns (`dim` 1)."""
 
+    def ranges(self, starts: Any, lengths: Any, total: int) -> Any:
+        """The numbers of ranges one after the other, int64 [total], of int64 `starts` and `lengths` on the device."""
+
     def put(self, x: Any, rows: Any, values: Any) -> None:
         """Write `values` to rows of `x`, in x's type."""
 
@@ -125,6 +128,8 @@ class Platform(ABC):
 
     values: Values
     device: torch.device
+    device_uuid = ""
+    """Name of the GPU among all of them, for other processes; empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

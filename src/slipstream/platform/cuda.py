@@ -64,6 +64,10 @@ class CudaPlatform(Platform):
         """Whether products with 2:4 sparse weights are available, through cuSPARSELt."""
         return torch.backends.cusparselt.is_available()
 
+    @property
+    def device_uuid(self) -> str:  # type: ignore[override]
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
     # --- Memory --------------------------------------------------------------------------
 
     def memory(self) -> tuple[int, int]:

@@ -46,6 +46,11 @@ class Arrays:
     def take(self, x: Array, index: Array, dim: int = 0) -> Array:
         return x[:, index] if dim else x[index]
 
+    def ranges(self, starts: Array, lengths: Array, total: int) -> Array:
+        shifts = starts - (lengths.cumsum() - lengths)
+        found: Array = np.arange(total) + np.repeat(shifts, lengths)
+        return found
+
     def put(self, x: Array, rows: Array, values: Array) -> None:
         x[rows] = values
 

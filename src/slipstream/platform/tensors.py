@@ -29,6 +29,10 @@ class Tensors:
     def take(self, x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
         return x.index_select(dim, index)
 
+    def ranges(self, starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+        shifts = starts - (lengths.cumsum(0) - lengths)
+        return self.arange(total) + shifts.repeat_interleave(lengths, output_size=total)
+
     def put(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         x.index_copy_(0, rows, values.to(x.dtype))
 

@@ -74,6 +74,7 @@ from slipstream.server.operations.health import Probes
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.sleep import Sleeping
 from slipstream.server.operations.status import StatusRoutes
+from slipstream.server.operations.weights import WeightRoutes
 from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
 
 
@@ -236,7 +237,7 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
     async def root(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("docs")  # a browser
-        return Response(greeting(state.model_names), media_type="text/plain")
+        return Response(greeting(() if has_keys else state.model_names), media_type="text/plain")
 
     app = Starlette(
         routes=[
@@ -251,6 +252,7 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
             Route("/docs", docs),
             *Sleeping(state).routes(),
             *AdapterRoutes(state).routes(),
+            *WeightRoutes(state).routes(),
             *files.routes(state),
             *batches.routes(state),
             *feedback.routes(state),

@@ -24,6 +24,7 @@ from slipstream.engine.text.tools import Formats
 from slipstream.errors import ConfigError
 from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.messages.texts import TextTask
+from slipstream.messages.weights import PauseMode, WeightsInfo
 from slipstream.outputs import Vectors
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import RequestOptions
@@ -124,7 +125,7 @@ class EngineProtocol(Protocol):
     ) -> BeamSearchOutput: ...
     @property
     def adapters(self) -> dict[str, LoRARequest]: ...
-    async def load_adapter(self, name: str, path: str) -> None: ...
+    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None: ...
     async def unload_adapter(self, name: str) -> None: ...
     @property
     def description(self) -> ModelDescription: ...
@@ -149,6 +150,23 @@ class EngineProtocol(Protocol):
     async def wake_up(self) -> None: ...
     def health(self) -> HealthProtocol: ...
     async def shutdown(self, drain_s: float = 0.0) -> None: ...
+
+
+class WeightsProtocol(Protocol):
+    """The calls of `AsyncLLM` for weights that change (`engine.process.weight_operations`)."""
+
+    async def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo: ...
+    async def leave_weight_group(self, name: str) -> WeightsInfo: ...
+    async def start_weight_update(self, request: Any = None) -> WeightsInfo: ...
+    async def update_weights(self, request: Any) -> WeightsInfo: ...
+    async def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo: ...
+    async def abort_weight_update(self) -> WeightsInfo: ...
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = False
+    ) -> WeightsInfo: ...
+    async def resume_generation(self) -> WeightsInfo: ...
+    async def reset_prefix_cache(self) -> None: ...
+    async def weights(self, *, checksums: bool = False) -> WeightsInfo: ...
 
 
 class Shortened(Protocol):
@@ -198,6 +216,8 @@ class ServerSettings:
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
     enable_sleep_mode: bool = False  # enables /sleep and /wake_up
+    enable_weight_updates: bool = False  # enables the routes of `server.operations.weights`
+    weights_folder: str | None = None  # weights in it may be read over HTTP; None: none
     lora_folder: str | None = None  # adapters in it may be loaded over HTTP; None: no loading
     # HOST or HOST:PORT that pictures are fetched from; empty: none are fetched
     allowed_media_hosts: tuple[str, ...] = ()
@@ -288,6 +308,16 @@ class ServerSettings:
             raise ConfigError(
                 "audit_prompts and audit_failure have an effect only with audit_log",
                 field="audit_log",
+            )
+        if self.enable_weight_updates and not (self.api_keys or self.keys_file):
+            raise ConfigError(
+                "enable_weight_updates lets clients change every answer; set a key, too (api_key_file or keys_file)",
+                field="enable_weight_updates",
+            )
+        if self.weights_folder is not None and not self.enable_weight_updates:
+            raise ConfigError(
+                "weights_folder has an effect only with enable_weight_updates",
+                field="weights_folder",
             )
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
         require(

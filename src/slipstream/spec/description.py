@@ -27,7 +27,7 @@ from slipstream.spec.families.names import canonical
 from slipstream.spec.media.audio import SpeechSpec, read_speech
 from slipstream.spec.media.vision import ImageProcessing
 from slipstream.spec.model import ModelSpec
-from slipstream.spec.parameters import Placement, Shape, parameters
+from slipstream.spec.parameters import Placement, Shape, orders_rows, parameters
 from slipstream.spec.pooling import (
     CONFIG_KEYS,
     LAST_TOKEN,
@@ -194,14 +194,14 @@ class ModelDescription:
         names, total = self.family.gguf.names(self.spec), 0
         for name, tensor in self.gguf.tensors.items():
             *outer, inner = tensor.shape
-            num_values, target = (
-                math.prod(tensor.shape),
-                names[name].target if name in names else "",
-            )
+            num_values, place = math.prod(tensor.shape), names.get(name, Placement(""))
+            target = place.target
             if scheme is not None and rounds(scheme, target):
                 total += scheme.weight_bytes(math.prod(outer), inner, on_cpu=on_cpu)
-            elif tensor.type in held and not (
-                scheme is not None and scheme.head and target == "embed.weight"
+            elif (
+                tensor.type in held
+                and orders_rows(place.transform)
+                and not (scheme is not None and scheme.head and target == "embed.weight")
             ):
                 total += num_values * held[tensor.type] // 256
             else:

@@ -88,6 +88,24 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Untile:
+    """Rows from `start` on are heads of `size` rows, ordered by [repeat, group] (value heads of Qwen 3.5 in GGUF, whose
+    groups share a key head). Ours are ordered by [group, repeat]. `columns`: so are the tensor's columns."""
+
+    num_groups: int
+    size: int
+    start: int = 0
+    columns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TransformChain:
+    """Several changes, in the order in which they are undone."""
+
+    steps: tuple[Transform, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AxisHalves:
     """Rows of a head are ordered by axis, and in each by its two halves (Gemma 4's image encoder). Ours are ordered by half,
     so that a head is rotated as one."""
@@ -137,11 +155,20 @@ Transform: TypeAlias = (
     | OneRow
     | Vector
     | Regroup
+    | Untile
+    | TransformChain
     | AxisHalves
     | Scale
     | Reshape
     | Stacked
 )
+
+
+def orders_rows(transform: Transform | None) -> bool:
+    """Whether a change only orders whole rows anew, which weights in blocks of a row's numbers allow."""
+    if isinstance(transform, Untile):
+        return not transform.columns
+    return isinstance(transform, Unpermute | Regroup | None)
 
 
 def keeps_float32(name: str) -> bool:

@@ -16,6 +16,8 @@ class AdapterPlaces:
         self.count = count
         # by id, the least recently used first
         self._held: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()
+        # folders of adapters before they were replaced, by id: requests with them go on
+        self._earlier: dict[int, set[str]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -28,7 +30,7 @@ class AdapterPlaces:
         if (held := self._held.get(request.id)) is None:
             return None
         known, version = held
-        if known.path != request.path:
+        if known.path != request.path and request.path not in self._earlier.get(request.id, ()):
             message = (
                 f"id {request.id} is the adapter {known.name!r} of {known.path}; take another id"
             )
@@ -56,9 +58,16 @@ class AdapterPlaces:
             )
         return found
 
+    def replace(self, request: LoRARequest, version: str) -> None:
+        """Let an adapter that has a place be that of `request`, which has the same id."""
+        known, _ = self._held[request.id]
+        self._earlier.setdefault(request.id, set()).add(known.path)
+        self._held[request.id] = request, version
+
     def add(self, request: LoRARequest, version: str) -> None:
         self._held[request.id] = request, version
 
     def forget(self, adapter_id: int) -> None:
         """Forget an adapter. An unknown id is ignored."""
         self._held.pop(adapter_id, None)
+        self._earlier.pop(adapter_id, None)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import LoRASettings
+from slipstream.errors import AdapterError
 from slipstream.kernels.weights.adapters import LoRAWeights
 from slipstream.messages.stats import AdapterStats
 from slipstream.model.adapters import AdapterLayout, HostAdapter
@@ -84,6 +85,29 @@ class Adapters:
         self._num_reads += 1
         self._host[request.id] = adapter
         self._places.add(request, version)
+        self._take_parts(adapter)
+        return version
+
+    def replace(self, request: LoRARequest) -> str:
+        """Read an adapter's files, new ones or the same, and let all requests with its id go on with them.
+
+        Returns their version. AdapterError, with nothing changed: they can't be read, or no adapter of this id is loaded.
+        """
+        if request.id not in self._host:
+            message = f"no adapter {request.name!r} is loaded that could be replaced in place"
+            raise AdapterError(message, field="lora_name")
+        folder = Path(request.path)
+        version = _version(folder)
+        adapter = self.layout.read(folder, self._slots.dtype, pinned=self._platform.pins_memory)
+        self._num_reads += 1
+        self._host[request.id] = adapter
+        self._places.replace(request, version)
+        self._take_parts(adapter)
+        if (slot := self._placed.get(request.id)) is not None:
+            adapter.copy_to(self._slots[slot])
+        return version
+
+    def _take_parts(self, adapter: HostAdapter) -> None:
         if not adapter.parts <= self.parts:
             self.parts |= adapter.parts
             found = [
@@ -91,7 +115,6 @@ class Adapters:
                 for p in self.layout.places.values()
             ]
             self.weights = {id(linear): w for linear, w in found if w.live}
-        return version
 
     def unload(self, adapter_id: int) -> None:
         """Forget an adapter, which no request may need. An unknown id is ignored."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
+from slipstream.errors import AdapterError
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
 from slipstream.params.lora_request import LoRARequest
@@ -15,6 +16,8 @@ from slipstream.spec.description import ModelDescription
 from slipstream.worker.tiers.block_store import HostBlockStore
 
 if TYPE_CHECKING:
+    from slipstream.messages.weight_ops import WeightsOp
+    from slipstream.messages.weights import GivenPiece, WeightState
     from slipstream.worker.ranks.block_store import RankBlockStore
 
 
@@ -102,6 +105,24 @@ class Executor(ABC):
         """Balance of the experts; None if no experts are distributed over ranks."""
         return None
 
+    @property
+    @abstractmethod
+    def weight_state(self) -> WeightState:
+        """Version of the weights that run. The engine's core keeps it up to date."""
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether `change_weights` takes a GivenPiece: the model is in this process."""
+        return False
+
+    @abstractmethod
+    def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        """Carry out an operation on the weights, on all ranks. No step may be in flight.
+
+        Returns checksums by parameter, if the operation has any. An error but of WriteWeights has
+        changed nothing.
+        """
+
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         """Load an adapter into host memory. Returns the version of its files.
@@ -109,6 +130,14 @@ class Executor(ABC):
         Adapters whose ids `keep` returns must stay loaded. AdapterError says what is wrong with the
         adapter. EngineOverloadedError means that there is no room now.
         """
+
+    def replace_adapter(self, request: LoRARequest) -> str:
+        """Let an adapter that is loaded be that of other files, for all its requests. Returns their version. AdapterError, with
+        nothing changed: they can't be read."""
+        raise AdapterError(
+            "adapters on several ranks can't be replaced in place; unload it, and load it again",
+            field="load_inplace",
+        )
 
     @abstractmethod
     def unload_adapter(self, adapter_id: int) -> None:

@@ -5,20 +5,26 @@ Values are NumPy arrays. `forward_paths.host_refusal` lists what this does not c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.load.host_head import load_host_head
-from slipstream.model.load.host_model import load_host_model
+from slipstream.model.load.host_model import load_host_model, part_arrays
 from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.pulled import Weights
+from slipstream.model.stored.parts import Stored
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.reason import NotCovered
+from slipstream.spec.scheme import Scheme
 from slipstream.worker.forward.forward_paths import load_refusal
 from slipstream.worker.forward.host_forwards import HostForwards
 from slipstream.worker.forward.table import ForwardTable
@@ -76,6 +82,26 @@ class HostLoaded(LoadedRunner):
             raise NotCovered(reason)
         model = self._load(description, settings)
         return model, HostForwards(model.decoder, self.host_ops.pool)
+
+    def weights_of(
+        self, description: ModelDescription, scheme: Scheme | None, given: Sequence[Stored] | None
+    ) -> tuple[Weights, Scheme | None]:
+        return part_arrays(
+            description,
+            ops=self.host_ops,
+            dtype=self.config.model.dtype,
+            load_format="auto",
+            seed=0,
+            scheme=scheme,
+            given=given,
+        )
+
+    def as_value(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value
+        from slipstream.kernels.arrays import to_array
+
+        return to_array(value.cpu())
 
     def profile(self) -> int:
         """Bytes of activations in the largest step.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,18 +22,21 @@ from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.messages.stats import ExpertTokens
+from slipstream.messages.weights import WeightState
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.encoder import Dense, TextHeads
 from slipstream.model.load.dense import read_dense
 from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.pulled import Weights
+from slipstream.model.stored.parts import Stored
 from slipstream.platform import Platform
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts.heads import HeadDescription
 from slipstream.spec.drafts.models import check_draft_model
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.pooling import DenseStep
-from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
+from slipstream.spec.scheme import FORMAT_MAX, SCHEMES, Scheme
 from slipstream.worker.device_cache import DeviceCache
 from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from slipstream.worker.experts.host import LoadFollower
     from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.forward.images import ImageEncoder
+    from slipstream.worker.weights.update import WeightUpdates
 
 
 class ExpertCounts(Protocol):
@@ -97,6 +101,7 @@ class LoadedRunner(ABC):
         """Set up one rank of several if there is a `partition`."""
         self.config, self.partition = config, partition
         self.phases: dict[str, float] = {}
+        self.weight_state = WeightState()
 
     # --- Drafters -----------------------------------------------------------------------------------------------------
 
@@ -199,6 +204,32 @@ class LoadedRunner(ABC):
     def _load_draft(
         self, description: ModelDescription, settings: dict[str, Any]
     ) -> tuple[LoadedModel, ForwardTable]: ...
+
+    # --- Weights that change ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def weight_updates(self) -> WeightUpdates:
+        """Updates of the weights. Loaded late: few models' weights change."""
+        from slipstream.worker.weights.update import WeightUpdates
+
+        return WeightUpdates(self)
+
+    @abstractmethod
+    def weights_of(
+        self, description: ModelDescription, scheme: Scheme | None, given: Sequence[Stored] | None
+    ) -> tuple[Weights, Scheme | None]:
+        """The weights of a checkpoint of this model, or of tensors that are `given` in its place, as
+        a load would make them, and the scheme that quantizes the dense ones."""
+
+    @abstractmethod
+    def as_value(self, value: Any) -> Any:
+        """A tensor or array as this loader takes it, over the same memory."""
+
+    def weights_written(self) -> None:
+        """Build anew what a CPU's paths have made of the weights, which were written in place."""
+        if not self.platform.is_asynchronous:
+            self.forwards.rebuild()
+        self.platform.synchronize()
 
     # --- Memory -------------------------------------------------------------------------------------------------------
 

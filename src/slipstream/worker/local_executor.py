@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import AdapterError
@@ -26,6 +27,10 @@ from slipstream.worker.start.loading import Ranks, load_runner
 from slipstream.worker.start.sizing import fit_cache
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
+
+if TYPE_CHECKING:
+    from slipstream.messages.weight_ops import WeightsOp
+    from slipstream.messages.weights import GivenPiece, WeightState
 
 
 class LocalExecutor(Executor):
@@ -106,10 +111,34 @@ class LocalExecutor(Executor):
     def expert_load(self) -> ExpertTokens:
         return self.runner.expert_load()
 
+    @property
+    def weight_state(self) -> WeightState:
+        return self.runner.loaded.weight_state
+
+    @property
+    def takes_tensors(self) -> bool:
+        return True
+
+    def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        self.runner.settle()
+        with self.runner.platform.values.inference():
+            return self.runner.loaded.weight_updates.do(op)
+
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         if self.runner.adapters is None:
             raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
         return self.runner.adapters.load(request, keep)
+
+    def replace_adapter(self, request: LoRARequest) -> str:
+        runner = self.runner
+        if runner.adapters is None:
+            raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
+        runner.settle()
+        with runner.platform.values.inference():
+            version = runner.adapters.replace(request)
+            if isinstance(runner, ModelRunner) and runner.adapter_graphs is not None:
+                runner.adapter_graphs.adapters_changed()
+        return version
 
     def unload_adapter(self, adapter_id: int) -> None:
         if self.runner.adapters is not None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from slipstream.config import EngineConfig
 from slipstream.config.forms import HostExperts, StreamedLayers
 from slipstream.costs.graph_sizes import GRAPH_BYTES, graph_bytes
 from slipstream.errors import AdapterError, ConfigError
+from slipstream.kernels.arrays import to_tensor
 from slipstream.kernels.build import remedy
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
@@ -22,13 +25,16 @@ from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.layers.layer import Partition
 from slipstream.model.load.draft_loader import load_head
 from slipstream.model.load.loaded import LoadedModel
-from slipstream.model.load.loader import load_model
+from slipstream.model.load.loader import load_model, part_weights
+from slipstream.model.load.pulled import Weights
+from slipstream.model.stored.parts import Stored
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import hash_triton
 from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
 from slipstream.spec.drafts.heads import HeadDescription
+from slipstream.spec.scheme import Scheme
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.experts.host import LoadFollower, settle_experts, with_host_experts
 from slipstream.worker.experts.load import ExpertLoad
@@ -153,6 +159,24 @@ class TorchLoaded(LoadedRunner):
             description, ops=self.ops, device=self.device, dtype=self.dtype, **settings
         )
         return model, Forwards(model.decoder)
+
+    def weights_of(
+        self, description: ModelDescription, scheme: Scheme | None, given: Sequence[Stored] | None
+    ) -> tuple[Weights, Scheme | None]:
+        return part_weights(
+            description,
+            ops=self.ops,
+            device=self.device,
+            dtype=self.dtype,
+            load_format="auto",
+            seed=0,
+            scheme=scheme,
+            partition=self.partition,
+            given=given,
+        )
+
+    def as_value(self, value: Any) -> torch.Tensor:
+        return to_tensor(value) if isinstance(value, np.ndarray) else value
 
     def profile(self) -> int:
         with self.phase("profile"), torch.inference_mode(), self.without_copies():

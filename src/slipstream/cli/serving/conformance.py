@@ -13,7 +13,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_json
-from slipstream.cli.options import add_output_options
+from slipstream.cli.options import add_key_options, add_output_options, given_key
 
 if TYPE_CHECKING:
     from slipstream.conformance.registry import Result
@@ -24,7 +24,7 @@ NAMES = ("chat", "completions", "responses", "messages", "ollama")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="the server, with or without /v1")
     parser.add_argument("--model", help="a model that it serves (default: the first it lists)")
-    parser.add_argument("--api-key", help="the server's key")
+    add_key_options(parser)
     parser.add_argument(
         "--protocol",
         action="append",
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             print(row.rstrip(), flush=True)
 
     async def main() -> list[Result]:
-        key, timeout_s = args.api_key, args.timeout
+        key, timeout_s = given_key(args), args.timeout
         async with Endpoint(args.url, api_key=key, timeout_s=timeout_s) as endpoint:
             return await run_checks(
                 endpoint,

@@ -77,7 +77,7 @@ def run_up(args: argparse.Namespace) -> int:
     import uvloop
 
     from slipstream.cli.console import phases
-    from slipstream.cli.serving.serve import read_keys
+    from slipstream.cli.options import read_keys
     from slipstream.fleet.config import check, gateway_settings, read
     from slipstream.fleet.head import Head
     from slipstream.server.run import bind, configure_logging, settle, stop_signals, url

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 
 from slipstream.cli.console import print_json
-from slipstream.cli.options import add_output_options
+from slipstream.cli.options import add_key_options, add_output_options, given_key
 from slipstream.errors import ConfigError
 
 START_S = 1800.0
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve", metavar="MODEL", help="start a server of this model at --url's port"
     )
     parser.add_argument("--model", help="a model that the server serves (default: its first)")
-    parser.add_argument("--api-key", help="the server's key")
+    add_key_options(parser)
     parser.add_argument(
         "--print",
         action="store_true",
@@ -63,14 +63,15 @@ def run(args: argparse.Namespace) -> int:
     found = not agent.program or args.only_print
     program = [name for name in (agent.program if found else find_program(agent),) if name]
     with served(args.serve, args.url) if args.serve else contextlib.nullcontext():
-        endpoint = find_endpoint(args.url, args.model, args.api_key)
+        key = given_key(args)
+        endpoint = find_endpoint(args.url, args.model, key)
         environment, words = agent.setup(endpoint)
         command = [*program, *words, *args.args]
         if args.json:
             print_json({"environment": environment, "command": command})
         else:
             for name, value in environment.items():
-                shown = "…" if args.api_key and value == args.api_key else value
+                shown = "…" if key and value == key else value
                 print(f"{name}={shlex.quote(shown)}", file=sys.stderr)
             print(shlex.join(command), file=sys.stderr)
         length = endpoint.max_model_len

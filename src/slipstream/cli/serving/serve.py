@@ -18,6 +18,7 @@ from slipstream.cli.options import (
     add_output_options,
     engine_args,
     parse_bytes,
+    read_keys,
 )
 from slipstream.cli.parser import Rare
 from slipstream.cli.serving.running import forget, register
@@ -87,6 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_several("--allowed-media-hosts", "HOST[:PORT]", Rare(text))
     text = "let clients give the model's memory back (POST /sleep, /wake_up)"
     add("--enable-sleep-mode", Rare(text), action="store_true")
+    text = "let admins' keys change the weights and pause (POST /update_weights, /pause, …); needs a key"
+    add("--enable-weight-updates", Rare(text), action="store_true")
+    text = "where such an update may read files (default: nowhere)"
+    add("--weights-folder", Rare(text), metavar="DIR")
     add("--max-concurrent-requests", "requests at once; beyond it: 429 (default: 4096)", **whole)
     text = "prompts times n, or texts to embed or to rerank (default: 2048)"
     add("--max-choices-per-request", Rare(text), **whole)
@@ -302,22 +307,6 @@ def make_watch(args: argparse.Namespace) -> ServerWatch:
             f"--detect needs river: {install_command('detect')}", field="detect"
         ) from None
     return ServerWatch(args.alert_url, source=(args.served_model_name or [args.model])[0])
-
-
-def read_keys(path: str) -> tuple[str, ...]:
-    """Keys of a file, one per line; empty lines and lines that begin with # are ignored."""
-    from slipstream.errors import ConfigError
-
-    try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        message = f"cannot read the API keys in {path} ({why}); name a file with one key a line"
-        raise ConfigError(message, field="api_key_file") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"{path} holds no API key; write one a line", field="api_key_file")
-    return keys
 
 
 def check_watch(args: argparse.Namespace) -> None:

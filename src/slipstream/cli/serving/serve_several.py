@@ -30,6 +30,8 @@ _NOT_WITH_SEVERAL = {
     "kv_events_config": "its events are of one model's prefix cache",
     "lora_modules": "adapters belong to one model",
     "lora_folder": "adapters belong to one model",
+    "enable_weight_updates": "weights change in a server of one model",
+    "weights_folder": "weights change in a server of one model",
     "served_model_name": "name models as in NAME=MODEL instead",
     "enable_sleep_mode": "models sleep by themselves (--keep-alive), and by POST /models/unload",
 }

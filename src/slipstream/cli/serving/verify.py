@@ -1,7 +1,7 @@
 """`slipstream verify URL --against MODEL`: checks whether a server answers as the model itself would.
 
     slipstream verify http://127.0.0.1:8000 --against smollm2
-    slipstream verify https://api.example.com --api-key KEY --model NAME --against ./checkpoint --page verify.html
+    slipstream verify https://api.example.com --api-key-file FILE --model NAME --against ./checkpoint --page verify.html
 
 Any server that speaks OpenAI's chat API. The model is loaded here, and says how likely each token
 of the server's answers was. The exit code is 1 if a fault is found. docs/verify.md has the checks."""
@@ -18,8 +18,10 @@ from slipstream.cli.evaluate import OPTIONS
 from slipstream.cli.options import (
     MODEL_HELP,
     add_engine_options,
+    add_key_options,
     add_output_options,
     engine_args,
+    given_key,
 )
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", dest="served", help="a model that it serves (default: the first it lists)"
     )
-    parser.add_argument("--api-key", help="the server's key")
+    add_key_options(parser)
     parser.add_argument(
         "--max-kl",
         type=float,
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < 1 or args.long < 0:
         raise ConfigError("--rounds must be at least 1, and --long at least 0", field="rounds")
     plan = Plan(rounds=args.rounds, long_lines=args.long, max_kl=args.max_kl)
-    served = Served.connect(args.url, model=args.served, api_key=args.api_key)
+    served = Served.connect(args.url, model=args.served, api_key=given_key(args))
     with phases("verifying") as phase:
         phase(f"loading {args.against}")
         context = max(512, 32 * plan.long_lines + CONTEXT + plan.max_tokens)

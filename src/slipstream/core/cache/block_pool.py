@@ -13,14 +13,19 @@
 5. Block 0 is the null block. Padding is written to it, and it replaces released blocks in block
    tables. No sequence holds it.
 
-Every operation takes constant time per block, apart from the order's own.
+Every operation takes constant time per block, apart from the order's own. Of many blocks, as a prompt's that is cached, counts
+and flags change as arrays.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 
@@ -28,6 +33,14 @@ if TYPE_CHECKING:
     from slipstream.core.cache.cache_value import ValueOrder
 
 NULL_BLOCK = 0
+
+MANY = 32
+"""Number of blocks from which on operations over arrays are faster than loops."""
+
+
+def as_array(blocks: Sequence[int]) -> npt.NDArray[np.int32]:
+    """The blocks as an array of their own memory, or of a copy."""
+    return np.frombuffer(blocks if isinstance(blocks, array) else array("i", blocks), np.int32)
 
 
 class BlockPool:
@@ -38,10 +51,13 @@ class BlockPool:
                 field="num_blocks",
             )
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts = array("i", bytes(4 * num_blocks))
+        self._counts = as_array(self.ref_counts)  # the same memory
         self.ref_counts[NULL_BLOCK] = 1  # always
         self.hashes: list[bytes | None] = [None] * num_blocks  # the keys of cached blocks
         self._cached: dict[bytes, int] = {}
+        self._flags = bytearray(num_blocks)  # 1: the block is cached
+        self._is_cached = np.frombuffer(self._flags, np.bool_)
         self.changes: dict[bytes, bool] | None = None
         """Keys cached (True) or forgotten (False) since the listener last emptied it.
 
@@ -89,27 +105,46 @@ class BlockPool:
                 taken.append(block)
         return taken
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Add one holder to each block. A free (cached) block leaves the free list."""
-        counts, free = self.ref_counts, list[int]()
-        for block in blocks:
-            if counts[block]:
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Add one holder to each of different blocks. A free (cached) block leaves the free list."""
+        counts, free = self.ref_counts, array("i")
+        if len(blocks) >= MANY:
+            where = as_array(blocks)
+            before = self._counts[where]
+            self._counts[where] = before + 1
+            free.frombytes(where[before == 0].tobytes())
+        else:
+            for block in blocks:
+                if not counts[block]:
+                    free.append(block)
                 counts[block] += 1
-            else:
-                counts[block] = 1
-                free.append(block)
         if free:
             self._unlink(free)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one holder from each block, starting with the last block."""
-        counts, free = self.ref_counts, list[int]()
-        for block in reversed(blocks):
-            counts[block] = left = counts[block] - 1
-            if not left:
-                free.append(block)
+        """Remove one holder from each of different blocks, starting with the last block."""
+        counts, free = self.ref_counts, array("i")
+        if len(blocks) >= MANY:
+            where = as_array(blocks)[::-1]
+            left = self._counts[where] - 1
+            self._counts[where] = left
+            free.frombytes(where[left == 0].tobytes())
+        else:
+            for block in reversed(blocks):
+                counts[block] = count = counts[block] - 1
+                if not count:
+                    free.append(block)
         if free:
             self._link(free)
+
+    def num_revived(self, blocks: Sequence[int]) -> int:
+        """Number of blocks that nobody holds."""
+        return len(blocks) - int(np.count_nonzero(self._counts[as_array(blocks)]))
+
+    def num_leading_cached(self, blocks: Sequence[int]) -> int:
+        """Number of blocks before the first that is not cached."""
+        flags = self._is_cached[as_array(blocks)]
+        return len(blocks) if flags.all() else int(flags.argmin())
 
     def num_blank(self, most: int) -> int:
         """Number of free blocks outside the order, at most `most`."""
@@ -121,20 +156,22 @@ class BlockPool:
     def lookup(self, key: bytes) -> int | None:
         return self._cached.get(key)
 
-    def chain(self, keys: Sequence[bytes]) -> list[int]:
+    def chain(self, keys: Sequence[bytes]) -> array[int]:
         """The blocks of the leading keys of a chain that are cached.
 
         A key covers all tokens before it, so one comparison finds as many blocks as the order has together.
         """
-        found: list[int] = []
+        found = array("i")
         get, hashes = self._cached.get, self.hashes
         while (begin := len(found)) < len(keys) and (block := get(keys[begin])) is not None:
-            run = (block,) if self.order is None else self.order.following(block)
+            run: Sequence[int] = (block,)
+            if self.order is not None:
+                run = self.order.following(block)
             most = min(len(run), len(keys) - begin)
             if hashes[run[most - 1]] != keys[begin + most - 1]:
                 same = range(1, most)
                 most = bisect_left(same, True, key=lambda n: hashes[run[n]] != keys[begin + n]) + 1
-            found += run[:most]
+            found.extend(run[:most])
         return found
 
     def lookups(self, keys: Iterable[bytes]) -> list[int | None]:
@@ -146,6 +183,7 @@ class BlockPool:
             return False
         self._cached[key] = block
         self.hashes[block] = key
+        self._flags[block] = 1
         if self.changes is not None:
             self.changes[key] = True
         return True
@@ -155,6 +193,7 @@ class BlockPool:
         key = self.hashes[block]
         if key is not None:
             self.hashes[block] = None
+            self._flags[block] = 0
             del self._cached[key]
             if self.changes is not None:
                 self.changes[key] = False
@@ -209,13 +248,18 @@ class BlockPool:
         assert {b: k for k, b in self._cached.items()} == {
             b: k for b, k in enumerate(self.hashes) if k is not None
         }
+        assert [*map(bool, self._flags)] == [key is not None for key in self.hashes]
 
     def _cached_and_others(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        hashes = self.hashes
-        if None not in map(hashes.__getitem__, blocks):
-            return blocks, ()  # mostly
-        others = [b for b in blocks if hashes[b] is None]
-        return [b for b in blocks if hashes[b] is not None], others
+        if len(blocks) < MANY:
+            flags = self._flags
+            others = [b for b in blocks if not flags[b]]
+            return (blocks, ()) if not others else ([b for b in blocks if flags[b]], others)
+        where = as_array(blocks)
+        flagged = self._is_cached[where]
+        if flagged.all():
+            return blocks, ()
+        return tuple(array("i", where[of].tobytes()) for of in (flagged, ~flagged))  # type: ignore[return-value]
 
     def _link(self, blocks: Sequence[int]) -> None:
         """Take free blocks in: cached ones at the list's tail, or into the order; others at the head."""

@@ -12,6 +12,7 @@ per block, and logarithmic time per change of a session.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -33,7 +34,7 @@ class Run:
     above: Run | None
     start: int  # tokens before the first block
     writer: str = ""  # id of the request that extends it
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     num_below: int = 0
     num_free: int = 0
     entry: tuple[float, int, Run] | Literal[True] | None = None
@@ -85,10 +86,12 @@ class ValueOrder:
                 run.num_free -= len(same)
 
     def _by_run(self, blocks: Sequence[int]) -> Iterable[tuple[Run | None, Sequence[int]]]:
-        """Neighbours of one run together. Without a loop in Python where all blocks are of one, as a session's mostly are."""
-        runs = [*map(self._owners.__getitem__, blocks)]
-        if runs and runs.count(runs[0]) == len(runs):
-            return ((runs[0], blocks),)
+        """Neighbours of one run together. No loop where they are a run's first in order, or back, as a session's mostly are."""
+        if isinstance(blocks, array) and blocks:
+            for same in (blocks, blocks[::-1]):
+                run = self._owners[same[0]]
+                if run is not None and run.blocks[: len(same)] == same:
+                    return ((run, blocks),)
         own = self._owners.__getitem__
         return ((run, [*same]) for run, same in groupby(blocks, own))
 
@@ -123,7 +126,7 @@ class ValueOrder:
             run.num_free -= len(ends)
             for block in ends:
                 owners[block] = None
-            taken += reversed(ends)
+            taken.extend(reversed(ends))
             if not run.blocks:
                 self._end(run)
                 if self._fresh:
@@ -146,7 +149,7 @@ class ValueOrder:
         for run in {run for run in self._owners if run is not None}:
             if run.session is not None:
                 run.session.runs.pop(run, None)
-            run.blocks, run.above, run.session, run.entry = [], None, None, None
+            run.blocks, run.above, run.session, run.entry = array("i"), None, None, None
             run.num_below = run.num_free = 0
         for block, owner in enumerate(self._owners):
             if owner is not None:
@@ -167,6 +170,7 @@ class ValueOrder:
         """
         above: Run | None = None
         shared: dict[Session, None] = {}
+        blocks = blocks if isinstance(blocks, array) else array("i", blocks)
         i = num_shared = 0
         while i < len(blocks):
             known = self._owners[blocks[i]]
@@ -393,7 +397,7 @@ class ValueOrder:
                 if not counts[block]:
                     self._owners[block] = None
                     self._loose[block] = None
-            run.blocks, run.num_free = [block for block in run.blocks if counts[block]], 0
+            run.blocks, run.num_free = array("i", filter(counts.__getitem__, run.blocks)), 0
             if not run.blocks:
                 self._end(run)
 

@@ -21,6 +21,7 @@ their own have a manager each (`Request.kv`). Two managers share nothing.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -104,7 +105,7 @@ class KVCacheManager:
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
         """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
         self._last_step = 0
-        self._salt = salt
+        self._model = self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -227,7 +228,8 @@ class KVCacheManager:
         if not self.copies:
             return ()
         found = tuple([(source, target) for target, source in self.copies.items()])
-        self.pool.release([*self.copies.values()])
+        for source in self.copies.values():  # may be one block's
+            self.pool.release([source])
         self.copies.clear()
         self._copied.clear()
         return found
@@ -256,6 +258,57 @@ class KVCacheManager:
             self._offer_states(self.states)
         self.drop_lease(request)
 
+    # --- A request's steps ----------------------------------------------------------------------------------------------
+    #
+    # What the scheduler asks and tells, whatever kinds of cache the layers have. A kind besides blocks, such as recurrent
+    # states, is a class with these answers (`states.py`), and asked here.
+
+    def has_room(
+        self,
+        request: Request,
+        cached: Sequence[Sequence[int]],
+        num_tokens: int,
+        encoded: int,
+        spare: int,
+    ) -> bool:
+        """True if a waiting request fits with `spare` blocks left.
+
+        It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
+        `cached` are the blocks of its prefix, by group.
+        """
+        if self.states is not None and not self.states.has_room(request):
+            return False
+        num_held = len(request.blocks[0] or (cached[0] if cached else ()))
+        own = (self.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.own)
+        revived = sum(map(self.pool.num_revived, cached))
+        return own + self.blocks_for(encoded) + revived + spare <= self.pool.num_free
+
+    def begin(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
+        """Begin at `computed` tokens, which are in blocks that the request holds, or in the `cached` ones."""
+        if cached:
+            self.adopt(request, cached)
+            request.num_registered = len(cached[0])
+        if self.tiers is not None:
+            self.tiers.let_go(request)
+        request.num_computed_tokens = computed
+        if self.states is not None:
+            self.states.start(request, computed)
+
+    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+        """Note that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
+        return self.states is None or self.states.place(request, computed, end, num_guesses)
+
+    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
+        """Take back the tokens that were computed after the last right guess."""
+        request.num_computed_tokens -= num_guesses - num_right
+        if self.states is not None:
+            self.states.verified(request, num_right)
+
+    @property
+    def may_rewind(self) -> bool:
+        """Whether a request may compute its last token again: a step changes nothing but blocks."""
+        return self.states is None
+
     # --- The order of eviction ------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
@@ -273,11 +326,9 @@ class KVCacheManager:
         depth = len(tables[self.own[0]]) * self.block_size
         for g in self.own:
             if g == self.full:
-                table = tables[g]
-                keys = [*map(self.pool.hashes.__getitem__, table)]
-                end = keys.index(None) if None in keys else len(table)
+                end = self.pool.num_leading_cached(tables[g])
                 request.run, request.shared, request.num_shared = order.enter(
-                    table[:end], session, request.request_id
+                    tables[g][:end], session, request.request_id
                 )
             else:
                 order.touch([b for b in tables[g] if b != NULL_BLOCK], depth)
@@ -323,11 +374,16 @@ class KVCacheManager:
         root = root_key(self._salt, "", adapter) if adapter else self._root_key
         return salted(root, cache_salt)
 
+    def use_weights(self, identity: str) -> None:
+        """Let keys that are computed from now on be those of other weights."""
+        self._salt = f"{self._model}:{identity}"
+        self._root_key = root_key(self._salt, "")
+
     def may_begin_cached(self, request: Request) -> bool:
         """True if the request may start with cached blocks."""
         return self.cache.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
 
-    def cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
+    def cached_prefix(self, request: Request) -> tuple[list[array[int]], int]:
         if not self.may_begin_cached(request):
             return [], 0
         windows, size, states = dict(self.windows), self.block_size, self.states
@@ -341,7 +397,7 @@ class KVCacheManager:
         return longest_hit(self.pool, request, self.own, windows, size, ends)
 
     def waits_for_tiers(
-        self, request: Request, cached: list[list[int]], computed: int, spare: int
+        self, request: Request, cached: Sequence[Sequence[int]], computed: int, spare: int
     ) -> bool:
         """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
@@ -362,7 +418,7 @@ class KVCacheManager:
         if self.order is not None:
             self.arrived(request)
             if (session := request.session) is not None:
-                self._enter_order(self.order, request, request.blocks, session)
+                self._enter_order(self.order, request, tables, session)
                 begin, end = session.prefetched
                 if end and self.tiers is not None:
                     hit = len(tables[self.own[0]]) * self.block_size

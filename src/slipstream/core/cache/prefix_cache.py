@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 
-from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.cache.block_pool import BlockPool
 from slipstream.core.request import Request
 from slipstream.messages.media import ImageSpan
 from slipstream.spec.model import CacheGroup
 
-KEY_BYTES = 16
-STRETCH, MAX_STRETCHES = 32, 8192
-"""Blocks whose keys are remembered together, and the number of such stretches.
+KEY_BYTES, MARK_BYTES = 16, 64
+STRETCH, SHORT, MAX_STRETCHES = 32, 4, 8192
+"""Blocks whose keys are remembered together, those at the end of a text, and the number of either.
 
 A conversation's turns hash their common beginning again and again. With blocks of 16 tokens the
 stretches of 4 million tokens take some 30 MB.
@@ -62,13 +61,16 @@ def extend_keys(
     end = num_blocks * block_size
     if first >= end:
         return
-    data, size = array("i", tokens[first:end]).tobytes(), 4
+    given = tokens[first:end]
+    data, size = (given if isinstance(given, array) else array("i", given)).tobytes(), 4
     if not images:
         each, begin = block_size * size, 0
-        while begin < len(data):  # up to the next multiple of STRETCH blocks
-            stretch = data[begin : begin + (STRETCH - len(keys) % STRETCH) * each]
-            find = _remembered_keys if len(stretch) == STRETCH * each else _keys_after
-            keys += find(keys[-1] if keys else root, stretch, each)
+        while begin < len(data):  # up to the next multiple of STRETCH or SHORT blocks
+            whole = len(keys) % STRETCH == 0 and len(data) - begin >= STRETCH * each
+            most = STRETCH if whole else SHORT - len(keys) % SHORT
+            stretch = data[begin : begin + most * each]
+            of = _stretches if whole else _short_stretches
+            keys += of.keys(keys[-1] if keys else root, stretch, each)
             begin += len(stretch)
         return
     for start in range(first, num_blocks * block_size, block_size):
@@ -91,7 +93,25 @@ def _keys_after(key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-_remembered_keys = lru_cache(MAX_STRETCHES)(_keys_after)
+class _Stretches:
+    """Keys of the stretches that were used last. They are found by their ends and compared as a whole: to hash all of a
+    stretch takes ten times as long."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[bytes, tuple[bytes, ...]]] = {}
+
+    def keys(self, key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
+        mark = key + data[-MARK_BYTES:]
+        known = self._known.pop(mark, None)
+        if known is None or known[0] != data or len(known[1]) * each != len(data):
+            known = data, _keys_after(key, data, each)
+            if len(self._known) >= MAX_STRETCHES:
+                del self._known[next(iter(self._known))]
+        self._known[mark] = known
+        return known[1]
+
+
+_stretches, _short_stretches = _Stretches(), _Stretches()
 
 
 def group_key(key: bytes, group: int) -> bytes:
@@ -128,7 +148,7 @@ def longest_hit(
     windows: Mapping[int, CacheGroup],
     size: int,
     ends: Callable[[int], bool] | None = None,
-) -> tuple[list[list[int]], int]:
+) -> tuple[list[array[int]], int]:
     """Find the longest cached prefix of a request.
 
     Returns (block tables by group, number of tokens); the tables are empty on a miss. `own` are the
@@ -145,9 +165,10 @@ def longest_hit(
     begins, n = usable_prefix(found, windows, num_tokens, size, ends)
     if not n:
         return [], 0
-    tables: list[list[int]] = [[] for _ in request.blocks]
+    tables = [array("i") for _ in request.blocks]
     for g, begin in begins.items():
-        tables[g] = [NULL_BLOCK] * begin + found[g][begin:n]  # type: ignore[operator]
+        tables[g].frombytes(bytes(4 * begin))  # null blocks
+        tables[g].extend(found[g][begin:n])  # type: ignore[arg-type]
     return tables, n * size
 
 
@@ -171,7 +192,7 @@ def usable_prefix(
     """
     longest = min(len(blocks) for blocks in found.values())
     for g, blocks in found.items():
-        if g not in windows and None in blocks:
+        if g not in windows and not isinstance(blocks, array) and None in blocks:
             longest = min(longest, blocks.index(None))
     # runs[n]: length of the run of cached blocks that ends with block n − 1
     runs = {g: _runs(found[g][:longest]) for g in windows}

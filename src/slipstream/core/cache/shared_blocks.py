@@ -26,6 +26,7 @@ def share_prompt(kv: KVCacheManager, parent: Request, children: Sequence[Request
     ]
     for child in children:
         kv.adopt(child, tables)
+        child.root_key = parent.root_key  # weights may have changed since one of them was added
         child.num_computed_tokens = parent.num_prompt_tokens - 1
         child.num_registered = child.num_computed_tokens // kv.block_size
         child.needs_copy = parent.needs_copy = True
@@ -74,7 +75,7 @@ def take_over(kv: KVCacheManager, beam: Request, source: Request) -> list[TableU
             updates.append(TableUpdate(g, same, tuple(changed)))
     if kv.states is not None:
         kv.states.take_over(beam, source)
-    beam.num_computed_tokens = source.num_computed_tokens
+    beam.num_computed_tokens, beam.root_key = source.num_computed_tokens, source.root_key
     if len(beam.block_keys) != min(whole, len(source.block_keys)):
         beam.block_keys = source.block_keys[:whole]
     beam.num_registered = min(source.num_registered, whole)

@@ -216,7 +216,8 @@ class StateSlots:
             session.mark = self.order.apart(session, [slot], position)
 
     def _give_up(self, state: RequestState) -> int:
-        """Takes another slot in the place of the one that is read, which the request then holds as it holds others'."""
+        """Stops writing to the slot that is read, which others may continue from now. Returns that slot; a
+        new one takes its place among the request's own."""
         state.own.remove(state.read)
         state.own += self.pool.allocate(1)
         return state.read
@@ -246,7 +247,8 @@ class StateSlots:
             self._cache(request, position, key, slot)
             self.offered.append((slot, key))
             self.pool.release([slot])
-        self.pool.release(self._borrowed)
+        for slot in reversed(self._borrowed):  # may be one slot's
+            self.pool.release([slot])
         self._made, self._borrowed, self.kept = [], [], []
         return kept
 

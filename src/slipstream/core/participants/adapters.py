@@ -77,6 +77,9 @@ class AdapterAdmission(Participant):
         if key != request.root_key:
             request.root_key, request.block_keys = key, []
 
+    def use_weights(self) -> None:
+        self.roots.clear()
+
     def started(self, request: Request) -> None:
         assert request.spec.lora is not None
         self._running[request.spec.lora.id] += 1

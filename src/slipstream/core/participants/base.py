@@ -115,6 +115,9 @@ class Participant:
     def reset(self) -> None:
         """Forget what was kept of ended requests."""
 
+    def use_weights(self) -> None:
+        """Forget what was computed with other weights. They change now."""
+
     def stats(self) -> dict[str, Any]:
         """Fields of `SchedulerStats`."""
         return {}

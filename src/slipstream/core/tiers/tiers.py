@@ -619,11 +619,7 @@ class Tiers:
         disk = store.disk
         return TierStats(
             host_bytes=host_bytes,
-            host_limit_bytes=store.num_slots * store.block_bytes
-            + store.num_state_slots * store.state_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
-            disk_limit_bytes=0 if disk is None else disk.limit_bytes,
-            disk_is_written=disk is not None and disk.is_writer,
             host_bytes_per_s=rates.host.per_second,
             disk_bytes_per_s=rates.disk.per_second,
             prefill_tokens_per_s=rates.prefill.per_second,

@@ -26,6 +26,7 @@ from slipstream.engine.process.core_messages import (
     Attach,
     Detach,
     GetStats,
+    OfWeights,
     Outputs,
     Ready,
     Rejected,
@@ -44,6 +45,7 @@ from slipstream.engine.process.operation_messages import (
     WakeUp,
     WatchCache,
 )
+from slipstream.engine.process.pausing import GenerationPauses, aborted, requests_of
 from slipstream.engine.process.served_adapters import ServedAdapters
 from slipstream.engine.process.sleeping import Sleeper
 from slipstream.errors import EngineAsleepError, EngineError, SlipstreamError
@@ -87,6 +89,7 @@ class CoreProcess:
         self._core: EngineCore | None = None  # while it is awake
         self._sleeper = Sleeper(self._send)
         self._adapters = ServedAdapters(self._send)
+        self._pauses = GenerationPauses(self._send, self._send_all, self._deliver)
         self._cache_watchers = CacheWatchers(self._send)
         # blocks go on to the tiers below the device's cache while there are no requests
         self._tending = False
@@ -152,6 +155,7 @@ class CoreProcess:
             core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary
         )
         self._ready.adapters = self._adapters.all
+        self._ready.weight_version = executor.weight_state.version
         self._ready.processes = (os.getpid(), *executor.processes)
         self._send_all(self._ready)
         self._cache_watchers.begin(core)
@@ -173,10 +177,12 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             worked = worked or core.has_work
-            if core.has_work:
+            if core.has_work and (core.can_step or not core.is_paused):
                 self._deliver(core.step())
                 if self._cache_watchers:
                     self._cache_watchers.tell(core)
+            if self._pauses.waits:
+                self._pauses.begin_if_idle(core)
             self._report()
         return True
 
@@ -256,9 +262,12 @@ class CoreProcess:
     def _handle(self, message: ToChild, number: int) -> None:
         core = self._core
         if isinstance(message, Add | AddTexts | AddBeams):
-            added = message.requests if isinstance(message, Add) else [message.request]
+            added = requests_of(message)
             if number != PARENT:
                 self._owners.update((request.request_id, number) for request in added)
+            if self._pauses.queues:
+                self._pauses.queued.append((message, number))
+                return
             try:
                 awake = self._awake()
                 if isinstance(message, Add):
@@ -279,6 +288,7 @@ class CoreProcess:
         elif isinstance(message, Abort):
             if core is not None:
                 self._deliver(core.abort(message.request_ids))
+                self._deliver(aborted(self._pauses.forget(set(message.request_ids))))
             self._forget(message.request_ids)
         elif isinstance(message, GetStats):
             self._send(self._stats(asked=True), number)
@@ -297,6 +307,8 @@ class CoreProcess:
                     Answered(message.ticket, error.message, type(error).__name__, error.field),
                     number,
                 )
+        elif isinstance(message, OfWeights):
+            self._change_weights(message, number)
         elif isinstance(message, KnowAdapters):
             self._adapters.know(number, message.version)
         elif isinstance(message, WatchCache):
@@ -314,7 +326,22 @@ class CoreProcess:
             ids = [name for name, owner in self._owners.items() if owner == message.number]
             if core is not None:
                 core.abort(ids)
+            self._pauses.forget(set(), message.number)
             self._forget(ids)
+
+    def _change_weights(self, message: OfWeights, number: int) -> None:
+        try:
+            core = self._awake()
+        except SlipstreamError as error:
+            told = Answered(message.ticket, error.message, type(error).__name__, error.field)
+            self._send(told, number)
+            return
+        version = self._ready.weight_version
+        for queued, owner in self._pauses.handle(core, message, number):
+            self._handle(queued, owner)
+        self._ready.weight_version = core.executor.weight_state.version
+        if version != self._ready.weight_version:
+            self._cache_watchers.begin(core)  # prefixes begin with another key
 
     def _awake(self) -> EngineCore:
         """The core, if it takes requests. EngineAsleepError otherwise."""

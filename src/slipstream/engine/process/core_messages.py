@@ -12,12 +12,20 @@ from slipstream.engine.process.operation_messages import (
     AdaptersChanged,
     Answered,
     CacheEvents,
+    ChangeWeights,
+    FinishWeights,
+    FlushCache,
+    GetWeights,
     KnowAdapters,
     LoadAdapter,
+    PauseGeneration,
+    ResumeGeneration,
     Sleep,
     UnloadAdapter,
     WakeUp,
     WatchCache,
+    WeightsAnswered,
+    WeightsChanged,
 )
 from slipstream.messages.beams import BeamsOutput, BeamsRequest
 from slipstream.messages.outputs import EngineOutput, TokenOutput
@@ -25,6 +33,7 @@ from slipstream.messages.requests import EngineRequest
 from slipstream.messages.start import Failed, Phase, Started
 from slipstream.messages.stats import EngineStats
 from slipstream.messages.texts import TextsRequest, VectorOutput
+from slipstream.messages.weights import FIRST_VERSION
 from slipstream.params.lora_request import LoRARequest
 
 
@@ -70,7 +79,12 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
-_Question: TypeAlias = GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache
+OfWeights: TypeAlias = (
+    ChangeWeights | FinishWeights | GetWeights | PauseGeneration | ResumeGeneration | FlushCache
+)
+_Question: TypeAlias = (
+    GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | OfWeights
+)
 
 
 ToChild: TypeAlias = (
@@ -83,6 +97,7 @@ class Ready(Started, tag=True):
 
     adapters: list[LoRARequest] = msgspec.field(default_factory=list)
     processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
+    weight_version: str = FIRST_VERSION
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
@@ -141,5 +156,15 @@ class Stats(msgspec.Struct, tag=True):
 
 
 ToParent: TypeAlias = (
-    Phase | Ready | Outputs | Rejected | Stats | Answered | AdaptersChanged | CacheEvents | Failed
+    Phase
+    | Ready
+    | Outputs
+    | Rejected
+    | Stats
+    | Answered
+    | AdaptersChanged
+    | WeightsAnswered
+    | WeightsChanged
+    | CacheEvents
+    | Failed
 )

@@ -22,9 +22,11 @@ from slipstream.engine.process.operation_messages import (
     UnloadAdapter,
     WakeUp,
     WatchCache,
+    WeightsAnswered,
 )
 from slipstream.errors import EngineDeadError, as_error
 from slipstream.messages.stats import EngineStats
+from slipstream.messages.weights import FIRST_VERSION
 from slipstream.params.lora_request import LoRARequest
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class CoreOperations:
     def __init__(self, core: CoreClient) -> None:
         self._core = core
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
-        self._waiters: dict[int, asyncio.Future[None]] = {}  # by their tickets
+        self._waiters: dict[int, asyncio.Future[Any]] = {}  # by their tickets
         self._tickets = itertools.count()
         self.is_sleeping = False
         self.adapters: dict[str, LoRARequest] = {}  # that are served by name; the core says which
@@ -55,6 +57,7 @@ class CoreOperations:
         self._num_steps = 0
         self._processes: tuple[int, ...] = ()
         self._cache_watchers: list[Callable[[CacheEvents], None]] = []
+        self.weight_version = FIRST_VERSION  # of the outputs that come now
 
     @property
     def num_requests(self) -> int:
@@ -115,9 +118,10 @@ class CoreOperations:
         """Numbers of the engine's processes, the core's first."""
         return self._processes
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it."""
-        await self._ask_for(lambda ticket: LoadAdapter(name, path, ticket))
+    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
+        """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it.
+        `load_inplace`: it replaces the one of that name between two steps, also for requests that run."""
+        await self._ask_for(lambda ticket: LoadAdapter(name, path, ticket, load_inplace))
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that run end as they would. AdapterError: there is none of that name."""
@@ -144,10 +148,10 @@ class CoreOperations:
         if self._core.link is not None:
             self._core.link.send(message)
 
-    async def _ask_for(self, message: Callable[[int], ToChild]) -> None:
-        ticket, asked = next(self._tickets), list[asyncio.Future[None]]()
+    async def _ask_for(self, message: Callable[[int], ToChild]) -> Any:
+        ticket, asked = next(self._tickets), list[asyncio.Future[Any]]()
         self._waiters[ticket] = waiter = self._ask(message(ticket), asked)
-        await waiter
+        return await waiter
 
     def _ask(self, message: ToChild, waiters: list[asyncio.Future[T]]) -> asyncio.Future[T]:
         """Send a message; the answer comes to one of the `waiters`, the one that is returned."""
@@ -164,6 +168,7 @@ class CoreOperations:
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
+        self.weight_version = ready.weight_version
         self._send(KnowAdapters(0))
         if self._cache_watchers:
             self._watch_cache()
@@ -182,6 +187,10 @@ class CoreOperations:
                 answered.set_exception(as_error(message.kind, message.error, message.field))
             else:
                 answered.set_result(None)
+        elif isinstance(message, WeightsAnswered):
+            answered = self._waiters.pop(message.ticket)
+            if not answered.done():
+                answered.set_result(message.info)
         elif isinstance(message, CacheEvents):
             for watcher in tuple(self._cache_watchers):
                 watcher(message)

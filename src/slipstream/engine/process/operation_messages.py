@@ -1,9 +1,11 @@
-"""Messages about an engine core that serves: its sleep, its adapters, news of its cache."""
+"""Messages about an engine core that serves: its sleep, its adapters, its weights, news of its cache."""
 
 from __future__ import annotations
 
 import msgspec
 
+from slipstream.messages.weight_ops import WeightsOp
+from slipstream.messages.weights import PauseMode, WeightsInfo
 from slipstream.params.lora_request import LoRARequest
 
 
@@ -29,6 +31,7 @@ class LoadAdapter(msgspec.Struct, tag=True):
     name: str
     path: str
     ticket: int
+    in_place: bool = False  # it may replace the one of that name, also for requests that run
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
@@ -42,6 +45,54 @@ class KnowAdapters(msgspec.Struct, tag=True):
     """Requests go by the AdaptersChanged of this version now. The first, of version 0, says that who sends it serves."""
 
     version: int
+
+
+class ChangeWeights(msgspec.Struct, tag=True):
+    """Carry out a part of an update of the weights. WeightsAnswered is the answer, as to the next four; an error is
+    Answered."""
+
+    op: WeightsOp
+    ticket: int
+
+
+class FinishWeights(msgspec.Struct, tag=True):
+    """Write an update in place, between two steps. All clients get WeightsChanged before outputs of the new weights."""
+
+    version: str | None
+    ticket: int
+
+
+class GetWeights(msgspec.Struct, tag=True):
+    checksums: bool
+    ticket: int
+
+
+class PauseGeneration(msgspec.Struct, tag=True):
+    """Make no step until ResumeGeneration. `mode` says what becomes of requests: see `engine.process.pausing`."""
+
+    mode: PauseMode
+    ticket: int
+
+
+class ResumeGeneration(msgspec.Struct, tag=True):
+    ticket: int
+
+
+class FlushCache(msgspec.Struct, tag=True):
+    """Forget all cached prefixes. An error while requests run."""
+
+    ticket: int
+
+
+class WeightsAnswered(msgspec.Struct, tag=True):
+    info: WeightsInfo
+    ticket: int
+
+
+class WeightsChanged(msgspec.Struct, tag=True):
+    """The outputs that follow are made by weights of this version."""
+
+    version: str
 
 
 class WatchCache(msgspec.Struct, tag=True):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.process.core_client import CoreClient, CoreLink
 from slipstream.engine.process.core_messages import AddBeams, AddTexts, Outputs
-from slipstream.engine.process.core_operations import CoreOperations
 from slipstream.engine.process.streams import PendingTexts
+from slipstream.engine.process.weight_operations import WeightOperations
 from slipstream.engine.requests.pooled import TextsAnswer
 from slipstream.engine.requests.prepared_beams import PreparedBeams, prepare_beams
 from slipstream.engine.requests.processor import InputProcessor, in_thread_if_long, num_characters
@@ -29,7 +29,7 @@ from slipstream.params.search import BeamSearchParams
 T = TypeVar("T")
 
 
-class OtherRequests(CoreOperations):
+class OtherRequests(WeightOperations):
     """Requests whose outputs come to `take_others`, and the pictures of prompts."""
 
     tokenizer: Tokenizer | None

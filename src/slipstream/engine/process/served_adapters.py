@@ -64,14 +64,15 @@ class ServedAdapters:
             core.unload_adapter(known.id)
             del self._by_name[message.name]
         else:
-            if known is not None:
+            if known is not None and not message.in_place:
                 raise AdapterError(
-                    f"an adapter is served as {message.name!r} already; unload it first",
+                    f"an adapter is served as {message.name!r} already; unload it first, or set load_inplace",
                     field="lora_name",
                 )
-            request = LoRARequest(message.name, self._last_id + 1, message.path)
-            core.load_adapter(request)
-            self._last_id += 1
+            number = self._last_id + 1 if known is None else known.id
+            request = LoRARequest(message.name, number, message.path)
+            core.load_adapter(request) if known is None else core.replace_adapter(request)
+            self._last_id = max(self._last_id, number)
             self._by_name[message.name] = request
         self._version += 1
         return AdaptersChanged(self.all, self._version)

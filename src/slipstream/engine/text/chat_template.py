@@ -180,7 +180,9 @@ def _contents_of(template: str) -> tuple[bool, bool]:
             text = render(template, {"messages": messages, **named})
         except RequestError:
             return False
-        return _PROBE in text and "'type'" not in text and '"type"' not in text
+        # a list that is written as it is
+        part = (f"{mark}text{mark}: {mark}{_PROBE}" for mark in "'\"")
+        return _PROBE in text and not any(shown in text for shown in part)
 
     return shows(_PROBE), shows([{"type": "text", "text": _PROBE}])
 
@@ -285,7 +287,7 @@ def _before_percent(form: str, given: Any) -> None:
 
 
 def _before_braces(form: str, given: tuple[Any, ...]) -> None:
-    """Pay for `form.format(…)`, whose widths must be numbers in the text, and small."""
+    """Charge the template's budget for `form.format(…)`. Its widths must be small numbers that stand in the text."""
     for _, _, spec, _ in string.Formatter().parse(form):
         if spec and ("{" in spec or re.search(r"\d{5}", spec)):
             raise _TooMuch("a width in a format is too large")

@@ -73,6 +73,7 @@ class Tokenizer:
         """
         if path is None and model.gguf is not None:
             tokenizer = cls._of(gguf_tokenizer.read(model.gguf))
+            model.gguf.let_go_metadata()
         else:
             tokenizer = cls.from_pretrained(model.path if path is None else path)
         rows = tokenizer._num_rows = model.spec.vocab_size
@@ -95,7 +96,8 @@ class Tokenizer:
         return tokenizer
 
     def _largest_ordinary_id(self) -> int:
-        """Ids are 0, 1, 2, … as a rule. Where the last of these is no token there are gaps, and all are looked at."""
+        """Largest id of an ordinary token. Ids are mostly 0, 1, 2, …; if the last of these is no token,
+        there are gaps, and all ids are compared."""
         backend = self._backend
         last = backend.get_vocab_size(with_added_tokens=False) - 1
         if backend.id_to_token(last) is not None:

@@ -217,7 +217,7 @@ class Reading:
         )
 
     def check(self) -> None:
-        """Raise RequestError for a tool's part that can't be enforced."""
+        """Raise RequestError if a tool's schema can't be enforced; it names the tool."""
         for field, schema in self.enforced_schemas:
             try:
                 check(schema)

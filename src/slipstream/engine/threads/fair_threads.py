@@ -7,7 +7,6 @@ texts. So each kind of work has a pool of its own, in which clients take turns (
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import functools
 import math
@@ -62,6 +61,8 @@ class FairThreads(ClientThreads):
         return future
 
     async def run(self, call: Callable[[], T], *, weight: int = 0) -> T:
+        import asyncio  # with OpenSSL a thirtieth of a CPU's start, which needs neither
+
         return await asyncio.wrap_future(self.submit(call, weight=weight))
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class FairThreads(ClientThreads):
             found = call.run()
         except BaseException as error:
             failure = error
-        if call.weight >= self.trim_weight and (trim := _malloc_trim()) is not None:
+        if call.weight >= self.trim_weight and (trim := malloc_trim()) is not None:
             trim(0)
         self._end(call, found, failure)
         del found, failure, call
@@ -87,7 +88,7 @@ class FairThreads(ClientThreads):
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def malloc_trim() -> Callable[[int], int] | None:
     """glibc's function that gives free memory back to the system; None with another C library."""
     try:
         return cast("Callable[[int], int]", ctypes.CDLL(None).malloc_trim)

@@ -43,14 +43,18 @@ from slipstream.errors import RequestError
 from slipstream.messages.media import ImageSpan
 from slipstream.spec.media.vision import (
     MAX_RATIO,
+    CenterSquare,
     FixedSize,
     ImageProcessing,
     LongestSide,
     PixelRange,
+    RatioTiles,
     TileSizes,
     TokenBudget,
     VisionSpec,
+    around_square,
     scaled_for_tiles,
+    tiles_by_ratio,
     whole_tiles,
     within_budget,
     within_pixels,
@@ -191,11 +195,13 @@ class PictureProcessor:
                 tiles, rows, columns = self._tiles(
                     image, sizes, splits=sizes.splits and detail != "low"
                 )
-            case FixedSize(height=height, width=width):
+            case RatioTiles() as ratios:
+                tiles = self._ratio_tiles(image, ratios, splits=detail != "low")
+            case FixedSize() | CenterSquare():
                 if detail == "low":
                     message = "this model reads every picture in one size; leave detail out"
                     raise RequestError(message, field="detail")
-                tiles = [image.scaled(height, width, self._how)]
+                tiles = [self._one_size(image, p.sizes)]
             case PixelRange() as sizes:
                 longer, shorter = sorted((image.width, image.height), reverse=True)
                 if longer > MAX_RATIO * shorter:
@@ -225,7 +231,29 @@ class PictureProcessor:
         pieces = tuple(self._piece(tile) for tile in tiles)
         if vision.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
-        return PreparedPicture(vision.prompt.text(pieces[0].num_tokens, rows, columns), pieces)
+        count = pieces[0].num_tokens
+        if vision.prompt.style != "tiles":  # in one run
+            count = sum(piece.num_tokens for piece in pieces)
+        return PreparedPicture(vision.prompt.text(count, rows, columns), pieces)
+
+    def _one_size(self, source: OpenPicture, size: FixedSize | CenterSquare) -> Image:
+        if isinstance(size, FixedSize):
+            return source.scaled(size.height, size.width, self._how)
+        height, width = around_square(source.height, source.width, size.side)
+        top, left = (height - size.side) // 2, (width - size.side) // 2
+        image = source.scaled(height, width, self._how)
+        return image.crop((left, top, left + size.side, top + size.side))
+
+    def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
+        """The tiles row by row, with the whole picture behind them if they are several."""
+        tile = sizes.tile
+        rows, columns = tiles_by_ratio(source.height, source.width, sizes) if splits else (1, 1)
+        whole = source.scaled(tile, tile, self._how)
+        if rows * columns == 1:
+            return [whole]
+        image = source.scaled(rows * tile, columns * tile, self._how)
+        places = [(x * tile, y * tile) for y in range(rows) for x in range(columns)]
+        return [*(image.crop((x, y, x + tile, y + tile)) for x, y in places), whole]
 
     def _tiles(
         self, source: OpenPicture, sizes: TileSizes, *, splits: bool

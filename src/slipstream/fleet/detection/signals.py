@@ -64,7 +64,7 @@ USUAL_PROMPT = 1000.0
 """Prompt tokens that count as one request where only tokens are counted."""
 
 Value = tuple[float, float]
-"""(value of a series, number of requests that it is a mean over; 1 if it is no mean)."""
+"""A pair: the value of a series, and the number of requests that it is the mean of (1 if it is no mean)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,7 +246,8 @@ class Version:
     async def wait(self, seconds: float) -> None:
         """Wait for a change of the replicas, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     def add(self, replica: Replica) -> None:
         spec = replica.spec

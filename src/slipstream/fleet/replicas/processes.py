@@ -91,7 +91,8 @@ class ProcessReplica:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.process.wait(), drain_s + _GRACE_S)
+            async with asyncio.timeout(drain_s + _GRACE_S):
+                await self.process.wait()
         except TimeoutError:
             self.kill()
             await self.process.wait()

@@ -96,7 +96,7 @@ LEARNING = 20
 """Decisions before the first scaling down."""
 
 MIN_SHARE, MAX_SHARE = 0.45, 0.98
-"""Lowest and highest probability of the upper bound (`share`)."""
+"""Bounds of `share`, the probability with which the forecast's upper bound holds."""
 
 CAUTION = 0.2
 """How much higher the probability is of the bound that fewer replicas must carry."""

@@ -109,6 +109,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_gated_norm": (None, [_P, _I, _I, _L, _I, _I, _L, _L, _P, _F, _I, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_draw": (None, [_P, _I, _I, _I, _L]),
+    "add_linear_draw": (None, [_P, _I, _I, _I, _I, _I, _L, _L, _P, _P]),
     "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),

@@ -9,6 +9,7 @@ torch: `load/weights.py` makes tensors with the same table of places.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import Counter
@@ -50,10 +51,12 @@ from slipstream.spec.parameters import (
     Stacked,
     SwapGateUp,
     Transform,
+    TransformChain,
     Transpose,
     Turnable,
     Ungroup,
     Unpermute,
+    Untile,
     Vector,
     keeps_float32,
 )
@@ -93,8 +96,14 @@ class StoredWeights(Protocol):
         """Returns the weights by our names. Each is made from its tensors when it is read."""
 
 
-def names_of(description: ModelDescription) -> Mapping[str, Placement]:
-    """Returns the family's table of places for this checkpoint's format."""
+def names_of(
+    description: ModelDescription, given: Iterable[Stored] | None = None
+) -> Mapping[str, Placement]:
+    """Returns the family's table of places for this checkpoint's format, or for the tensors that
+    are `given` in place of its files."""
+    if given is not None:
+        stored = frozenset(name for name, _, _ in given)
+        return with_stacks(description.family.names(description.spec), stored)
     if description.format == "gguf":
         assert description.family.gguf is not None
         return description.family.gguf.names(description.spec)
@@ -254,19 +263,23 @@ def array_weights(
     dtype: str,
     held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
+    given: Sequence[Stored] | None = None,
 ) -> Weights:
     """Returns a checkpoint's weights as arrays of `dtype` ("bfloat16", "float32", "float16").
 
     `held` holds those that stay quantized. Other weights that are stored quantized, or without
-    their zeros, are expanded. CheckpointError names the tensor at fault.
+    their zeros, are expanded. `given` are arrays in place of the files'. CheckpointError names the
+    tensor at fault.
     """
     shapes = {n: s for n, s in description.shapes.items() if held is None or n not in held}
-    stored = (
-        gguf_arrays(description, dtype)
-        if description.format == "gguf"
-        else safetensors_arrays(description.path)
-    )
-    names, q = names_of(description), description.quantization
+    stored: Iterable[Stored]
+    if given is not None:
+        stored = given
+    elif description.format == "gguf":
+        stored = gguf_arrays(description, dtype)
+    else:
+        stored = safetensors_arrays(description.path)
+    names, q = names_of(description, given), description.quantization
     if q is not None and q.sparse:
         stored = made_dense(stored)
     if q is not None and q.formats is not None:
@@ -457,6 +470,10 @@ def turned(placement: Placement, shape: Shape, into: Shape) -> Placement:
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
+    if isinstance(transform, TransformChain):
+        for step in reversed(transform.steps):
+            shape = stored_shape(shape, step)
+        return shape
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
     if isinstance(transform, OneRow):
@@ -493,8 +510,8 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                 .swapaxes(1, 2)
                 .reshape(value.shape)
             )
-        case Flatten():
-            return value.reshape(value.shape[0], -1)
+        case Flatten(kernel=kernel):
+            return value.reshape(-1, math.prod(kernel))
         case OneRow():
             return value[0]
         case Vector():
@@ -521,6 +538,16 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                 ends.append(ends[-1] + size)
             chosen = [groups[:, ends[i] : ends[i + 1]] for i in order]
             return xp.concatenate([part.reshape(-1, *value.shape[1:]) for part in chosen])
+        case Untile(num_groups=n, size=size, start=start, columns=columns):
+            if columns:
+                turned = transformed(value.swapaxes(0, 1), replace(how, columns=False), xp)
+                return turned.swapaxes(0, 1)
+            heads = value[start:].reshape(-1, n, size, *value.shape[1:]).swapaxes(0, 1)
+            return xp.concatenate((value[:start], heads.reshape(-1, *value.shape[1:])))
+        case TransformChain(steps=steps):
+            for step in steps:
+                value = transformed(value, step, xp)
+            return value
         case SwapGateUp():
             half = value.shape[0] // 2
             return xp.concatenate((value[half:], value[:half]))

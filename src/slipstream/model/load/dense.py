@@ -14,7 +14,8 @@ from slipstream.spec.stored.gguf import GGUFFile
 
 
 def read_dense(step: DenseStep, load_format: str) -> tuple[Any, Any | None]:
-    """The weight float32 [outputs, inputs] and the bias of a step; random ones for `load_format="dummy"`.
+    """Reads a dense step of an embedding model: its weight, float32 [outputs, inputs], and its bias. With
+    `load_format="dummy"` both are random.
 
     CheckpointError names a tensor that is missing or has another shape.
     """

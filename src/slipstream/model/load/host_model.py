@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
 from slipstream.model.load.pulled import Weights
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.model.stored.host_compressed import HostRoundedWeights
-from slipstream.spec.description import ModelDescription, PartDescription
+from slipstream.model.stored.parts import Stored
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
 from slipstream.spec.stored.native_formats import rounds, scheme_formats
 
@@ -78,18 +80,20 @@ def load_host_model(
 
 
 def part_arrays(
-    part: PartDescription,
+    part: ModelDescription,
     *,
     ops: HostOps,
     dtype: str,
     load_format: str,
     seed: int,
     scheme: Scheme | None,
+    given: Sequence[Stored] | None = None,
 ) -> tuple[Weights, Scheme | None]:
-    """Reads a part of a checkpoint as `load_host_model` would. Returns its weights, and the scheme by
-    which the dense ones among them are to be quantized."""
+    """Reads a checkpoint, or a part of one, as `load_host_model` would. Returns its weights, and the
+    scheme by which the dense ones among them are to be quantized. `given` are arrays in place of
+    its files'."""
     by, formats = _planned(part, ops, load_format, scheme)
-    return _weights(part, ops, dtype, load_format, seed, by, formats), by
+    return _weights(part, ops, dtype, load_format, seed, by, formats, given=given), by
 
 
 def _planned(
@@ -132,8 +136,9 @@ def _weights(
     formats: dict[str, WeightFormat],
     kept: dict[str, Linear] | None = None,
     cache_scales: CacheScales | None = None,
+    given: Sequence[Stored] | None = None,
 ) -> Weights:
-    """Returns random weights, those `kept` from an earlier start, or the checkpoint's."""
+    """Returns random weights, the `given` ones, those `kept` from an earlier start, or the checkpoint's."""
     if load_format == "dummy":
         return random_arrays(description.shapes, dtype, seed, scheme)
     stored = description.quantization
@@ -148,4 +153,4 @@ def _weights(
         held = CachedWeights(kept, None, rounded=bool(formats))
     elif stored is not None and stored.rounds:
         held = HostRoundedWeights(description.shapes, formats, stored.method, dtype)
-    return array_weights(description, dtype, held, cache_scales)
+    return array_weights(description, dtype, held, cache_scales, given)

@@ -4,7 +4,7 @@ and the host, or to a file that is streamed."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from slipstream.model.load.weights import random_tensors, tensor_weights
 from slipstream.model.stored.compressed import RoundedWeights
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.model.stored.mxfp4 import Mxfp4Weights
+from slipstream.model.stored.parts import Stored
 from slipstream.model.vision import ImageTower
-from slipstream.spec.description import ModelDescription, PartDescription, read_spec
+from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.host_experts import host_weights
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
@@ -103,7 +104,7 @@ def load_model(
 
 
 def part_weights(
-    part: PartDescription,
+    part: ModelDescription,
     *,
     ops: OpSet,
     device: torch.device,
@@ -111,9 +112,12 @@ def part_weights(
     load_format: str,
     seed: int,
     scheme: Scheme | None,
+    partition: Partition | None = None,
+    given: Sequence[Stored] | None = None,
 ) -> tuple[Weights, Scheme | None]:
-    """Reads a part of a checkpoint as `load_model` would. Returns its weights, and the scheme by
-    which the dense ones among them are to be quantized."""
+    """Reads a checkpoint, or a part of one, as `load_model` would. Returns its weights, and the
+    scheme by which the dense ones among them are to be quantized. With a `partition` they are a
+    rank's. `given` are tensors in place of its files'."""
     load = _Load(
         part,
         ops=ops,
@@ -123,8 +127,9 @@ def part_weights(
         load_format=load_format,
         seed=seed,
         scheme=scheme,
-        partition=None,
+        partition=partition,
         host_experts=0,
+        given=given,
     )
     return load.weights(), load.scheme
 
@@ -146,8 +151,10 @@ class _Load:
         scheme: Scheme | None,
         partition: Partition | None,
         host_experts: int,
+        given: Sequence[Stored] | None = None,
     ) -> None:
-        """Checks the settings. CheckpointError or ConfigError names the one at fault."""
+        """Checks the settings. CheckpointError or ConfigError names the one at fault. `given` are
+        tensors in place of the files'."""
         if load_format not in ("auto", "dummy", description.format):
             raise CheckpointError(
                 f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
@@ -163,7 +170,10 @@ class _Load:
         self.is_dummy = load_format == "dummy"
         self.stored = description.quantization
         self.by = self._scheme(scheme)
-        self.part = None if partition is None else _part(description, ops, partition.shard)
+        self.given = given
+        self.part = None
+        if partition is not None:
+            self.part = _part(description, ops, partition.shard, given)
         self.spec = description.spec if self.part is None else self.part.spec
         self.on_host = host_weights(self.spec, host_experts)
         assert not self.on_host or isinstance(ops, HostExpertOps)
@@ -276,7 +286,8 @@ class _Load:
             found = random_tensors(self.description, seed=self.seed, scheme=self.scheme, **how)
             return self._with_random_blocks(found)
         held = self._held(kept)
-        found = tensor_weights(self.description, held=held, cache_scales=cache_scales, **how)
+        how |= dict(held=held, cache_scales=cache_scales, given=self.given)
+        found = tensor_weights(self.description, **how)
         if self.part is None or not isinstance(held, BlockWeights):
             return found
         return Weights(found.values, split_blocks(found.products, self.part))
@@ -397,14 +408,16 @@ class _Load:
         return ImageTower(spec.vision, self.description.images, weights.values, own)
 
 
-def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
+def _part(
+    description: ModelDescription, ops: OpSet, shard: Shard, given: Sequence[Stored] | None
+) -> Sharded:
     """Makes a rank's part of a checkpoint. ConfigError if its weights can't be split that way."""
     stored, formats = description.quantization, dict[str, WeightFormat]()
     if stored is not None and stored.formats is not None:
         formats = description.native_formats(ops.rounded)
     elif stored is not None and is_rounded(stored):
         formats = scheme_formats(description.shapes, stored.scheme or "")
-    names = names_of(description)
+    names = names_of(description, given)
     method = None if stored is None else stored.method
     part = Sharded(description.spec, shard, names, description.family.prefixes, formats, method)
     check_formats(part)

@@ -3,14 +3,18 @@ models that are not all on the device use it."""
 
 from __future__ import annotations
 
-from slipstream.kernels.ops import OpSet
+from typing import TYPE_CHECKING, Any
+
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers.layer import Layer
+from slipstream.model.layers.layer import Layer, Partition
 from slipstream.model.load.pulled import Weights
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from slipstream.kernels.ops import OpSet
 
 
 def layer_prefix(index: int) -> str:
@@ -25,17 +29,22 @@ def load_layer(
     ops: OpSet,
     tables: PositionTables,
     scheme: Scheme | None,
+    partition: Partition | None = None,
 ) -> Layer:
     """Lays out the layer `index`. `weights` can make it again."""
     prefix = layer_prefix(index)
     own = weights.layer(prefix)
-    return build_layer(
-        spec, own.values, ops, tables, name=prefix, scheme=scheme, products=own.products
-    )
+    how: Any = dict(scheme=scheme, products=own.products, partition=partition)
+    return build_layer(spec, own.values, ops, tables, name=prefix, **how)
 
 
 def load_ends(
-    spec: ModelSpec, weights: Weights, ops: OpSet, max_model_len: int, scheme: Scheme | None
+    spec: ModelSpec,
+    weights: Weights,
+    ops: OpSet,
+    max_model_len: int,
+    scheme: Scheme | None,
+    partition: Partition | None = None,
 ) -> Decoder:
     """Lays out the decoder without its layers."""
     own = weights.ends()
@@ -47,4 +56,5 @@ def load_ends(
         scheme=scheme,
         products=own.products,
         layers=(),
+        partition=partition,
     )

@@ -70,19 +70,22 @@ def tensor_weights(
     wanted: Callable[[str], bool] = every_name,
     part: RankShard | None = None,
     on_host: Container[str] = (),
+    given: Sequence[Stored] | None = None,
 ) -> Weights:
     """Returns the `wanted` weights of a checkpoint as tensors on `device`, or in host memory those
-    in `on_host`. With a `part`, they are a rank's.
+    in `on_host`. With a `part`, they are a rank's. `given` are tensors in place of the files'.
 
     `held` holds those that stay quantized. The scales of the KV cache go to `cache_scales`.
     CheckpointError names the tensor at fault.
     """
     every = description.shapes if part is None else part.shapes
     shapes = {n: s for n, s in every.items() if (held is None or n not in held) and wanted(n)}
-    names = names_of(description)
-    if description.format == "gguf":
+    names = names_of(description, given)
+    if given is not None:
+        stored: Iterable[Stored] = given
+    elif description.format == "gguf":
         read = gguf_arrays(description, str(dtype).removeprefix("torch."))
-        stored: Iterable[Stored] = (
+        stored = (
             (name, shape, lambda r=r: to_tensor(r()))  # type: ignore[misc]
             for name, shape, r in read
         )

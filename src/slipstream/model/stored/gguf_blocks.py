@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights.forms import BlockLinear, BlockRows, Linear
-from slipstream.model.load.checkpoint import placed_shape
-from slipstream.spec.parameters import Placement, Shape, Unpermute
+from slipstream.model.load.checkpoint import placed_shape, transformed
+from slipstream.spec.parameters import Placement, Shape, Transform, orders_rows
 from slipstream.spec.scheme import Scheme
 from slipstream.spec.stored.gguf import GGUFFile
 from slipstream.spec.stored.native_formats import is_product, rounds
@@ -54,7 +54,7 @@ class BlockWeights:
             tensor = file.tensors.get(name)
             if tensor is None or tensor.type not in types or place.target not in held:
                 continue
-            if not isinstance(place.transform, Unpermute | None):
+            if not orders_rows(place.transform):
                 continue
             expected = placed_shape(shapes[place.target], place)
             copies, rows = place.copies or 1, expected[-2]
@@ -63,9 +63,7 @@ class BlockWeights:
                     f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {list(expected)}",
                     field=name,
                 )
-            order = (
-                None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
-            )
+            order = None if place.transform is None else _destinations(rows, place.transform)
             blocks = file.raw(name).reshape(copies * rows, -1)
             let_go = partial(file.let_go, name)
             piece = BlockRows(
@@ -107,8 +105,7 @@ class BlockWeights:
         return self._linears
 
 
-def _unpermuted(rows: int, num_heads: int) -> npt.NDArray[np.int32]:
-    """Returns the destination rows int32 [rows] of a weight that llama.cpp stored with the halves
-    of each rotary head interleaved."""
-    at = np.arange(rows, dtype=np.int32).reshape(num_heads, 2, rows // num_heads // 2)
-    return at.swapaxes(1, 2).reshape(-1)
+def _destinations(rows: int, transform: Transform) -> npt.NDArray[np.int32]:
+    """Returns the row, int32 [rows], at which each stored row belongs."""
+    sources = transformed(np.arange(rows, dtype=np.int32), transform)
+    return np.argsort(sources).astype(np.int32)

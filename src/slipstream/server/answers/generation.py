@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from slipstream.engine.output import extend, mean_logprob
+from slipstream.engine.output import extend, extend_runs, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.params.options import RequestOptions, Share
@@ -114,6 +114,8 @@ class Choice:
     text: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
+    # (version of the weights, number of tokens), if weights may change
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)
     begun: bool = False  # a chunk was written. This and the next two belong to Answer.chunk
     num_chars: int = 0
     strips_space: bool = False  # the next token's leading space is dropped
@@ -213,6 +215,12 @@ class Answer:
         """The event for more text (JSON-encoded) in a choice that has begun."""
         raise NotImplementedError
 
+    def versions(self, index: int) -> bytes:
+        """The versions of the weights that made a choice's tokens, for its last event. Empty if weights can't change."""
+        if not self.state.settings.enable_weight_updates:
+            return b""
+        return b',"weight_versions":' + encode(self.choices[index].weight_versions)
+
     def choice(self, index: int) -> dict[str, Any]:
         """A choice of the collected answer."""
         raise NotImplementedError
@@ -244,6 +252,9 @@ class Answer:
     def collected(self) -> bytes:
         given = self.choices_given()
         choices = [{**self.choice(i), "index": index} for index, i in enumerate(given)]
+        if self.state.settings.enable_weight_updates:
+            for i, choice in zip(given, choices, strict=True):
+                choice["weight_versions"] = self.choices[i].weight_versions
         return encode(
             {
                 "object": self.kind,
@@ -430,7 +441,8 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """A stream's mark for a gateway: the tokens whose events follow the last mark."""
+        """A line of the stream for the gateway: the tokens whose text was sent since the last such line.
+        Empty without marks."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
@@ -460,6 +472,12 @@ class Answer:
             choice.last_token = now
             choice.num_tokens += len(delta.token_ids)
             record.num_output_tokens += len(delta.token_ids)
+        if self.state.settings.enable_weight_updates:
+            # single tokens since the last delta were made by the same weights as that one
+            told, runs = sum(n for _, n in choice.weight_versions), choice.weight_versions
+            if runs and (single := choice.num_tokens - len(delta.token_ids) - told):
+                extend_runs(runs, [(runs[-1][0], single)])
+            extend_runs(runs, delta.weight_versions)
         if not self.stream:
             choice.text.append(delta.text)
             choice.logprobs += delta.logprobs or ()

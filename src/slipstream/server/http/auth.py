@@ -26,6 +26,7 @@ from slipstream.server.state import ServerSettings
 
 OPEN_ROUTES = frozenset(
     {
+        "/",
         "/ping",
         "/live",
         "/ready",
@@ -44,6 +45,11 @@ ADMIN_ROUTES = frozenset(
     {
         *("/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/api/pull", "/api/delete", "/models/unload"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+        *("/finish_weight_update", "/abort_weight_update", "/update_weights_from_disk"),
+        *("/init_weights_update_group", "/destroy_weights_update_group"),
+        *("/update_weights_from_distributed", "/pause", "/resume", "/pause_generation"),
+        *("/continue_generation", "/flush_cache", "/weights"),
     }
 )
 METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,9 +17,10 @@ from slipstream.server.http.errors import bad_request
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
-def greeting(names: Iterable[str]) -> str:
-    """The text of `/` for clients other than browsers."""
-    return f"Slipstream {__version__} serves {', '.join(names)}: OpenAI's API at /v1, all of it at /docs\n"
+def greeting(names: Collection[str]) -> str:
+    """The text of `/` for clients other than browsers. `names`: none where only keys may know them."""
+    serves = f" serves {', '.join(names)}" if names else ""
+    return f"Slipstream {__version__}{serves}: OpenAI's API at /v1, all of it at /docs\n"
 
 
 def json_response(value: Any) -> Response:

@@ -49,7 +49,7 @@ from slipstream.server.state import ServerState, TokenizerProtocol
 
 BiasText = Annotated[str, Meta(max_length=64)]
 Bias = (
-    Annotated[dict[BiasText, float], Meta(max_length=1024)]
+    Annotated[dict[BiasText, float | bool], Meta(max_length=1024)]
     | Annotated[list[tuple[TokenId | BiasText, float | bool]], Meta(max_length=1024)]
 )
 
@@ -151,7 +151,7 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def _token_biases(
-    given: dict[str, float] | list[tuple[int | str, float | bool]],
+    given: dict[str, float | bool] | list[tuple[int | str, float | bool]],
     tokenizer: TokenizerProtocol | None,
 ) -> dict[str, float]:
     """Biases by token id. A text's bias is that of each of its tokens. Only an object's keys, which
@@ -361,7 +361,7 @@ class LlamaAnswer(completions.CompletionAnswer):
             "generation_settings": self.settings(),
             "prompt": self._prompt(index),
             "has_new_line": "\n" in text,
-            "truncated": False,
+            "truncated": choice.finish_reason == "length" and self._fills_context(index),
             "stop_type": kind.get(choice.finish_reason or "", "none"),
             "stopping_word": reason if isinstance(reason, str) else "",
             "tokens_cached": self.prompt_info[index // self.num_drawn].num_cached_tokens,
@@ -409,6 +409,9 @@ class LlamaAnswer(completions.CompletionAnswer):
             "tokens_predicted": self.choices[index].num_tokens,
             "tokens_evaluated": evaluated,
         }
+
+    def _fills_context(self, index: int) -> bool:
+        return sum(self._counts(index).values()) >= self.state.engine.config.model.max_model_len
 
     def _prompt(self, index: int) -> str:
         ids = self.prompt_info[index // self.num_drawn].token_ids

@@ -117,7 +117,7 @@ class About:
 
     def _card(self, slot: Slot) -> dict[str, Any]:
         slot.note_death()
-        value = "sleeping" if slot.state == "asleep" else slot.state
+        value = "unloaded" if slot.state == "asleep" else slot.state  # clients wait for it
         return {
             "id": slot.name,
             "object": "model",

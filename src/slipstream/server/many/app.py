@@ -140,7 +140,9 @@ class Dispatch:
         if keep_alive is not None and record.key is not None and record.key.role != "admin":
             if unloads:  # as POST /models/unload
                 raise forbidden(record.key, "admin")
-            keep_alive = max(keep_alive, slot.model.keep_alive_s)
+            if keep_alive < slot.model.keep_alive_s:  # a user's key lengthens it only
+                keep_alive = slot.model.keep_alive_s
+                record.hints.append("keep_alive")
         if unloads:
             await self.slots.unload(slot)
             await About.unloaded(asked.model or slot.name, self.path)(scope, receive, send)

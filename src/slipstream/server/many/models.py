@@ -98,6 +98,13 @@ class ServedModels:
         server = {key: own.pop(key) for key in OF_SERVER if key in own}
         if "model" in own:
             raise ConfigError(f"{name}: leave model out; serve NAME=MODEL", field="model_settings")
+        if (
+            own.get("kv_events_config") is not None
+        ):  # a model comes and goes, and its events with it
+            message = (
+                f"{name}: kv_events_config does not go with several models; serve {name} alone"
+            )
+            raise ConfigError(message, field="model_settings")
         try:
             ServerSettings(**server)  # checks their values
             args = settled(dataclasses.replace(self.args, **{**own, "model": model}))

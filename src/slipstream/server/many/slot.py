@@ -137,7 +137,8 @@ class Slot:
         """Release the weights and the cache. What stays is in `held_bytes`."""
         assert self.engine is not None
         try:
-            await asyncio.wait_for(self.engine.sleep(2), SLEEP_S)
+            async with asyncio.timeout(SLEEP_S):
+                await self.engine.sleep(2)
             self.held_bytes = min(self.held_bytes, asleep_bytes(self.engine))
         except (EngineDeadError, TimeoutError):
             await self.end()

@@ -55,11 +55,7 @@ class ChatAnswer(Answer):
             logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
             events.append(self.text_event(delta.index, encode(delta.text), logprobs, ids))
         if delta.finish_reason is not None:
-            events.append(
-                self.event(
-                    index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"
-                )
-            )
+            events.append(self._last_event(index, delta.finish_reason, delta.index))
         return b"".join(events)
 
     def text_event(
@@ -92,6 +88,10 @@ class ChatAnswer(Answer):
         return (
             b'data: {"prompt_token_ids":' + encode(self.prompt_info[0].token_ids) + b"," + event[7:]
         )
+
+    def _last_event(self, head: bytes, reason: str, index: int) -> bytes:
+        end = encode(reason) + self.versions(index) + b"}"
+        return self.event(head, b'{},"logprobs":null,"finish_reason":', end)
 
     def _ids(self, delta: CompletionOutput) -> bytes:
         return (
@@ -151,9 +151,7 @@ class ReadAnswer(ChatAnswer):
             )
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, parser.num_calls)
-            parts.append(
-                self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}")
-            )
+            parts.append(self._last_event(index, reason, delta.index))
         return b"".join(parts)
 
     def choice(self, index: int) -> dict[str, Any]:

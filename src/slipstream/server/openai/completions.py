@@ -53,7 +53,9 @@ class CompletionAnswer(Answer):
             and not (ids and delta.token_ids)
         ):
             return b""
-        reason = b"null" if delta.finish_reason is None else encode(delta.finish_reason)
+        reason = b"null"
+        if delta.finish_reason is not None:
+            reason, ids = encode(delta.finish_reason), ids + self.versions(delta.index)
         return self.text_event(delta.index, encode(text), logprobs, reason, ids)
 
     def text_event(

@@ -68,7 +68,7 @@ class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClassifyRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
-    """POST /classify and /v1/classify: vLLM's format. With `use_activation` false scores are not probabilities"""
+    """POST /classify and /v1/classify: vLLM's format. With `use_activation` false the scores are logits."""
 
     use_activation: bool | None = None
 

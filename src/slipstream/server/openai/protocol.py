@@ -420,6 +420,7 @@ class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     # Within the server's adapter folder.
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: bool = False  # it may replace the one of that name
 
 
 class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -35,7 +35,9 @@ class AdapterRoutes:
             raise bad_request(
                 f"{body.lora_name!r} is the model's own name; take another", "lora_name"
             )
-        await self.state.engine.load_adapter(body.lora_name, str(_within(folder, body.lora_path)))
+        path = str(_within(folder, body.lora_path))
+        how = {"load_inplace": True} if body.load_inplace else {}
+        await self.state.engine.load_adapter(body.lora_name, path, **how)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.\n")
 
     async def unload(self, request: Request) -> Response:

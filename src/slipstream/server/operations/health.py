@@ -64,7 +64,9 @@ def _require_health(state: ServerState) -> None:
 async def engine_stats(state: ServerState) -> EngineStats | None:
     """The engine's current numbers; None if it is down or hangs."""
     try:
-        return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
+        # not `wait_for`: before Python 3.12 it hides a cancellation that comes with the result
+        async with asyncio.timeout(_STATS_TIMEOUT_S):
+            return await state.engine.stats()
     except (EngineError, TimeoutError):
         return None
 
@@ -74,7 +76,8 @@ async def all_metrics(state: ServerState) -> Metrics:
     metrics = state.metrics
     if state.totals is not None:
         try:
-            found = await asyncio.wait_for(state.totals(metrics.counts()), _STATS_TIMEOUT_S)
+            async with asyncio.timeout(_STATS_TIMEOUT_S):
+                found = await state.totals(metrics.counts())
         except TimeoutError:  # sums without the others would decrease
             raise unavailable(
                 "another front end did not send its counts", "metrics_unavailable"

@@ -114,7 +114,9 @@ def _head(
         scales_embedding=True,
     )
     names = {
-        f"{theirs}.weight": Placement(f"{ours}.weight")
+        f"{theirs}.weight": Placement(
+            f"{ours}.weight", transform=fmt.norms if ours.endswith("norm") else None
+        )
         for ours, theirs in _around(fmt, target, head).items()
     }
     alone = dataclasses.replace(spec, layers=head.layers, vision=None, stage=None)

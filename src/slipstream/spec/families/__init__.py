@@ -61,7 +61,7 @@ from slipstream.spec.families.hybrids import (
     olmo_hybrid,
     qwen_next,
 )
-from slipstream.spec.families.pictures import idefics3, qwen3_vl, qwen_vl
+from slipstream.spec.families.pictures import idefics3, internvl, qwen3_vl, qwen_vl
 
 MODULES = (
     *(
@@ -82,7 +82,21 @@ MODULES = (
         gemma3n,
         gemma4,
     ),
-    *(glm, gpt, gpt_oss, granite, hunyuan, idefics3, jamba, kimi_linear, lfm, llama, llama4, mamba),
+    *(
+        glm,
+        gpt,
+        gpt_oss,
+        granite,
+        hunyuan,
+        idefics3,
+        internvl,
+        jamba,
+        kimi_linear,
+        lfm,
+        llama,
+        llama4,
+        mamba,
+    ),
     *(
         minimax,
         mistral3,

@@ -24,7 +24,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.metadata import llama_gguf_config, scaling_gguf_config
 from slipstream.spec.families.mtp import DEEPSEEK
-from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.families.names import LLAMA, Change, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
     IndexSpec,
@@ -377,22 +377,13 @@ def gguf_experts(m: ConfigReader) -> dict[str, Any]:
     }
 
 
-def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The keys since llama.cpp attends over latents. Older files, which hold `attn_kv_b`, are not supported."""
+def gguf_latents(m: ConfigReader) -> dict[str, Any]:
+    """The keys of latent attention since llama.cpp attends over latents, and of the model around it. Older files, which hold
+    `attn_kv_b`, are not supported."""
     rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
-    m.require("attention.head_count_kv", 1)
     m.require("attention.key_length", kv_rank + rotary)
     m.require("attention.value_length", kv_rank)
-    m.require("rope.scaling.attn_factor", 1.0)
-    scaling = scaling_gguf_config(m, rotary)
-    if scaling and scaling["rope_scaling"]["rope_type"] != "yarn":
-        raise m.unsupported("rope.scaling.type", "only yarn is supported")
-    if scaling:  # llama.cpp has other scores than the model where the file lacks it
-        multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float)
-        scaling["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
-    m.ignore("rope.scaling.yarn_log_multiplier")
-    groups = m.size("expert_group_count", 1)
-    config: dict[str, Any] = {
+    return {
         "hidden_size": m.size("embedding_length"),
         "num_hidden_layers": m.size("block_count"),
         "intermediate_size": m.size("feed_forward_length"),
@@ -404,9 +395,26 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         "q_lora_rank": m.maybe("attention.q_lora_rank", int),
         "max_position_embeddings": m.size("context_length"),
         "rope_theta": m.take("rope.freq_base", float, 10000.0),
-        **scaling,
         "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
         "hidden_act": "silu",
+    }
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    m.require("attention.head_count_kv", 1)
+    m.require("rope.scaling.attn_factor", 1.0)
+    latents = gguf_latents(m)
+    scaling = scaling_gguf_config(m, latents["qk_rope_head_dim"])
+    if scaling and scaling["rope_scaling"]["rope_type"] != "yarn":
+        raise m.unsupported("rope.scaling.type", "only yarn is supported")
+    if scaling:  # llama.cpp has other scores than the model where the file lacks it
+        multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float)
+        scaling["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    m.ignore("rope.scaling.yarn_log_multiplier")
+    groups = m.size("expert_group_count", 1)
+    config: dict[str, Any] = {
+        **latents,
+        **scaling,
         **gguf_experts(m),
         "n_group": groups,
         "topk_group": m.size("expert_group_used_count", 1),
@@ -437,12 +445,16 @@ def gguf_names(spec: ModelSpec) -> Names:
     return gguf_latent_names(spec, GGUF_NAMES)
 
 
-def gguf_latent_names(spec: ModelSpec, names: Mapping[str, Theirs]) -> Names:
+def gguf_latent_names(
+    spec: ModelSpec, names: Mapping[str, Theirs], changes: Mapping[str, Change] | None = None
+) -> Names:
     """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
-    a = spec.layers[0].attention
-    assert isinstance(a, LatentAttentionSpec)
-    found = gguf_table({**names, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)
-    for i in range(spec.num_layers):
+    latents = {i: x.attention for i, x in enumerate(spec.layers) if x.attention is not None}
+    q_rank = next((a.q_rank for a in latents.values() if isinstance(a, LatentAttentionSpec)), None)
+    q = "attn_q" if q_rank is None else "attn_q_b"
+    found = gguf_table({**names, "attention.q": q}, changes=changes)(spec)
+    for i, a in latents.items():
+        assert isinstance(a, LatentAttentionSpec)
         expand = found.pop(f"blk.{i}.attn_kv_b.weight").target
         found[f"blk.{i}.attn_k_b.weight"] = Placement(
             expand, 0, a.nope_dim, Transpose(), a.num_heads

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from slipstream.spec.model import LayerSpec, ModelSpec
+from slipstream.spec.parameters import Transform
 
 Config: TypeAlias = Mapping[str, Any]
 
@@ -36,6 +37,7 @@ class MTPFormat:
     - `copies`: names of copies of the model's embeddings, which are not read.
     - `norm_output`: a second draft continues from the state after the last norm.
     - `state_first`: the product reads the state before the embedding.
+    - `norms`: how the norms of `around` are stored.
     """
 
     counts: tuple[str, ...]
@@ -46,6 +48,7 @@ class MTPFormat:
     copies: tuple[str, ...] = ()
     norm_output: bool = True
     state_first: bool = False
+    norms: Transform | None = None
 
     def count(self, config: Config) -> Any:
         return next((config[k] for k in self.counts if config.get(k) is not None), self.default)

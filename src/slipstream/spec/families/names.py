@@ -28,6 +28,7 @@ from slipstream.spec.parameters import (
     Turnable,
     Ungroup,
     Unpermute,
+    Vector,
     parameters,
 )
 
@@ -44,6 +45,7 @@ Change: TypeAlias = (
         "untwine_transpose",
         "one_row",
         "integers",
+        "vector",
     ]
     | Callable[[LayerSpec, int], Transform | None]
 )
@@ -207,6 +209,7 @@ PLAIN: Mapping[str, Transform] = {
     "swap": SwapGateUp(),
     "one_row": OneRow(),
     "integers": Integers(),
+    "vector": Vector(),
 }
 """Changes that ask nothing of the layer."""
 

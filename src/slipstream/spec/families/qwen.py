@@ -144,6 +144,16 @@ def _read(
     return model(c, family, layer, norm, max_position)
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    return llama_gguf_config(_without_pictures(m))
+
+
+def _without_pictures(m: ConfigReader) -> ConfigReader:
+    """A file of Qwen VL's has its language model alone, whose rotation without pictures is the usual one."""
+    m.ignore("rope.dimension_sections", "n_deepstack_layers")
+    return m
+
+
 def gguf_qwen2_moe(m: ConfigReader) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": m.size("expert_shared_feed_forward_length")}
     return {**_moe_gguf_config(m), **shared, "norm_topk_prob": False}
@@ -156,7 +166,7 @@ def gguf_qwen3_moe(m: ConfigReader) -> dict[str, Any]:
 def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     """The file does not say whether weights are normalised. llama.cpp does so for Qwen 3, not for Qwen 2."""
     return {
-        **llama_gguf_config(m, experts=True),
+        **llama_gguf_config(_without_pictures(m), experts=True),
         "num_experts": m.size("expert_count"),
         "num_experts_per_tok": m.size("expert_used_count"),
         "moe_intermediate_size": m.size("expert_feed_forward_length"),
@@ -182,6 +192,9 @@ MIMO = MTPFormat(
     state_first=True,
 )
 
+SEEING = {"qwen2": ("qwen2vl",), "qwen3": ("qwen3vl",), "qwen3_moe": ("qwen3vlmoe",)}
+"""llama.cpp's names of language models of Qwen VL's."""
+
 FAMILIES = tuple(
     Family(
         model_type=name,
@@ -191,11 +204,16 @@ FAMILIES = tuple(
         ignored=(r"model\.mtp_layers\..*",) if read is read_mimo else (),
         mtp=MIMO if read is read_mimo else None,
         gguf=config
-        and GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
+        and GGUFFamily(
+            architecture=name.replace("_", ""),
+            also=SEEING.get(name, ()),
+            config=config,
+            names=gguf_table(),
+        ),
     )
     for name, architecture, read, config in (
-        ("qwen2", "Qwen2ForCausalLM", read_qwen2, llama_gguf_config),
-        ("qwen3", "Qwen3ForCausalLM", read_qwen3, llama_gguf_config),
+        ("qwen2", "Qwen2ForCausalLM", read_qwen2, gguf_config),
+        ("qwen3", "Qwen3ForCausalLM", read_qwen3, gguf_config),
         ("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, gguf_qwen2_moe),
         ("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, gguf_qwen3_moe),
         ("mimo", "MiMoForCausalLM", read_mimo, None),

@@ -101,21 +101,24 @@ class PoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
-    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL).
+    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL), or with `narrow` as wide
+    as the decoder (InternVL, LLaVA).
 
-    The norm is over each state, or over the whole group if that is its size.
+    The norm is over each state, or over the whole group if that is its size. LLaVA has none.
     """
 
-    norm: NormSpec
+    norm: NormSpec | None
     activation: Activation
+    narrow: bool = False
 
     def shapes(
         self, hidden: int, merge: int, text: int, name: str = "vision.connector"
     ) -> dict[str, Shape]:
-        width = merge * merge * hidden
+        group = merge * merge * hidden
+        width = text if self.narrow else group
         return {
-            **self.norm.shapes(f"{name}.norm"),
-            f"{name}.up.weight": (width, width),
+            **({} if self.norm is None else self.norm.shapes(f"{name}.norm")),
+            f"{name}.up.weight": (width, group),
             f"{name}.up.bias": (width,),
             f"{name}.out.weight": (text, width),
             f"{name}.out.bias": (text,),
@@ -246,7 +249,10 @@ class VisionSpec:
     - `num_frames`: times that a patch's pixels are repeated (Qwen's encoder is made for films);
       None: the weights have no such dimension.
     - `merge`: patches on the side of a group, which becomes one token.
-    - `first_norm`: of the patches' embeddings.
+    - `class_token`: a learned row stands before a picture's patches in all layers, with the first row of the table of
+      positions added. No token reads it.
+    - `layer_scale`: what a layer's attention and its MLP add is multiplied by learned numbers, channel by channel.
+    - `first_norm`: of the patches' embeddings, with their positions.
     - `position`: what is added to the patches; `rope`: how the layers rotate them.
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
@@ -269,6 +275,8 @@ class VisionSpec:
     connector: Connector
     token_id: int
     prompt: PromptFormat
+    class_token: bool = False
+    layer_scale: bool = False
     first_norm: NormSpec | None = None
     position: GridPositionSpec | AxisPositionSpec | None = None
     rope: AxialRopeSpec | None = None
@@ -310,13 +318,18 @@ class VisionSpec:
             found["vision.patch.bias"] = (self.hidden_size,)
         if self.first_norm is not None:
             found |= self.first_norm.shapes("vision.first_norm")
+        if self.class_token:
+            found["vision.class_token.weight"] = (1, self.hidden_size)
         if self.position is not None:
-            found["vision.positions.weight"] = self.position.shape(self.hidden_size)
+            rows, *size = self.position.shape(self.hidden_size)
+            found["vision.positions.weight"] = (rows + self.class_token, *size)
         for i, layer in enumerate(self.layers):
             found |= {
                 f"vision.layers.{i}.{name}": shape
                 for name, shape in layer.shapes(self.hidden_size).items()
             }
+            if self.layer_scale:
+                found[f"vision.layers.{i}.gains.weight"] = (2, self.hidden_size)
             if self.clipped:
                 found[f"vision.layers.{i}.bounds.weight"] = (len(CLIPPED) * len(BOUNDS),)
         if self.final_norm is not None:
@@ -374,6 +387,26 @@ class FixedSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CenterSquare:
+    """The middle square of a picture whose shorter side is scaled to `side` pixels (CLIP)."""
+
+    side: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioTiles:
+    """Square tiles of `tile` pixels, `least` to `most` of them (InternVL).
+
+    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions. If
+    there are several, the whole picture, scaled to one tile, follows.
+    """
+
+    tile: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRange:
     """Bounds of the pixels of a picture that keeps its proportions; its sides become multiples of
     `factor` (Qwen 2 VL)."""
@@ -401,7 +434,9 @@ class LongestSide:
     longest: int
 
 
-Sizes: TypeAlias = TileSizes | FixedSize | PixelRange | TokenBudget | LongestSide
+Sizes: TypeAlias = (
+    TileSizes | RatioTiles | FixedSize | CenterSquare | PixelRange | TokenBudget | LongestSide
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +454,7 @@ class ImageProcessing:
         """The most tokens of a picture or of one of its tiles."""
         side = vision.patch_size * vision.merge
         match self.sizes:
-            case TileSizes(tile=tile):
+            case TileSizes(tile=tile) | RatioTiles(tile=tile) | CenterSquare(side=tile):
                 return (tile // side) ** 2
             case FixedSize(height=height, width=width):
                 return height * width // side**2
@@ -452,6 +487,26 @@ def within_side(height: int, width: int, sizes: LongestSide) -> tuple[int, int]:
         height, width = (max(1, math.floor(side / ratio)) for side in (height, width))
     factor = sizes.factor
     return math.ceil(height / factor) * factor, math.ceil(width / factor) * factor
+
+
+def tiles_by_ratio(height: int, width: int, sizes: RatioTiles) -> tuple[int, int]:
+    """(rows, columns) of tiles. Of equally near ratios, later ones count if the picture has more than half of their pixels."""
+    found, nearest = (1, 1), math.inf
+    counts = range(1, sizes.most + 1)
+    grids = [(r, c) for c in counts for r in counts if sizes.least <= r * c <= sizes.most]
+    for rows, columns in sorted(grids, key=math.prod):
+        away = abs(width / height - columns / rows)
+        large = width * height > 0.5 * sizes.tile**2 * rows * columns
+        if away < nearest or (away == nearest and large):
+            found, nearest = (rows, columns), away
+    return found
+
+
+def around_square(height: int, width: int, side: int) -> tuple[int, int]:
+    """(height, width) with the shorter side `side`, in proportion."""
+    if width <= height:
+        return int(side * height / width), side
+    return side, int(side * width / height)
 
 
 MAX_SIDE = 4096

@@ -171,13 +171,31 @@ class GGUFFile:
                 raise reader.error(
                     f"it says that it has {number} {what}; at most {_MAX_NAMES} are read"
                 )
-        self.metadata: dict[str, Any] = {}
-        for _ in range(num_metadata):
-            key = reader.string("a metadata key")
-            if key in self.metadata:
-                raise reader.error(f"the metadata key {key!r} appears twice", key)
-            self.metadata[key] = reader.value(key)
+        self._metadata_at, self._num_metadata = reader.offset, num_metadata
+        self._metadata: dict[str, Any] | None = self._read_metadata(reader)
         self.tensors: dict[str, GGUFTensor] = self._read_tensors(reader, num_tensors)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values by key. They are read again after `let_go_metadata`."""
+        if (found := self._metadata) is None:
+            reader = _Reader(self._mapped, self.path)
+            reader.offset = self._metadata_at
+            found = self._metadata = self._read_metadata(reader)
+        return found
+
+    def let_go_metadata(self) -> None:
+        """Free the memory of the metadata: a vocabulary of 49,152 tokens takes 11 MB."""
+        self._metadata = None
+
+    def _read_metadata(self, reader: _Reader) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(self._num_metadata):
+            key = reader.string("a metadata key")
+            if key in found:
+                raise reader.error(f"the metadata key {key!r} appears twice", key)
+            found[key] = reader.value(key)
+        return found
 
     def raw(self, name: str) -> RawBytes:
         """The tensor's bytes in the file, mapped read-only: [numel / block_size, block_bytes]."""

@@ -233,17 +233,17 @@ class Forwards:
         self.images: ImageEncoder | None = None
         self.takes_images = False
         self.heads = TextHeads()
-        self._build()
+        self.rebuild()
 
     def take_adapters(self, adapters: Adapters) -> None:
         """Let requests have adapters from now on."""
         self.adapters = adapters
-        self._build()
+        self.rebuild()
 
     def take_images(self, encoder: ImageEncoder | None) -> None:
         """Let requests have images from now on. `encoder`: see `WithImages`."""
         self.images, self.takes_images = encoder, True
-        self._build()
+        self.rebuild()
 
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
         """Keep states from now on: each step writes what `tap` reads between the layers.
@@ -251,9 +251,9 @@ class Forwards:
         Without a tap it writes the step's hidden states.
         """
         self.states, self.decoder.tap = states, tap
-        self._build()
+        self.rebuild()
 
-    def _build(self) -> None:
+    def rebuild(self) -> None:
         """Collect the paths that run given tokens. Graphs are added by `add` once there is a cache."""
         self.base = Eager(self.decoder, self.states)
         self.paths = [self.base]
@@ -331,7 +331,7 @@ class Forwards:
         """
         counts = self.decoder.count_experts()
         if counts:
-            self._build()  # the other paths must count in the same place
+            self.rebuild()  # the other paths must count in the same place
         return counts
 
     @property

@@ -41,9 +41,10 @@ class HostForwards:
         self._decoder, self._pool, self._governor = decoder, pool, governor
         self._states: StateCache | None = None
         self.heads = TextHeads()
-        self._build()
+        self.rebuild()
 
-    def _build(self) -> None:
+    def rebuild(self) -> None:
+        """See `ForwardTable.rebuild`."""
         # for what the program leaves out: parts of an encoder, a classifier, pooling
         self.decoder = self._decoder.with_ops(cast("OpSet", HostTextOps(self._pool)))
         program = compile_step(self._decoder, self._pool, platform_of(None), self.decoder)
@@ -61,13 +62,13 @@ class HostForwards:
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
         """See `Forwards.keep_states`."""
         self._states, self._decoder.tap = states, tap
-        self._build()
+        self.rebuild()
 
     def count_experts(self) -> Mapping[int, Any]:
         """See `Forwards.count_experts`."""
         counts = self._decoder.count_experts()
         if counts:
-            self._build()
+            self.rebuild()
         return counts
 
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:

@@ -57,6 +57,9 @@ class ForwardTable(Protocol):
         Without a tap it writes the step's hidden states.
         """
 
+    def rebuild(self) -> None:
+        """Build the paths anew from the decoder. A CPU's have copies of small weights."""
+
     def count_experts(self) -> Mapping[int, Tensor]:
         """Count the tokens of each expert from now on.
 

@@ -7,7 +7,7 @@ request changes five tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class PackedTables:
         self._platform = platform
         self._where: list[npt.NDArray[np.int64]] = []
         self._words: list[npt.NDArray[np.int32]] = []
+        self._starts: list[int] = []
+        self._runs: list[npt.NDArray[np.int32]] = []  # words from each start on
         self._all: Any = platform.zeros((end,), values.dtype("int32"))
         self._host: Any = values.array(self._all) if platform.kind == "cpu" else None
 
@@ -65,13 +67,35 @@ class PackedTables:
             self._where.append(at)
             self._words.append(words)
 
+    def put_runs(
+        self, name: str, starts: Sequence[int], runs: Sequence[npt.NDArray[np.int32]]
+    ) -> None:
+        """Write each of `runs` to a table of 4-byte values, from a flat index on. It takes a third of the bytes of `put`."""
+        begin = self._begins[name]
+        if self._host is None:
+            self._starts += [begin + start for start in starts]
+            self._runs += runs
+            return
+        for start, run in zip(starts, runs, strict=True):
+            self._host[begin + start : begin + start + len(run)] = run
+
     def flush(self) -> None:
         """Write all pending values."""
-        if not self._where:
+        if not self._where and not self._runs:
             return
-        where, words = np.concatenate(self._where), np.concatenate(self._words)
-        self._where.clear()
-        self._words.clear()
-        count, values = len(words), self._platform.values
-        given: Any = self._platform.upload(np.concatenate((where.view(np.int32), words)))
-        values.put(self._all, given[: 2 * count].view(values.dtype("int64")), given[2 * count :])
+        num_points, num_runs = sum(map(len, self._words)), len(self._runs)
+        starts = np.array(self._starts, np.int64)
+        lengths = np.array([*map(len, self._runs)], np.int64)
+        index = np.concatenate((*self._where, starts, lengths))
+        parts = (index.view(np.int32), *self._words, *self._runs)
+        given: Any = self._platform.upload(np.concatenate(parts))
+        values, words = self._platform.values, given[2 * len(index) :]
+        places = given[: 2 * len(index)].view(values.dtype("int64"))
+        if num_points:
+            values.put(self._all, places[:num_points], words[:num_points])
+        if num_runs:
+            first, sizes = places[num_points:-num_runs], places[-num_runs:]
+            every = values.ranges(first, sizes, int(lengths.sum()))
+            values.put(self._all, every, words[num_points:])
+        for pending in (self._where, self._words, self._starts, self._runs):
+            pending.clear()

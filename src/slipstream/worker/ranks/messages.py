@@ -35,6 +35,7 @@ from slipstream.messages.steps import (
 )
 from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
 from slipstream.messages.tiers import BlockCopy
+from slipstream.messages.weight_ops import WeightsOp
 from slipstream.params.lora_request import LoRARequest
 
 
@@ -119,6 +120,12 @@ class LoadRankAdapter(msgspec.Struct, tag=True):
     request: LoRARequest
 
 
+class ChangeRankWeights(msgspec.Struct, tag=True):
+    """Carries out an operation on the weights. All ranks answer."""
+
+    op: WeightsOp
+
+
 class GetProposed(msgspec.Struct, tag=True):
     """Asks for the drafts (`Launched.proposed`) of the newest launch, which awaits a mask."""
 
@@ -155,7 +162,13 @@ OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
 OfExperts: TypeAlias = ReportExpertLoad | SwapExperts
 OfTiers: TypeAlias = CopyBlocks | ReportTiers | ClearTiers
 Question: TypeAlias = (
-    WarmUp | CaptureNext | GetExpertLoad | LoadRankAdapter | GetAdapterStats | GetProposed
+    WarmUp
+    | CaptureNext
+    | GetExpertLoad
+    | LoadRankAdapter
+    | ChangeRankWeights
+    | GetAdapterStats
+    | GetProposed
 )
 ToRank: TypeAlias = (
     BeginRank | RankRefused | OfStep | OfExperts | OfTiers | Question | UnloadRankAdapter | End
@@ -246,6 +259,7 @@ class Reply(msgspec.Struct, tag=True):
     4. LoadAdapter: `version` of the adapter's files, or `refused`.
     5. GetAdapterStats: `adapters`.
     6. GetProposed: `proposed`.
+    7. ChangeRankWeights: `checksums`, or `refused`.
     """
 
     done: bool = True
@@ -255,6 +269,7 @@ class Reply(msgspec.Struct, tag=True):
     refused: Failed | None = None
     adapters: AdapterStats | None = None
     proposed: tuple[int, ...] = ()
+    checksums: dict[str, str] | None = None  # a name begins with the rank
 
 
 class RankFailed(Failed, tag=True):

@@ -58,6 +58,8 @@ from slipstream.messages.start import Phase, Started
 from slipstream.messages.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepPlan, StepResult, StepTime, TokenMask
 from slipstream.messages.texts import TextsPlan
+from slipstream.messages.weight_ops import BeginWeights, DropWeights, WeightsOp
+from slipstream.messages.weights import GivenPiece, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
@@ -72,6 +74,7 @@ from slipstream.worker.ranks.mailbox import REASONS_S, Mailbox, total_load
 from slipstream.worker.ranks.messages import (
     BeginRank,
     CaptureNext,
+    ChangeRankWeights,
     Constrain,
     End,
     Forget,
@@ -142,6 +145,7 @@ class ProcessExecutor(Executor):
         # adapters that every rank has in its host memory
         self._adapters: AdapterPlaces | None = None
         self._balancer: ExpertBalancer | None = None  # for experts that are distributed over ranks
+        self._weight_state = WeightState()
         self._group = RankProcesses()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
@@ -314,6 +318,23 @@ class ProcessExecutor(Executor):
         version = ",".join(sorted({answer.version for answer in answers}))
         self._adapters.add(request, version)
         return version
+
+    @property
+    def weight_state(self) -> WeightState:
+        return self._weight_state
+
+    def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        """Carry out an operation on every rank. If one refuses, none goes on."""
+        assert not isinstance(op, GivenPiece), "the ranks are other processes"
+        answers = self._ask(ChangeRankWeights(op), len(self._ranks))
+        refusals = [answer.refused for answer in answers if answer.refused is not None]
+        if refusals:
+            if len(refusals) < len(answers) and isinstance(op, BeginWeights):
+                self._ask(ChangeRankWeights(DropWeights()), len(self._ranks))
+            raise refusals[0].as_error
+        if all(answer.checksums is None for answer in answers):
+            return None
+        return {name: x for own in answers for name, x in (own.checksums or {}).items()}
 
     def unload_adapter(self, adapter_id: int) -> None:
         if self._adapters is not None:

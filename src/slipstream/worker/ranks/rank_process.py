@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from multiprocessing.connection import Connection
 
+import msgspec
 import torch
 
 from slipstream import __version__
@@ -33,6 +34,7 @@ from slipstream.hub import machine_folder
 from slipstream.messages.start import Failed, Phase, Started
 from slipstream.messages.steps import StepPlan, TokenMask
 from slipstream.messages.texts import TextsPlan
+from slipstream.messages.weight_ops import JoinWeightGroup, WeightsOp
 from slipstream.platform.collectives import Rendezvous
 from slipstream.worker.device import detect
 from slipstream.worker.in_flight import InFlightStep
@@ -41,6 +43,7 @@ from slipstream.worker.ranks.joining import JOIN_S, join
 from slipstream.worker.ranks.messages import (
     BeginRank,
     CaptureNext,
+    ChangeRankWeights,
     ClearTiers,
     Constrain,
     CopyBlocks,
@@ -116,7 +119,7 @@ class RankProcess:
         self._rank, ranks_of_stage = begin.rank, begin.size // begin.args.pipeline_parallel_size
         self._sends_results = begin.rank == begin.size - ranks_of_stage
         self._answers = begin.rank % ranks_of_stage == 0
-        self._answered_by_all: tuple[type, ...] = (LoadRankAdapter,)
+        self._answered_by_all: tuple[type, ...] = (LoadRankAdapter, ChangeRankWeights)
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 logs for all
         device = begin.device
@@ -140,7 +143,7 @@ class RankProcess:
         )
         if isinstance(own.config.parallel.stage, DealtRequests):  # each rank has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
-            self._answered_by_all = (LoadRankAdapter, GetExpertLoad, ReportExpertLoad)
+            self._answered_by_all += (GetExpertLoad, ReportExpertLoad)
         self._link.send(
             Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
         )
@@ -187,6 +190,8 @@ class RankProcess:
             self._of_tiers(message)
         elif isinstance(message, LoadRankAdapter):
             answer = self._load_adapter(message)
+        elif isinstance(message, ChangeRankWeights):
+            answer = self._change_weights(message.op)
         elif isinstance(message, UnloadRankAdapter):
             executor.unload_adapter(message.adapter_id)
         elif isinstance(message, GetAdapterStats):
@@ -218,6 +223,16 @@ class RankProcess:
             return Reply(version=self._executor.load_adapter(message.request, tuple))
         except AdapterError as error:
             return Reply(refused=Failed.of(error))
+
+    def _change_weights(self, op: WeightsOp) -> Reply:
+        if isinstance(op, JoinWeightGroup):
+            op = msgspec.structs.replace(op, rank_offset=op.rank_offset + self._rank)
+        try:
+            sums = self._executor.change_weights(op)
+        except Exception as error:
+            return Reply(refused=Failed.of(error))
+        named = None if sums is None else {f"rank{self._rank}.{n}": s for n, s in sums.items()}
+        return Reply(checksums=named)
 
     def _launch(self, plan: StepPlan | TextsPlan) -> None:
         self._newest = step = self._executor.runner.launch(plan)

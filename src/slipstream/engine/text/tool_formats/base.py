@@ -562,7 +562,7 @@ class ToolFormat(ABC):
         return ""
 
     def final(self, writer: Writer) -> str:
-        """Grammar of the text that an answer without calls begins with."""
+        """Grammar of the optional opening of an answer without calls."""
         return f"({writer.text(self.wraps[0])} {writer.spaces()})?" if self.wraps else ""
 
     def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:

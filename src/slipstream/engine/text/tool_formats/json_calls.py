@@ -49,12 +49,12 @@ class JsonCalls(ToolFormat):
                 marker = yield from parser.until(openings, parser.content)
 
     def calls_behind(self, parser: Parser, opening: str) -> Generator[None, None, bool]:
-        """Take the calls that follow. False if there are none; what was read is content."""
+        """Take the calls that follow. Returns False if there are none: then the text that was read is content."""
         return (yield from json_calls(parser, opening))
 
 
 def json_calls(parser: Parser, opening: str) -> Generator[None, None, bool]:
-    """Take one call, several or a list. False if there is none; what was read is content."""
+    """Take one call, several or a list. Returns False if there is none: then the text that was read is content."""
     if (yield from parser.opens_with("[")):
         opening += "["
     found = False

@@ -155,17 +155,19 @@ def draw_params(
 class RowDraws:
     """A token of each row, float32 [T, V] → int64 [T].
 
-    With a weight, the rows are those of a product, float32 [T, in].
+    With a weight, which has one part, the rows are those of a product, float32 [T, in].
     """
 
     def __init__(self, pool: ThreadPool, size: int, w: NativeLinear | None = None) -> None:
         self.program = p = Program(pool)
         self._x, self._given, self._out = p.bound(), p.bound(), p.bound()
-        logits = self._x
-        if w is not None:
-            logits = p.buffer(native.FORM_F32, size)
-            add_linear(p, in_form(p, self._x, w), logits, w)
-        p.add("draw", logits, self._given, self._out, size)
+        if w is None:
+            p.add("draw", self._x, self._given, self._out, size)
+            return
+        (part,) = w.parts
+        weight = part.kind, part.rows, part.inner, part.data, w.bias
+        x, logits = in_form(p, self._x, w), p.buffer(native.FORM_F32, size)
+        p.add("linear_draw", x, logits, self._given, self._out, *weight, weights=part)
 
     def __call__(
         self, x: Floats, params: SamplingTensors | None, beyond: Beyond = NOTHING_BEYOND

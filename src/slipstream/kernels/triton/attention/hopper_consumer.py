@@ -76,7 +76,7 @@ def _pack(p):
 
 @gluon.jit
 def _unpack(words, layout: gl.constexpr):
-    """The e4m3 weights in `words` as an operand."""
+    """Unpacks the e4m3 weights in `words` into an operand of a tensor core."""
     M: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1] * 16
     first, third = words.to(gl.int8), (words >> 16).to(gl.int8)

@@ -53,7 +53,7 @@ TYPICAL_MEMBERS = 4
 HOPPER_MIN_ROWS = 64
 """Query rows (tokens × G) of a sequence from which `hopper.py` is faster: its tiles have 128 rows."""
 HOPPER_MIN_KEYS = 1024
-"""Keys from which it is faster with fewer rows as well, if sequences are so few that keys must be
+"""Number of keys from which `hopper.py` is faster with fewer rows, too, where the sequences are so few that keys must be
 split to fill the chip: 16 new tokens after 100,000 take 0.13 ms a layer on an H200, not 3.0."""
 HOPPER_FP8_KEYS = 8192
 """Keys of the longest sequence of a step from which `hopper.py` multiplies an e4m3 cache in 8 bits."""

@@ -54,7 +54,7 @@ FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8
 GROUPED, MXFP4, NVFP4 = 2, 4, 5
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
-"""Consumer warps."""
+"""Consumer warps of a thread block."""
 PRODUCER_WARPS = 2
 """Warps that copy weights."""
 RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3), 4: (1024, 4), 5: (1024, 4)}

@@ -1,5 +1,6 @@
 """Nomic Embed (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rotary
-positions and gated MLPs. Their authors' own model types are read too, without the authors' code."""
+positions and gated MLPs. Their authors' own model types are read too, without the authors' code. Jina's embeddings v3
+(arXiv:2409.10173), as transformers has them: RoBERTa with rotary positions."""
 
 from __future__ import annotations
 
@@ -8,15 +9,22 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
+    activation,
     attention,
     called,
     gated,
     heads,
     layer_norm,
     model,
+    plain,
     rope,
 )
-from slipstream.spec.families.encoders.bert import GGUF_BERT, UNREAD, bert_classifier
+from slipstream.spec.families.encoders.bert import (
+    GGUF_BERT,
+    UNREAD,
+    bert_classifier,
+    encoder_table,
+)
 from slipstream.spec.families.metadata import encoder_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
@@ -85,6 +93,12 @@ def read_gte(c: ConfigReader) -> ModelSpec:
     )
     mlp = dataclasses.replace(gated(c, default="gelu"), bias="down")
     return _read(c, "gte", mlp, theta=160000.0, biased=True)
+
+
+def read_jina(c: ConfigReader) -> ModelSpec:
+    c.assume(layer_norm_eps=1e-5)
+    mlp = plain(c.size("intermediate_size"), activation(c, "hidden_act", "gelu"))
+    return _read(c, "jina_embeddings_v3", mlp, theta=20000.0, biased=True)
 
 
 def _read(
@@ -158,6 +172,18 @@ GTE: dict[str, Theirs] = {
     "mlp.down": "mlp.down_proj",
     "mlp_norm": "mlp_ln",
 }
+JINA: dict[str, Theirs] = {
+    **EMBEDDINGS,
+    "embed_norm": "emb_ln",
+    "attention.qkv": "mixer.Wqkv",
+    "attention.out": "mixer.out_proj",
+    "attention_norm": "norm1",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+    "mlp_norm": "norm2",
+    "classifier.dense": "classifier.dense",
+    "classifier.out": "classifier.out_proj",
+}
 GGUF_NOMIC: dict[str, Theirs] = {**GGUF_BERT, "attention.qkv": "attn_qkv"}
 ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 
@@ -172,6 +198,16 @@ FAMILIES = (
         gguf=GGUFFamily(
             architecture="nomic-bert", config=gguf_nomic_config, names=gguf_table(GGUF_NOMIC)
         ),
+    ),
+    Family(
+        model_type="jina_embeddings_v3",
+        architectures=tuple(
+            "JinaEmbeddingsV3" + end for end in (*ENDINGS, "ForTokenClassification")
+        ),
+        read=read_jina,
+        names=encoder_table(JINA, "encoder.layers.{i}."),
+        prefixes=("", "roberta."),
+        ignored=UNREAD,
     ),
     *(
         Family(

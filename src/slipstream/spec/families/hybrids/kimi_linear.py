@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import before, called, gated, kinds, model, rms
+from slipstream.spec.families.deepseek import GGUF_NAMES as GGUF_LATENTS
 from slipstream.spec.families.deepseek import NAMES as DEEPSEEK
-from slipstream.spec.families.names import Theirs, of_conv, table
+from slipstream.spec.families.deepseek import gguf_experts, gguf_latent_names, gguf_latents
+from slipstream.spec.families.metadata import kv_heads
+from slipstream.spec.families.names import Change, Theirs, of_conv, table
 from slipstream.spec.model import (
     DenseSpec,
     GatedDeltaSpec,
@@ -23,7 +26,7 @@ from slipstream.spec.model import (
     RopeSpec,
     SharedExpertSpec,
 )
-from slipstream.spec.parameters import Reshape, Transform
+from slipstream.spec.parameters import NegatedExp, Reshape, Transform, TransformChain
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -178,8 +181,63 @@ def names(spec: ModelSpec) -> Names:
     return table({**NAMES, "attention.q": q}, changes=changes)(spec)
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """A layer with kv heads has latent attention, the others delta rules. The file doesn't say that experts' weights are
+    normalised."""
+    counts, width = kv_heads(m), m.size("ssm.conv_kernel")
+    config = gguf_latents(m)
+    linear = {
+        "full_attn_layers": [i for i, kv in enumerate(counts, 1) if kv],
+        "kda_layers": [i for i, kv in enumerate(counts, 1) if not kv],
+        "num_heads": config["num_attention_heads"],
+        "head_dim": m.size("kda.head_dim"),
+        "short_conv_kernel_size": width,
+    }
+    m.require("expert_gating_func", 2)
+    m.require("expert_weights_norm", True)
+    experts = gguf_experts(m)
+    experts["num_experts"] = experts.pop("n_routed_experts")
+    return {
+        **config,
+        **experts,
+        "norm_topk_prob": True,
+        "linear_attn_config": linear,
+        "n_group": m.size("expert_group_count", 1),
+        "topk_group": m.size("expert_group_used_count", 1),
+    }
+
+
+def _of_gguf_decay(layer: LayerSpec, part: int) -> Transform:
+    return TransformChain((NegatedExp(), _of_decay(layer, part)))
+
+
+GGUF: dict[str, Theirs] = {
+    **GGUF_LATENTS,
+    "recurrent.in": ("attn_q", "attn_k", "attn_v"),
+    "recurrent.gates": "ssm_beta",
+    "recurrent.decay_latent": "ssm_f_a",
+    "recurrent.decay_up": "ssm_f_b",
+    "recurrent.gate_latent": "ssm_g_a",
+    "recurrent.gate_up": "ssm_g_b",
+    "recurrent.conv": ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"),
+    "recurrent.decay": {"weight": "ssm_a"},
+    "recurrent.time": {"weight": "ssm_dt.bias"},
+    "recurrent.norm": "ssm_norm",
+    "recurrent.out": "attn_output",
+}
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    changes: dict[str, Change] = {"recurrent.conv": of_conv, "recurrent.decay": _of_gguf_decay}
+    return gguf_latent_names(spec, GGUF, changes)
+
+
 FAMILIES = (
     Family(
-        model_type="kimi_linear", architectures=("KimiLinearForCausalLM",), read=read, names=names
+        model_type="kimi_linear",
+        architectures=("KimiLinearForCausalLM",),
+        read=read,
+        names=names,
+        gguf=GGUFFamily(architecture="kimi-linear", config=gguf_config, names=gguf_names),
     ),
 )

@@ -7,10 +7,11 @@ The mixtures and the dense models differ in the MLP alone. Qwen3-Next stores the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     Sections,
     attention,
@@ -22,8 +23,11 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.mtp import Config, MTPFormat
-from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
+from slipstream.spec.families.hybrids.mamba import GGUF as GGUF_SSM
+from slipstream.spec.families.hybrids.mamba import GGUF_CHANGES
+from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.mtp import LLAMA_CPP, Config, MTPFormat
+from slipstream.spec.families.names import LLAMA, Change, Theirs, gguf_table, of_conv, table
 from slipstream.spec.families.pictures import qwen3_vl
 from slipstream.spec.families.pictures.qwen_vl import read_processing
 from slipstream.spec.model import (
@@ -35,7 +39,7 @@ from slipstream.spec.model import (
     QKNormSpec,
     SharedExpertSpec,
 )
-from slipstream.spec.parameters import Regroup, Transform
+from slipstream.spec.parameters import MinusOne, Regroup, Transform, TransformChain, Untile
 
 
 def delta(c: ConfigReader) -> GatedDeltaSpec:
@@ -178,6 +182,92 @@ NAMES_NEXT = table(
 )
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """The keys of Qwen3-Next's and Qwen3.5's files. A last layer that drafts is counted with the others, and not read.
+
+    The sections of the rotation are of pictures, which these files don't hold.
+    """
+    if "expert_feed_forward_length" in m:
+        m.assume(feed_forward_length=m.size("expert_feed_forward_length"))
+    num_heads = m.size("ssm.time_step_rank")
+    config = llama_gguf_config(m, partial=True, experts=True)
+    m.ignore("rope.dimension_sections")
+    config |= {
+        "num_hidden_layers": config["num_hidden_layers"] - m.take("nextn_predict_layers", int, 0),
+        "full_attention_interval": m.size("full_attention_interval", 4),
+        "linear_num_value_heads": num_heads,
+        "linear_num_key_heads": m.size("ssm.group_count"),
+        "linear_key_head_dim": m.size("ssm.state_size"),
+        "linear_value_head_dim": m.size("ssm.inner_size") // num_heads,
+        "linear_conv_kernel_dim": m.size("ssm.conv_kernel"),
+    }
+    if not m.take("expert_count", int, 0):
+        m.ignore("expert_used_count")
+        return config
+    m.require("expert_gating_func", 1)
+    m.require("expert_weights_scale", 1.0)
+    m.require("expert_weights_norm", True)
+    return config | {
+        "num_experts": m.size("expert_count"),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": m.size("expert_shared_feed_forward_length"),
+    }
+
+
+def _untiled(at: Callable[[GatedDeltaSpec, int], dict[str, Any]], *first: Change) -> Change:
+    """A change of value heads that llama.cpp orders by their number within a key head first. `at` says which rows they are."""
+
+    def change(layer: LayerSpec, part: int) -> Transform | None:
+        r = layer.recurrent
+        assert isinstance(r, GatedDeltaSpec)
+        before = tuple(made for f in first if callable(f) and (made := f(layer, part)))
+        tiled = () if r.num_heads == r.num_key_heads else (Untile(r.num_key_heads, **at(r, part)),)
+        steps = (*before, *tiled)
+        return steps[0] if len(steps) == 1 else TransformChain(steps) if steps else None
+
+    return change
+
+
+GGUF: dict[str, Theirs] = {
+    **GGUF_SSM,
+    "pre_mlp": "post_attention_norm",
+    "recurrent.in": ("attn_qkv", "attn_gate"),
+    "recurrent.gates": ("ssm_beta", "ssm_alpha"),
+}
+_ONE_MORE: dict[str, Change] = dict.fromkeys(
+    ("pre_attention", "pre_mlp", "final_norm", "attention.q_norm", "attention.k_norm"), "minus_one"
+)
+_BY_HEAD: dict[str, Change] = {"attention.qkv": gate_first, "recurrent.conv": of_conv}
+_DECAY = GGUF_CHANGES["recurrent.decay"]
+GGUF_NEXT = gguf_table(
+    {**GGUF, "recurrent.gates": "ssm_ba"},
+    changes={
+        **_ONE_MORE,
+        **_BY_HEAD,
+        "recurrent.decay": _DECAY,
+        "recurrent.gates": _gates_by_key_head,
+    },
+)
+GGUF_3_5 = gguf_table(
+    GGUF,
+    changes={
+        **_ONE_MORE,
+        **_BY_HEAD,
+        "recurrent.in": _untiled(
+            lambda r, part: {"size": r.value_dim, "start": 0 if part else 2 * r.q_size}
+        ),
+        "recurrent.gates": _untiled(lambda r, part: {"size": 1}),
+        "recurrent.conv": _untiled(
+            lambda r, part: {"size": r.value_dim, "start": 2 * r.q_size}, of_conv
+        ),
+        "recurrent.decay": _untiled(lambda r, part: {"size": 1}, _DECAY),
+        "recurrent.time": _untiled(lambda r, part: {"size": 1}),
+        "recurrent.out": _untiled(lambda r, part: {"size": r.value_dim, "columns": True}),
+    },
+)
+
+
 def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
     """A layer with attention, and with experts if any of the model's has some."""
     of = next(layer.attention for layer in spec.layers if layer.attention is not None)
@@ -197,6 +287,22 @@ MTP = MTPFormat(
         "final_norm": "mtp.norm",
     },
 )
+GGUF_MTP = dataclasses.replace(LLAMA_CPP, layers=mtp_layers, norm_output=True, norms=MinusOne())
+GGUFS = {
+    name: GGUFFamily(
+        architecture=architecture,
+        config=gguf_config,
+        names=names,
+        mtp=GGUF_MTP,
+    )
+    for name, architecture, names in (
+        ("qwen3_next", "qwen3next", GGUF_NEXT),
+        ("qwen3_5_text", "qwen35", GGUF_3_5),
+        ("qwen3_5_moe_text", "qwen35moe", GGUF_3_5),
+    )
+}
+
+
 IGNORED = (r"(model\.)?mtp\..*", *qwen3_vl.VISUAL)
 """Layers that draft, which `MTP` describes, and the image encoder, which `max_images=0` leaves out."""
 
@@ -210,6 +316,7 @@ FAMILIES = (
         names=NAMES_NEXT,
         ignored=IGNORED,
         mtp=MTP,
+        gguf=GGUFS["qwen3_next"],
     ),
     *(
         Family(
@@ -219,6 +326,7 @@ FAMILIES = (
             names=NAMES_3_5,
             ignored=IGNORED,
             mtp=MTP,
+            gguf=GGUFS.get(name),
             nested_config=nested,
             prefixes=("model.", "language_model.", "model.language_model.") if nested else ("",),
             vision=qwen3_vl.read_vision_3_5 if nested else None,

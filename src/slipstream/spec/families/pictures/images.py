@@ -69,6 +69,7 @@ def processing(
     mean: tuple[float, float, float] = HALF,
     std: tuple[float, float, float] = HALF,
     normalizes: bool = True,
+    crops: bool = False,
 ) -> ImageProcessing:
     """The processing with `sizes`, which were read before. The rest are defaults. Call it last.
 
@@ -88,7 +89,7 @@ def processing(
     c.require("do_normalize", normalizes)
     if not normalizes:
         c.ignore("image_mean", "image_std")
-    c.require("do_center_crop", False)
+    c.require("do_center_crop", crops)
     number = c.take("resample", int, resample)
     if number not in RESAMPLE:
         raise c.unsupported(

@@ -1,0 +1,120 @@
+"""The weights of a core that runs: updates of them, and their versions.
+
+1. A version is a text that names one set of weights. It is used once, so a token's version says
+   which weights made it. "0" are the checkpoint's, as they were read at the start.
+2. A write is all or nothing. Whatever is wrong before it is an error, and the old weights go on. If
+   the write itself fails, the weights are a mix: all requests end with an error, and none is taken
+   until an update is written whole.
+3. Prefixes that other weights computed are not found any more: their keys begin with the version
+   and the checksum. The checksum keeps apart two runs that share a folder of cached blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.errors import EngineError, RequestError
+from slipstream.messages.weights import GivenPiece, WeightsInfo, total_checksum
+from slipstream.worker.executor import Executor
+
+if TYPE_CHECKING:  # msgspec, which the operations need, is loaded for the first of them
+    from slipstream.messages.weight_ops import WeightsOp
+
+
+class LiveWeights:
+    """Updates and versions of the weights. `use_weights` is told the identity of new ones."""
+
+    def __init__(self, executor: Executor, use_weights: Callable[[str], None]) -> None:
+        self._executor, self._use_weights = executor, use_weights
+        self._state = executor.weight_state
+        self.is_updating = False
+        self._seconds = 0.0
+        if self._state.checksum:  # a core that slept keeps the weights it had
+            use_weights(self._identity)
+
+    @property
+    def version(self) -> str:
+        return self._state.version
+
+    @property
+    def _identity(self) -> str:
+        return f"{self._state.version}:{self._state.checksum}"
+
+    @property
+    def takes_tensors(self) -> bool:
+        return self._executor.takes_tensors
+
+    def check(self) -> None:
+        """Raise EngineError if no request may run."""
+        if self._state.broken:
+            raise EngineError(
+                f"an update of the weights failed while it was written ({self._state.broken}); "
+                "update them again, or start the engine again"
+            )
+
+    def change(self, op: WeightsOp | GivenPiece) -> None:
+        """Carry out a part of an update, or of its transport. Errors have changed nothing."""
+        from slipstream.messages.weight_ops import BeginWeights, DropWeights
+
+        self._executor.change_weights(op)
+        if isinstance(op, BeginWeights):
+            self.is_updating = True
+        elif isinstance(op, DropWeights):
+            self.is_updating = False
+
+    def prepare(self, version: str | None) -> str:
+        """Make sure that the update can be written. Returns its version: the given one, or the next
+        number. RequestError or CheckpointError: it can't be, and is still under way."""
+        used = self._state.used
+        if version is None:
+            version = next(
+                str(i) for i in range(len(used), 2 * len(used) + 1) if str(i) not in used
+            )
+        if not version or len(version) > 100:
+            raise RequestError(
+                "weight_version must be a text of 1 to 100 characters", field="weight_version"
+            )
+        if version in used:
+            message = f"weight_version {version!r} was used for other weights; take a new one"
+            raise RequestError(message, field="weight_version")
+        from slipstream.messages.weight_ops import CheckWeights
+
+        self._executor.change_weights(CheckWeights())
+        return version
+
+    def write(self, version: str) -> None:
+        """Write the prepared update. No step may be in flight. EngineError: it failed halfway."""
+        from slipstream.messages.weight_ops import DropWeights, WriteWeights
+
+        begin, state = time.monotonic(), self._state
+        self.is_updating = False
+        try:
+            sums = self._executor.change_weights(WriteWeights())
+        except Exception as error:
+            state.broken = f"{type(error).__name__}: {error}"
+            self._executor.change_weights(DropWeights())
+            self.check()
+        assert sums is not None
+        self._seconds = time.monotonic() - begin
+        state.version, state.checksum, state.broken = version, total_checksum(sums), ""
+        state.used.add(version)
+        self._use_weights(self._identity)
+
+    def info(self, *, checksums: bool = False, is_paused: bool = False) -> WeightsInfo:
+        state, sums = self._state, None
+        if checksums:
+            from slipstream.messages.weight_ops import SumWeights
+
+            sums = self._executor.change_weights(SumWeights())
+            assert sums is not None
+        return WeightsInfo(
+            weight_version=state.version,
+            checksum=total_checksum(sums) if sums else state.checksum,
+            is_paused=is_paused,
+            is_updating=self.is_updating,
+            broken=state.broken,
+            seconds=self._seconds,
+            checksums=sums,
+        )

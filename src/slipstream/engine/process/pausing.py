@@ -1,0 +1,155 @@
+"""Pauses of an engine core in its process, and updates of its weights while it serves.
+
+    keep      steps stop; requests keep their blocks, and go on with the next weights
+    retract   steps stop; requests compute all their tokens again, with the next weights
+    wait      requests that are there end first; new ones queue
+    abort     requests that are there end at once
+
+No stream is lost by `keep`, `retract` and `wait`: front ends and clients hear nothing until `resume`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.engine.process.core_messages import (
+    Add,
+    AddBeams,
+    AddTexts,
+    OfWeights,
+    ToParent,
+)
+from slipstream.engine.process.operation_messages import (
+    Answered,
+    ChangeWeights,
+    FinishWeights,
+    FlushCache,
+    GetWeights,
+    PauseGeneration,
+    ResumeGeneration,
+    WeightsAnswered,
+    WeightsChanged,
+)
+from slipstream.errors import RequestError, SlipstreamError
+from slipstream.messages.beams import BeamsRequest
+from slipstream.messages.finish_reason import FinishReason
+from slipstream.messages.outputs import EngineOutput, TokenOutput
+from slipstream.messages.requests import EngineRequest
+from slipstream.messages.texts import TextsRequest
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine_core import EngineCore
+
+Adds = Add | AddTexts | AddBeams
+
+
+class GenerationPauses:
+    """Questions of front ends about pauses and weights.
+
+    `send` sends a message to the front end of a number, `send_all` to all, and `deliver` sends
+    outputs to whom they belong.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[ToParent, int], None],
+        send_all: Callable[[ToParent], None],
+        deliver: Callable[[list[EngineOutput]], None],
+    ) -> None:
+        self._send, self._send_all, self._deliver = send, send_all, deliver
+        # (front end, ticket) of those that wait for the last request to end
+        self._waiting: list[tuple[int, int]] = []
+        self.queues = False  # new requests queue here until `resume`
+        self.queued: list[tuple[Adds, int]] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether a pause begins as soon as there is no request."""
+        return bool(self._waiting)
+
+    def forget(self, request_ids: set[str], number: int | None = None) -> list[str]:
+        """Drop queued requests, by id or of a front end that is gone. Returns their ids."""
+        kept, dropped = [], []
+        for message, owner in self.queued:
+            own = [r.request_id for r in requests_of(message)]
+            gone = owner == number or not request_ids.isdisjoint(own)
+            (dropped.extend(own) if gone else kept.append((message, owner)))
+        self.queued = kept
+        return dropped
+
+    def begin_if_idle(self, core: EngineCore) -> None:
+        """Begin the pause that waits for the last request, if it has ended."""
+        if self._waiting and not core.has_work:
+            asked, self._waiting = self._waiting, []
+            core.pause()
+            for number, ticket in asked:
+                self._answer(core, number, ticket)
+
+    def handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
+        """Do what a message asks, and answer it. Returns queued requests that may run now."""
+        try:
+            return self._handle(core, message, number)
+        except SlipstreamError as error:
+            told = Answered(message.ticket, error.message, type(error).__name__, error.field)
+            self._send(told, number)
+            return []
+
+    def _handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
+        freed: list[tuple[Adds, int]] = []
+        checksums = False
+        if isinstance(message, PauseGeneration):
+            if self._pause(core, message, number):
+                return []
+        elif isinstance(message, ResumeGeneration):
+            for other, ticket in self._waiting:
+                self._send(Answered(ticket, "it was resumed before it paused"), other)
+            self._waiting, self.queues = [], False
+            core.resume()
+            freed, self.queued = self.queued, []
+        elif isinstance(message, FlushCache):
+            if core.has_work:
+                raise RequestError("requests run; pause with mode=abort or mode=wait first")
+            core.scheduler.reset_prefix_cache()
+        elif isinstance(message, FinishWeights):
+            core.write_weights(message.version, self._deliver)
+            self._send_all(WeightsChanged(core.weights.version))
+        elif isinstance(message, ChangeWeights):
+            core.weights.change(message.op)
+        elif isinstance(message, GetWeights):
+            checksums = message.checksums
+        self._answer(core, number, message.ticket, checksums=checksums)
+        return freed
+
+    def _pause(self, core: EngineCore, message: PauseGeneration, number: int) -> bool:
+        """Returns whether the answer comes later."""
+        mode = message.mode
+        if mode == "wait":
+            self.queues = True
+            core.resume()  # another pause would keep requests from ending
+            self._waiting.append((number, message.ticket))
+            self.begin_if_idle(core)
+            return True
+        if mode != "keep":
+            core.weights  # noqa: B018  (only models that generate text have the other modes)
+        self._deliver(core.pause())
+        if mode == "abort":
+            self._deliver(core.abort_all())
+        elif mode == "retract":
+            core.retract_all()
+        return False
+
+    def _answer(
+        self, core: EngineCore, number: int, ticket: int, *, checksums: bool = False
+    ) -> None:
+        info = core.weights.info(checksums=checksums, is_paused=core.is_paused)
+        self._send(WeightsAnswered(info, ticket), number)
+
+
+def requests_of(message: Adds) -> list[EngineRequest | TextsRequest | BeamsRequest]:
+    return list(message.requests) if isinstance(message, Add) else [message.request]
+
+
+def aborted(request_ids: list[str]) -> list[EngineOutput]:
+    """The outputs of queued requests that were aborted."""
+    return [TokenOutput(i, finish_reason=FinishReason.ABORT) for i in request_ids]

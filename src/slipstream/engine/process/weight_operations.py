@@ -1,0 +1,86 @@
+"""Questions of a front end to an engine core about its weights and pauses, by vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+from slipstream.engine.process.core_operations import CoreOperations
+from slipstream.engine.process.operation_messages import (
+    ChangeWeights,
+    FinishWeights,
+    FlushCache,
+    GetWeights,
+    PauseGeneration,
+    ResumeGeneration,
+)
+from slipstream.engine.weight_calls import as_message, declared, joining, piece_of
+from slipstream.messages.weight_ops import BeginWeights, DropWeights, LeaveWeightGroup, WeightsOp
+from slipstream.messages.weights import PauseMode, WeightsInfo
+
+
+class WeightOperations(CoreOperations):
+    """Weights that change while the engine serves. Errors are RequestError, CheckpointError or EngineError; but of the last,
+    nothing has changed."""
+
+    async def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
+        """Join the group in which a trainer broadcasts, and return when all have joined: `init_info` has `master_address`,
+        `master_port`, `world_size`, `rank_offset` (the engine's first rank; 1), `backend` ("nccl", "gloo") and `group_name`.
+        Without them, or with the backend "ipc", "tensors" or "folder", there is nothing to join."""
+        group = joining(request)
+        return await (self._change_weights(group) if group else self.weights())
+
+    async def leave_weight_group(self, name: str) -> WeightsInfo:
+        return await self._change_weights(LeaveWeightGroup(name))
+
+    async def start_weight_update(self, request: Any = None) -> WeightsInfo:
+        """Begin an update. With `names`, `dtype_names` and `shapes` of all its tensors, what does not fit the model is an
+        error now."""
+        return await self._change_weights(BeginWeights(declared(request)))
+
+    async def update_weights(self, request: Any) -> WeightsInfo:
+        """Send a piece of the update (`engine/weight_calls.py` has the forms). It returns when the piece has come."""
+        with ExitStack() as stack:
+            piece = await asyncio.to_thread(stack.enter_context, as_message(piece_of(request)))
+            return await self._change_weights(piece)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:
+        """Write the update in place, between two steps. Tokens after it are of `weight_version`, or else the next number."""
+        info: WeightsInfo = await self._ask_for(lambda t: FinishWeights(weight_version, t))
+        return info
+
+    async def abort_weight_update(self) -> WeightsInfo:
+        """Forget an update that is not finished. The old weights go on."""
+        return await self._change_weights(DropWeights())
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = False
+    ) -> WeightsInfo:
+        """Make no step until `resume_generation`, and return when none runs. `mode`: requests "keep" their blocks, are
+        computed again ("retract"), end first ("wait"), or end now ("abort"). `clear_cache` forgets cached prefixes, which
+        needs one of the last two; an update does so by itself."""
+        info: WeightsInfo = await self._ask_for(lambda t: PauseGeneration(mode, t))
+        if clear_cache:
+            await self.reset_prefix_cache()
+        return info
+
+    async def resume_generation(self) -> WeightsInfo:
+        info: WeightsInfo = await self._ask_for(ResumeGeneration)
+        return info
+
+    async def is_paused(self) -> bool:
+        return (await self.weights()).is_paused
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. RequestError while requests run."""
+        await self._ask_for(FlushCache)
+
+    async def weights(self, *, checksums: bool = False) -> WeightsInfo:
+        """The weights that run. With `checksums`, those of all parameters are computed."""
+        info: WeightsInfo = await self._ask_for(lambda t: GetWeights(checksums, t))
+        return info
+
+    async def _change_weights(self, op: WeightsOp) -> WeightsInfo:
+        info: WeightsInfo = await self._ask_for(lambda t: ChangeWeights(op, t))
+        return info

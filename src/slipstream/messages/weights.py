@@ -1,0 +1,54 @@
+"""Facts about the weights that run: their version, checksums, pauses. No torch, and no msgspec: `LLM` needs neither."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+PauseMode: TypeAlias = Literal["keep", "retract", "wait", "abort"]
+"""Fate of the requests in a pause: they keep their blocks and go on; they compute all tokens
+again; they end first, while new ones queue; they end at once."""
+
+FIRST_VERSION = "0"
+"""Version of the weights that a start reads from the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPiece:
+    """Tensors or arrays of this process, by name. No message has them."""
+
+    tensors: dict[str, Any]
+
+
+@dataclass(slots=True)
+class WeightState:
+    """Version of the weights that run, for as long as they are in memory."""
+
+    version: str = FIRST_VERSION
+    checksum: str = ""  # of all together; empty before the first update
+    used: set[str] = field(default_factory=lambda: {FIRST_VERSION})
+    broken: str = ""  # why no request may run: an update was written in part
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """Facts for a user about the weights that run.
+
+    `checksums` are by parameter, as they lie in memory, if they were asked for; with several ranks
+    a name begins with the rank. `seconds` is what the last write took; no step ran meanwhile.
+    """
+
+    weight_version: str = FIRST_VERSION
+    checksum: str = ""
+    is_paused: bool = False
+    is_updating: bool = False
+    broken: str = ""
+    seconds: float = 0.0
+    checksums: dict[str, str] | None = None
+
+
+def total_checksum(checksums: dict[str, str]) -> str:
+    """The checksum of all weights together, from those by parameter."""
+    told = "".join(f"{name} {value};" for name, value in sorted(checksums.items()))
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()

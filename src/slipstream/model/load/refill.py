@@ -1,0 +1,233 @@
+"""Writes other weights over those of a decoder that runs, in place, module by module.
+
+A module (a layer, or what is outside the layers) is built anew from the weights as a load builds it
+(source → transforms → builder), copied over the module that runs, and dropped. Tensors and arrays
+stay where they are, so graphs and kernels that hold their addresses go on. At most one module is in
+memory twice.
+
+`check` builds every module without writing: a form that depends on the weights (which of them are
+sparse, a common factor) may differ from what runs, and that must be known before anything changes.
+No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.weights.forms import Float4Linear
+from slipstream.model.decoder import Decoder
+from slipstream.model.load.pieces import load_ends, load_layer
+from slipstream.model.load.pulled import Weights
+from slipstream.spec.scheme import Scheme
+
+ATOMS = (type(None), bool, int, float, str)
+
+NOT_WEIGHTS = frozenset(
+    {
+        *("layers", "ops", "partition", "vocabulary", "pipe", "tap", "stream", "device", "dtype"),
+        *("expert_counts", "group", "cross_group"),
+    }
+)
+"""Attributes of a decoder and of its layers that hold no weights of their own."""
+
+TEMPORARY_WORDS = 2**20
+"""Words that a checksum widens to 64 bits at a time."""
+
+
+class Refill:
+    """Other weights for `decoder`, which runs. `weights` can make each weight several times."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        weights: Weights,
+        *,
+        max_model_len: int,
+        scheme: Scheme | None,
+    ) -> None:
+        self._decoder, self._weights = decoder, weights
+        self._max_model_len, self._scheme = max_model_len, scheme
+
+    def check(self) -> None:
+        """Build every module. CheckpointError names a parameter whose form differs from what runs;
+        nothing is changed."""
+        for old, new in self._modules():
+            _compare(dict(old), dict(new))
+
+    def write(self) -> None:
+        """Write the weights. `check` must have passed; after an error they are a mix."""
+        written = set[int]()
+        for old, new in self._modules():
+            running = dict(old)
+            for name, value in new:
+                if is_data(value) and address(running[name]) not in written:
+                    written.add(address(running[name]))
+                    if isinstance(value, np.ndarray):
+                        running[name][...] = value
+                    else:
+                        running[name].copy_(value)
+
+    def _modules(self) -> Iterator[tuple[Iterator[tuple[str, Any]], Iterator[tuple[str, Any]]]]:
+        """Yields the contents of each module, as it runs and as it would be."""
+        old, ops, spec = self._decoder, self._decoder.ops, self._decoder.spec
+        how = self._max_model_len, self._scheme, old.partition
+        new = load_ends(spec, self._weights, ops, *how)
+        yield contents(vars(old)), contents(vars(new))
+        del new
+        tables = ops.position_tables(self._max_model_len, old.device)
+        for i, layer in zip(spec.local_layers, old.layers, strict=True):
+            made = load_layer(
+                spec.layers[i], i, self._weights, ops, tables, self._scheme, old.partition
+            )
+            yield contents(layer, f"layers.{i}."), contents(made, f"layers.{i}.")
+            del made  # before the next is made
+
+
+def refusal(decoder: Decoder) -> str | None:
+    """The reason why a decoder's weights can't be written in place. None if they can be."""
+    if decoder.ops.has_host_experts:
+        return "experts in host memory (host_experts) can't be written in place; leave it out"
+    if decoder.stream is not None:
+        return "weights that are streamed (weights_bytes) can't be written in place; leave it out"
+    for name, value in running_contents(decoder):
+        if isinstance(value, np.ndarray) and is_data(value) and not value.flags.writeable:
+            return f"{name} is mapped from a file, and can't be written"
+        if getattr(value, "is_mkldnn", False):
+            return (
+                f"{name} is in oneDNN's layout, which can't be written; use the C++ kernels "
+                "(kernels='cpu') or kernels='reference'"
+            )
+    layers = [w for layer in decoder.layers for w in linears(layer)]
+    if any(isinstance(w, Float4Linear) and w.row_scales is not None for w in layers):
+        return "nvfp4 weights can't be written in place: kernels keep factors of their scales; use quantization='fp8' or 'int4'"
+    return None
+
+
+def running_contents(decoder: Decoder) -> Iterator[tuple[str, Any]]:
+    """Yields what a decoder consists of, by name."""
+    yield from contents(vars(decoder))
+    for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
+        yield from contents(layer, f"layers.{i}.")
+
+
+def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the tensors, arrays and settings in a value, by name. Settings are what a kernel may
+    have been built with. What holds neither (op sets, groups of ranks) is left out."""
+    if hasattr(value, "data_ptr") or isinstance(value, (np.ndarray, *ATOMS)):
+        yield name.removesuffix("."), value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            if key not in NOT_WEIGHTS:
+                yield from contents(part, f"{name}{key}.")
+    elif isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield from contents(part, f"{name}{i}.")
+    elif type(value).__module__.startswith("slipstream.spec."):
+        yield name.removesuffix("."), value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in NOT_WEIGHTS:
+                yield from contents(getattr(value, field.name), f"{name}{field.name}.")
+
+
+def linears(value: Any) -> Iterator[Any]:
+    """Yields the dataclasses in a value, at any depth."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from linears(part)
+    elif dataclasses.is_dataclass(value) and not type(value).__module__.startswith(
+        "slipstream.spec."
+    ):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from linears(getattr(value, field.name))
+
+
+def is_data(value: Any) -> bool:
+    """Tells whether it is a tensor or array with memory, not a stand-in for a packed weight."""
+    if isinstance(value, np.ndarray):
+        return value.size > 0 and (any(value.strides) or value.ndim == 0)
+    return hasattr(value, "data_ptr") and value.device.type != "meta" and value.numel() > 0
+
+
+def address(value: Any) -> int:
+    if getattr(value, "is_mkldnn", False):
+        return id(value)
+    return int(value.ctypes.data if isinstance(value, np.ndarray) else value.data_ptr())
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for name in [*old, *(new.keys() - old.keys())]:
+        mine, other = (_form(x.get(name, "nothing")) for x in (old, new))
+        if mine != other:
+            message = f"{name} would change its form from {mine} to {other}, and can't be written in place"
+            raise CheckpointError(f"{message}; start again with these weights", field=name)
+
+
+def _form(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind} {list(value.shape)}" + ("" if is_data(value) else " packed")
+    return repr(value)
+
+
+def checksums(decoder: Decoder) -> dict[str, str]:
+    """Checksums of all weights of a decoder that runs, by name. Weights that share memory are named
+    once."""
+    found, seen = dict[str, str](), set[int]()
+    for name, value in running_contents(decoder):
+        if is_data(value) and address(value) not in seen:
+            seen.add(address(value))
+            found[name] = checksum(value)
+    return found
+
+
+def checksum(value: Any) -> str:
+    """A tensor's or array's checksum: 64 bits as hex, the same on every device.
+
+    Two sums over its 32-bit words, of the words and of the words times their number, modulo 2^64.
+    Integer sums don't depend on the order, so a GPU may take any, and one pass over the memory is
+    all.
+    """
+    sums = _array_sums(value) if isinstance(value, np.ndarray) else _tensor_sums(value)
+    kind = str(value.dtype).removeprefix("torch.")
+    told = f"{kind} {tuple(value.shape)} {sums[0]} {sums[1]}".encode()
+    return hashlib.blake2b(told, digest_size=8).hexdigest()
+
+
+def _array_sums(value: np.ndarray[Any, Any]) -> tuple[int, int]:
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    if data.size % 4:
+        data = np.concatenate([data, np.zeros(-data.size % 4, np.uint8)])
+    words, plain, weighted = data.view(np.uint32), 0, 0
+    for begin in range(0, words.size, TEMPORARY_WORDS):
+        part = words[begin : begin + TEMPORARY_WORDS].astype(np.uint64)
+        number = np.arange(begin + 1, begin + 1 + part.size, dtype=np.uint64)
+        plain += int(part.sum())
+        weighted += int((part * number).sum())
+    return plain % 2**64, weighted % 2**64
+
+
+def _tensor_sums(value: Any) -> tuple[int, int]:
+    import torch
+
+    value = value.to_dense() if value.is_mkldnn else value
+    data = value.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 4:
+        data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
+    words = data.view(torch.int32)
+    sums = torch.zeros(2, dtype=torch.int64, device=value.device)
+    for begin in range(0, words.numel(), TEMPORARY_WORDS):
+        part = words[begin : begin + TEMPORARY_WORDS].to(torch.int64) & 0xFFFFFFFF
+        number = torch.arange(begin + 1, begin + 1 + part.numel(), device=value.device)
+        sums += torch.stack([part.sum(), (part * number).sum()])
+    plain, weighted = sums.tolist()
+    return plain % 2**64, weighted % 2**64

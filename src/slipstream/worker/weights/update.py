@@ -1,0 +1,248 @@
+"""An update of the weights of the model in this process: pieces come, then all is written or nothing.
+
+1. `BeginWeights` refuses a form that can't be written in place, and names that don't fit the model.
+2. Pieces are noted. Tensors of this process are copied, since a trainer goes on to change them;
+   files, and a trainer's GPU memory, are read when the weights are made.
+3. `CheckWeights` makes all weights once without writing.
+4. `WriteWeights` makes them again, module by module, and writes them over those that run.
+
+An error up to 3 leaves the old weights. One in 4 should not happen; it leaves a mix, and the engine
+takes no requests then. No torch: it is loaded for pieces that need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import CheckpointError, RequestError
+from slipstream.messages.weight_ops import (
+    BeginWeights,
+    BroadcastPiece,
+    CheckWeights,
+    DropWeights,
+    FilePiece,
+    FolderPiece,
+    IpcPiece,
+    JoinWeightGroup,
+    LeaveWeightGroup,
+    SumWeights,
+    TensorInfo,
+    WeightsOp,
+    WriteWeights,
+)
+from slipstream.messages.weights import GivenPiece
+from slipstream.model.load.refill import Refill, checksums, refusal
+from slipstream.model.stored.parts import Stored
+from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.scheme import SCHEMES, Scheme
+from slipstream.worker.weights.pieces import broadcast_tensors, file_tensors, kept_tensors
+
+if TYPE_CHECKING:
+    from slipstream.worker.loaded_runner import LoadedRunner
+    from slipstream.worker.weights.group import WeightGroup
+
+
+class WeightUpdates:
+    """Updates of a loaded model, one at a time, and the groups that tensors are broadcast in."""
+
+    def __init__(self, loaded: LoadedRunner) -> None:
+        self._loaded = loaded
+        self._groups: dict[str, WeightGroup] = {}
+        self._begun: BeginWeights | None = None
+        self._declared: dict[str, TensorInfo] = {}
+        self._given: dict[str, Stored] = {}
+        self._folder: Path | None = None
+        self._refill: Refill | None = None
+
+    def do(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        """Carry out an operation. Returns the checksums, if it has any.
+
+        RequestError or CheckpointError says why it can't be; nothing has changed then.
+        """
+        match op:
+            case JoinWeightGroup():
+                self._join(op)
+            case LeaveWeightGroup():
+                self._group(op.name).close()
+                del self._groups[op.name]
+            case BeginWeights():
+                self._begin(op)
+            case CheckWeights():
+                self._refill = self._made()
+                self._refill.check()
+            case WriteWeights():
+                assert self._refill is not None
+                self._refill.write()
+                self._forget()
+                self._loaded.weights_written()
+                return checksums(self._loaded.model.decoder)
+            case DropWeights():
+                self._forget()
+            case SumWeights():
+                return checksums(self._loaded.model.decoder)
+            case _:
+                self._take(op)
+        return None
+
+    # --- Groups ---
+
+    def _join(self, op: JoinWeightGroup) -> None:
+        if op.name in self._groups:
+            message = f"group {op.name!r} is joined already; destroy it first"
+            raise RequestError(message, field="group_name")
+        try:
+            from slipstream.worker.weights.group import WeightGroup
+        except ImportError:
+            raise RequestError(
+                "a broadcast of weights needs torch in the engine's process; send them by a folder or as tensors",
+                field="backend",
+            ) from None
+        rank, size = op.rank_offset, op.world_size
+        device = self._loaded.platform.device
+        self._groups[op.name] = WeightGroup(
+            op.address, op.port, rank, size, name=op.name, backend=op.backend, device=device
+        )
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise RequestError(
+                f"no group {name!r} is joined; init_weight_transfer_engine joins one",
+                field="group_name",
+            )
+        return self._groups[name]
+
+    # --- An update ---
+
+    def _begin(self, op: BeginWeights) -> None:
+        if self._begun is not None:
+            raise RequestError("an update is under way; finish or abort it first")
+        loaded = self._loaded
+        if loaded.model.tower is not None:
+            why: str | None = "an image encoder can't be updated; start with max_images=0"
+        elif loaded.places is not None:
+            why = "experts that change ranks can't be written in place; use tensor_parallel_size"
+        else:
+            why = refusal(loaded.model.decoder)
+        if why is not None:
+            raise RequestError(f"weights can't change in place: {why}")
+        if op.tensors is not None:
+            declared = {info.name: info for info in op.tensors}
+            if len(declared) != len(op.tensors):
+                raise RequestError("a name is there twice", field="names")
+            if not declared:
+                raise RequestError("no tensors are declared", field="names")
+            # what is unknown, missing or of another shape is named before a byte is sent
+            self._weights([(i.name, i.shape, _unread(i.name)) for i in op.tensors])
+            self._declared = declared
+        self._begun = op
+
+    def _take(self, op: WeightsOp | GivenPiece) -> None:
+        if self._begun is None:
+            raise RequestError("no update has begun; start_weight_update begins one")
+        if self._folder is not None:
+            raise RequestError("a folder has all tensors already; finish the update")
+        as_value = self._loaded.as_value
+        match op:
+            case FolderPiece(path=path):
+                if self._given or self._begun.tensors is not None:
+                    raise RequestError("a folder has all tensors, and can't follow others")
+                self._folder = Path(path)
+                self._described()  # an error now
+                return
+            case FilePiece(path=path):
+                found: Iterable[Stored] = file_tensors(Path(path), as_value)
+            case GivenPiece(tensors=tensors):
+                found = kept_tensors(tensors, as_value)
+            case BroadcastPiece():
+                self._expect(op.tensors)
+                found = broadcast_tensors(op, self._group(op.group), as_value)
+            case IpcPiece():
+                from slipstream.worker.weights.ipc import opened
+
+                self._expect(op.tensors)
+                found = opened(op, self._loaded.platform)
+            case _:
+                raise AssertionError(op)
+        for name, shape, read in found:
+            self._check_new(name, shape)
+            self._given[name] = name, shape, read
+
+    def _expect(self, tensors: Sequence[TensorInfo]) -> None:
+        """Check tensors before a trainer's broadcast of them is received."""
+        for info in tensors:
+            self._check_new(info.name, info.shape)
+
+    def _check_new(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self._given:
+            raise RequestError(f"the tensor {name!r} has come already", field="names")
+        if self._begun is None or self._begun.tensors is None:
+            return
+        declared = self._declared.get(name)
+        if declared is None:
+            raise RequestError(f"the tensor {name!r} was not declared", field="names")
+        if declared.shape != tuple(shape):
+            message = f"{name} was declared as {list(declared.shape)}, and is {list(shape)}"
+            raise RequestError(message, field="shapes")
+
+    def _forget(self) -> None:
+        self._begun, self._folder, self._refill = None, None, None
+        self._declared, self._given = {}, {}
+
+    # --- The weights, as a load would make them ---
+
+    def _made(self) -> Refill:
+        if self._begun is None:
+            raise RequestError("no update has begun; start_weight_update begins one")
+        if self._folder is not None:
+            description, by = self._described()
+            weights, scheme = self._loaded.weights_of(description, by, None)
+        else:
+            if missing := [name for name in self._declared if name not in self._given]:
+                message = f"{len(missing)} declared tensors have not come: {missing[0]} …"
+                raise RequestError(message, field="names")
+            weights, scheme = self._weights([*self._given.values()])
+        config, decoder = self._loaded.config.model, self._loaded.model.decoder
+        return Refill(decoder, weights, max_model_len=config.max_model_len, scheme=scheme)
+
+    def _weights(self, given: Sequence[Stored]) -> tuple[Any, Scheme | None]:
+        """The weights of a dense checkpoint in transformers' names, whose tensors are `given`."""
+        own = self._loaded.model.description
+        dense = dataclasses.replace(own, format="safetensors", quantization=None, gguf=None)
+        return self._loaded.weights_of(dense, self._scheme(dense), given)
+
+    def _described(self) -> tuple[ModelDescription, Scheme | None]:
+        """The folder's model, which must be the one that runs, and the scheme that quantizes it."""
+        assert self._folder is not None
+        own = self._loaded.model.description
+        most = None if own.images is not None else 0
+        found = read_spec(self._folder).taking_images(most)
+        if found.spec != own.spec:
+            field = _different(own.spec, found.spec)
+            raise CheckpointError(
+                f"{self._folder} is another model: its {field} differs from what runs", field=field
+            )
+        return found, self._scheme(found)
+
+    def _scheme(self, found: ModelDescription) -> Scheme | None:
+        """The scheme by which dense weights are quantized: the one that was asked for at the start,
+        or else that of the checkpoint that was loaded then."""
+        if found.quantization is not None and found.quantization.rounds:
+            return None  # as it is stored
+        asked = self._loaded.config.model.quantization or self._loaded.model.description.scheme
+        return None if asked is None else SCHEMES[asked]
+
+
+def _unread(name: str) -> Callable[[], Any]:
+    def read() -> Any:
+        raise AssertionError(f"{name} is declared, and has not come")
+
+    return read
+
+
+def _different(own: Any, other: Any) -> str:
+    """The first field in which two specs differ."""
+    names = (f.name for f in dataclasses.fields(own))
+    return next((n for n in names if getattr(own, n) != getattr(other, n)), "config")

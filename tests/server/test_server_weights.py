@@ -1,0 +1,198 @@
+"""Routes that change weights, as vLLM and SGLang have them, over a real engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+from slipstream.server.state import ServerSettings
+from tests import tiny_models
+from tests.server.conftest import serving
+
+BODY = {
+    "model": "policy",
+    "prompt": "hello there",
+    "max_tokens": 6,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=1024, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`old` is served; `new` is another checkpoint of the model, `other` one of another model."""
+    parent = tmp_path_factory.mktemp("weights")
+    for seed, name in enumerate(("old", "new")):
+        tiny_models.write_with_tokenizer(parent / name, seed=seed, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(
+        parent / "other", intermediate_size=96, max_position_embeddings=1024
+    )
+    return parent
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    from slipstream.engine.async_llm import AsyncLLM
+
+    args = EngineArgs(model=str(folder / "old"), **SETTINGS)
+    how = dict(
+        enable_weight_updates=True,
+        weights_folder=str(folder),
+        api_keys=("secret",),
+        served_model_names=("policy",),
+    )
+    with serving(start=lambda: AsyncLLM.start(args), **how) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server):
+    with server.http(headers={"authorization": "Bearer secret"}) as http:
+        yield http
+
+
+def post(http, path, body=None, status=200):
+    answer = http.post(path, json=body) if body is not None else http.post(path)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def asked(http):
+    choice = post(http, "/v1/completions", BODY)["choices"][0]
+    return choice["text"], choice["weight_versions"]
+
+
+def test_there_are_no_such_routes_unless_asked_for(shared):
+    with shared.http() as http:
+        for path in ("/update_weights", "/pause", "/weights", "/update_weights_from_disk"):
+            assert http.post(path, json={}).status_code == 404
+
+
+def test_the_setting_asks_for_keys():
+    with pytest.raises(ConfigError, match="set a key") as error:
+        ServerSettings(enable_weight_updates=True)
+    assert error.value.field == "enable_weight_updates"
+    with pytest.raises(ConfigError, match="only with enable_weight_updates"):
+        ServerSettings(weights_folder="x")
+
+
+def test_an_admins_key_is_needed(server, http):
+    with server.http() as other:
+        assert other.post("/pause").status_code == 401
+        assert other.get("/weights").status_code == 401
+
+
+def test_every_route_that_changes_something_is_an_admins(server):
+    from slipstream.server.http.auth import ADMIN_ROUTES
+    from slipstream.server.operations.weights import WeightRoutes
+
+    routes = WeightRoutes(server.state).routes()
+    assert {r.path for r in routes} - ADMIN_ROUTES == {"/is_paused", "/get_weight_version"}
+
+
+def test_vllms_protocol(http, folder):
+    before = asked(http)
+    first = http.get("/get_weight_version").json()["weight_version"]
+    assert before[1] == [[first, 6]]
+    assert post(http, "/init_weight_transfer_engine", {"init_info": {}})["success"]
+    assert post(http, "/pause?mode=keep")["is_paused"]
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    assert post(http, "/start_weight_update")["is_updating"]
+    post(http, "/update_weights", {"update_info": {"path": "new/model.safetensors"}})
+    done = post(http, "/finish_weight_update", {"weight_version": "vllm-1"})
+    assert (done["weight_version"], done["is_updating"]) == ("vllm-1", False)
+    assert not post(http, "/resume")["is_paused"]
+    after = asked(http)
+    assert after[0] != before[0]
+    assert after[1] == [["vllm-1", 6]]
+    sums = http.get("/weights?checksums=true").json()
+    assert sums["checksum"] == done["checksum"]
+    assert "layers.0.attention.qkv.parts.0.data" in sums["checksums"]
+
+
+def test_sglangs_protocol(http, folder):
+    done = post(
+        http, "/update_weights_from_disk", {"model_path": "old", "weight_version": "sglang-1"}
+    )
+    old = asked(http)
+    assert old[1] == [["sglang-1", 6]]
+    assert post(http, "/pause_generation", {"mode": "retract"})["is_paused"]
+    post(http, "/update_weights_from_disk", {"model_path": "new"})
+    post(http, "/continue_generation")
+    assert asked(http)[0] != old[0]
+    again = post(
+        http, "/update_weights_from_disk", {"model_path": "old", "abort_all_requests": True}
+    )
+    assert again["checksum"] == done["checksum"]
+    assert asked(http)[0] == old[0]
+    post(http, "/flush_cache")
+    assert not http.get("/is_paused").json()["is_paused"]
+
+
+def test_streams_tell_the_versions_in_their_last_event(http, folder):
+    shutil.copytree(folder / "old", folder / "copy", dirs_exist_ok=True)
+    post(http, "/update_weights_from_disk", {"model_path": "copy", "weight_version": "s1"})
+    messages = [{"role": "user", "content": "hello"}]
+    long = {"stream": True, "max_tokens": 700, "ignore_eos": True, "temperature": 0}
+    for path, body in (
+        ("/v1/completions", {"model": "policy", "prompt": "hello", **long}),
+        ("/v1/chat/completions", {"model": "policy", "messages": messages, **long}),
+    ):
+        events, begun = [], False
+        first = http.get("/get_weight_version").json()["weight_version"]
+        with http.stream("POST", path, json=body) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    events.append(json.loads(line[6:]))
+                    if not begun and len(events) > 3:
+                        begun = True
+                        new = post(http, "/update_weights_from_disk", {"model_path": "new"})
+        choices = [c for event in events for c in event["choices"]]
+        (versions,) = [c["weight_versions"] for c in choices if "weight_versions" in c]
+        assert choices[-1]["finish_reason"] == "length"
+        assert [v for v, _ in versions] == [first, new["weight_version"]]
+        assert sum(n for _, n in versions) == 700
+        post(http, "/update_weights_from_disk", {"model_path": "old"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/update_weights_from_disk", {"model_path": "../.."}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "nowhere"}, None),
+        ("/update_weights_from_disk", {"model_path": "other"}, "layers"),
+        ("/update_weights_from_disk", {"path": "old"}, None),
+        ("/pause?mode=sleep", None, "mode"),
+        ("/pause?mode=keep&clear_cache=true", None, "clear_cache"),
+        ("/pause?level=1", None, "level"),
+        ("/update_weights", None, None),
+        ("/update_weights", {"update_info": {"tensors": {}}}, "tensors"),
+        ("/update_weights", {"update_info": {"path": "/etc/x.safetensors"}}, "path"),
+        ("/update_weights", {"update_info": {"names": ["x"]}}, "dtype_names"),
+        (
+            "/update_weights",
+            {
+                "update_info": {
+                    "names": ["x"],
+                    "dtypes": ["float32"],
+                    "shapes": [[2]],
+                    "ipc_handles": [{"GPU": "?"}],
+                }
+            },
+            "ipc_handles",
+        ),
+        ("/finish_weight_update", {}, None),
+        ("/init_weights_update_group", {"master_address": "x", "master_port": 1}, None),
+    ],
+)
+def test_what_is_wrong_is_named_and_leaves_nothing_under_way(http, path, body, param):
+    before = http.get("/weights").json()
+    error = post(http, path, body, status=400)["error"]
+    if param is not None:
+        assert error["param"] == param
+    assert http.get("/weights").json() == before
