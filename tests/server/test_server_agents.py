@@ -400,6 +400,8 @@ def test_usage_says_what_was_read_from_the_cache_and_written_to_it(http):
     for path in list(ASKED)[:4]:
         body = json.loads(json.dumps(ASKED[path]).replace("hi", "a b " * 50))
         body["cache_salt"] = f"written {path}"
+        if path == "/v1/messages":  # says what a breakpoint asked for
+            body["cache_control"] = {"type": "ephemeral"}
         found = []
         for _ in range(2):
             answer = http.post(path, json={"model": "smollm2", **body}, headers=VERSION).json()
