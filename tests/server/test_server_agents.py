@@ -405,6 +405,7 @@ def test_usage_says_what_was_read_from_the_cache_and_written_to_it(http):
         found = []
         for _ in range(2):
             answer = http.post(path, json={"model": "smollm2", **body}, headers=VERSION).json()
+            assert "usage" in answer, answer
             usage = answer["usage"]
             details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
             found.append(
