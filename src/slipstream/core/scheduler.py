@@ -273,33 +273,6 @@ class Scheduler:
         for part in self.participants:
             part.reset()
 
-    def use_weights(self, identity: str) -> None:
-        """Let no request find prefixes that other weights computed. No step may be in flight.
-
-        Running requests go on with the blocks they have. Nobody finds these, nor what follows them,
-        for their keys continue the old root. Waiting requests compute their tokens anew.
-        """
-        if not self.has_requests:
-            self.reset_prefix_cache()
-        for kv in self.kvs:
-            kv.use_weights(identity)
-            while self.requests.drop_waiting_blocks(kv):
-                pass
-        for request in self.requests.by_id.values():
-            if request.status in (
-                Status.WAITING,
-                Status.LOADING,
-            ):  # a fork's blocks are its parent's
-                request.root_key = request.kv.root_key(request.spec.cache_salt, "")
-                request.block_keys, request.looked_up = [], False
-        for part in self.participants:
-            part.use_weights()
-
-    def retract_all(self) -> None:
-        """Preempt all running requests. They compute their tokens again. No step may be in flight."""
-        for request in reversed(self.requests.running.copy()):
-            self.requests.preempt(request)
-
     def tend(self, at_once: int | None = None) -> None:
         """Process finished copies of the tiers, and start to store at most `at_once` blocks.
 

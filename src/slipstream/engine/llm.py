@@ -32,6 +32,7 @@ from slipstream.engine.audio.transcription import (
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
+from slipstream.engine.live_weights import weights_of
 from slipstream.engine.model_files import EarlyTokenizer, default_sampling, log_canary
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
 from slipstream.engine.progress import progress_bar
@@ -605,15 +606,15 @@ class LLM:
         from slipstream.engine.weight_calls import as_message, piece_of
 
         piece = piece_of(request)
-        if self.core.weights.takes_tensors:
+        if weights_of(self.core).takes_tensors:
             return self._change_weights(piece)
         with as_message(piece) as sent:
             return self._change_weights(sent)
 
     def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:
         with self._exclusive():
-            self.core.write_weights(weight_version, lambda outputs: None)
-            self._output.use_version(self.core.weights.version)
+            weights_of(self.core).finish(self.core, weight_version)
+            self._output.use_version(weights_of(self.core).version)
         return self.weights()
 
     def abort_weight_update(self) -> WeightsInfo:
@@ -623,11 +624,11 @@ class LLM:
 
     def weights(self, *, checksums: bool = False) -> WeightsInfo:
         """The weights that run. With `checksums`, those of all parameters are computed."""
-        return self.core.weights.info(checksums=checksums)
+        return weights_of(self.core).info(checksums=checksums)
 
     def _change_weights(self, op: WeightsOp | GivenPiece) -> WeightsInfo:
         with self._exclusive():
-            self.core.weights.change(op)
+            weights_of(self.core).change(op)
         return self.weights()
 
     def sleep(self, level: int = 1) -> None:

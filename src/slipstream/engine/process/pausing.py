@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from slipstream.engine.live_weights import weights_of
 from slipstream.engine.process.core_messages import (
     Add,
     AddBeams,
@@ -112,10 +113,10 @@ class GenerationPauses:
                 raise RequestError("requests run; pause with mode=abort or mode=wait first")
             core.scheduler.reset_prefix_cache()
         elif isinstance(message, FinishWeights):
-            core.write_weights(message.version, self._deliver)
-            self._send_all(WeightsChanged(core.weights.version))
+            weights_of(core).finish(core, message.version, self._deliver)
+            self._send_all(WeightsChanged(weights_of(core).version))
         elif isinstance(message, ChangeWeights):
-            core.weights.change(message.op)
+            weights_of(core).change(message.op)
         elif isinstance(message, GetWeights):
             checksums = message.checksums
         self._answer(core, number, message.ticket, checksums=checksums)
@@ -131,18 +132,18 @@ class GenerationPauses:
             self.begin_if_idle(core)
             return True
         if mode != "keep":
-            core.weights  # noqa: B018  (only models that generate text have the other modes)
+            weights_of(core)  # only models that generate text have the other modes
         self._deliver(core.pause())
         if mode == "abort":
-            self._deliver(core.abort_all())
+            self._deliver(weights_of(core).abort_all(core))
         elif mode == "retract":
-            core.retract_all()
+            weights_of(core).retract_all()
         return False
 
     def _answer(
         self, core: EngineCore, number: int, ticket: int, *, checksums: bool = False
     ) -> None:
-        info = core.weights.info(checksums=checksums, is_paused=core.is_paused)
+        info = weights_of(core).info(checksums=checksums, is_paused=core.is_paused)
         self._send(WeightsAnswered(info, ticket), number)
 
 
