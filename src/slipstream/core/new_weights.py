@@ -1,4 +1,4 @@
-"""What a scheduler does when the weights change. No step may be in flight."""
+"""A scheduler's part in a change of the weights. No step may be in flight."""
 
 from __future__ import annotations
 
