@@ -2,7 +2,7 @@
 
     python -m tests.fuzz_tool_formats --outputs 100000            # through each parser: 34 of formats, 10 of reasoning
     python -m tests.fuzz_tool_formats --format gemma4 hermes --seed 3
-    python -m tests.fuzz_tool_formats --output benchmarks/results/fuzz_tool_formats.json   # goes on where it was ended
+    python -m tests.fuzz_tool_formats --seed 11 --output benchmarks/results/fuzz_tool_formats.json   # goes on from there
 
 An answer is read whole, and in random pieces, or each eighth character by character. What is found must be the same.
 A quarter of the answers are turns that a format's template wrote, half of these cut by their length. Their calls must have the
@@ -207,7 +207,7 @@ def main() -> int:
     )
     args, total = parser.parse_args(), 0
     record: dict[str, Any] = {
-        "command": "python -m tests.fuzz_tool_formats --outputs N --seed SEED --output FILE",
+        "command": f"python -m tests.fuzz_tool_formats --outputs {args.outputs} --seed {args.seed} --output FILE",
         "outputs": args.outputs,
         "seed": args.seed,
         "broken": {},

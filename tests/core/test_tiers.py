@@ -30,14 +30,24 @@ class Disk:
     num_bytes, limit_bytes, is_writer = 0, 100, True
 
 
+class Given:
+    num_bytes, limit_bytes, num_expired, num_evicted = 0, 100, 0, 0
+
+
 class Store:
-    """Copies that are done when `advance` is called."""
+    """Copies that are done when `advance` is called. `given` is what engines hand over to each other."""
 
     block_bytes = 10
 
     def __init__(
-        self, num_slots: int, on_disk: dict[bytes, tuple] | None, state_bytes: int = 0
+        self,
+        num_slots: int,
+        on_disk: dict[bytes, tuple] | None,
+        state_bytes: int = 0,
+        given: dict[bytes, tuple] | None = None,
     ) -> None:
+        self.given = {} if given is None else given
+        self.exchange = None if given is None else Given()
         self.num_slots = num_slots
         self.state_bytes = state_bytes
         self.num_state_slots = -(-num_slots // 2) if state_bytes else 0
@@ -102,6 +112,12 @@ class Store:
             taken = self.files.get(copy.key)
             if not ok:
                 self.lost.add(copy.key)
+        if copy.source == "peer":
+            assert copy.address == "peer"
+            taken = self.given.get(copy.key)
+            ok = ok and taken is not None
+        if copy.target == "peer" and ok:
+            self.given[copy.key] = taken
         if copy.target == "device":
             assert self.block(copy) == self.rubbish(copy), "written before it arrived"
             if ok:
@@ -160,7 +176,9 @@ class TierMachine(RuleBasedStateMachine):
         num_blocks=st.integers(6, 20),
         max_num_seqs=st.integers(1, 4),
         depth=st.integers(1, 2),
-        tiers=st.sampled_from([(0, True), (0, True), (1, False), (3, False), (3, True), (9, True)]),
+        tiers=st.sampled_from(
+            [(0, True), (0, False), (0, True), (1, False), (3, False), (3, True), (9, True)]
+        ),
         windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 4, 4)]),
         policy=st.sampled_from(["inflight", "inflight", "dynamic"]),
         states=st.sampled_from([0, 0, 2, 5]),
@@ -171,6 +189,7 @@ class TierMachine(RuleBasedStateMachine):
         self.state_bytes = 7 * bool(states)
         self.empty = empty and bool(states) and windows == (None,)
         self.num_slots, has_disk = tiers
+        self.given: dict[bytes, tuple] = {}
         self.files = {} if has_disk else None
         self.depth = depth
         self.settings = dict(
@@ -185,7 +204,7 @@ class TierMachine(RuleBasedStateMachine):
         self.make()
 
     def make(self):
-        self.store = Store(self.num_slots, self.files, self.state_bytes)
+        self.store = Store(self.num_slots, self.files, self.state_bytes, self.given)
         if self.empty:
             self.store.block_bytes = self.store.num_slots = 0
         self.engine = engine(self.store, self.depth, **self.settings)
@@ -198,8 +217,9 @@ class TierMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         n=st.sampled_from([1, 1, 2]),
         deadline=st.sampled_from([None, None, 3.0]),
+        handover=st.sampled_from(["", "", "from", "to", "both"]),
     )
-    def add(self, start, length, max_tokens, priority, n, deadline):
+    def add(self, start, length, max_tokens, priority, n, deadline, handover):
         name = f"q{next(self.names)}"
         for i in range(n):
             spec = request(
@@ -210,6 +230,8 @@ class TierMachine(RuleBasedStateMachine):
                 arrival=self.engine.now,
                 fork_of=f"{name}/0" if i else None,
                 deadline=None if deadline is None else self.engine.now + deadline,
+                handover_from="peer" if handover in ("from", "both") else "",
+                hands_over=handover in ("to", "both"),
             )
             try:
                 self.engine.scheduler.add(spec)
@@ -250,6 +272,8 @@ class TierMachine(RuleBasedStateMachine):
     def lose_a_file(self, data):
         if self.files:
             del self.files[data.draw(st.sampled_from(sorted(self.files)))]
+        if self.given:
+            del self.given[data.draw(st.sampled_from(sorted(self.given)))]
 
     @rule()
     def fail(self):
@@ -259,7 +283,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """kill −9: only the disk is left."""
+        """kill −9: only the disk is left, and what was handed over to others."""
         self.make()
 
     @invariant()
@@ -289,6 +313,7 @@ class TierMachine(RuleBasedStateMachine):
         assert not scheduler.tiers._loading
         assert not scheduler.tiers._arrived
         assert not scheduler.tiers._loads
+        assert not scheduler.tiers._handing
 
 
 TestTierMachine = TierMachine.TestCase
@@ -328,6 +353,35 @@ def test_what_the_device_forgot_is_loaded(num_slots):
     assert (stats.tiers.host_hit_tokens, stats.tiers.disk_hit_tokens) == (
         (4 * BLOCK, 0) if num_slots else (0, 4 * BLOCK)
     )
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, window(5))])
+@pytest.mark.parametrize("states", [0, 8])
+def test_another_engine_takes_over_what_a_prompt_left(groups, states):
+    given: dict[bytes, tuple] = {}
+    settings = dict(groups=groups, state_slots=states * (2 + MAX_DRAFTS))
+    first, second = (engine(Store(0, None, 7 * bool(states), given), **settings) for _ in range(2))
+    first.scheduler.add(request("p/1", PROMPT, 1, hands_over=True))
+    run(first)
+    assert len(given) == 4 + (len(groups) - 1) + bool(states)
+    second.scheduler.add(request("p/1", PROMPT, handover_from="peer"))
+    second.step()
+    assert second.scheduler.num_running == 0
+    run(second)
+    stats = second.scheduler.stats()
+    assert stats.prefix_hits == stats.tiers.peer_hit_tokens == 4 * BLOCK
+    assert second.tokens["p/1"][0] == first.tokens["p/1"][0]
+    assert not second.scheduler.tiers._keeps  # what came is in no tier
+
+
+def test_a_prompt_that_was_cancelled_hands_nothing_over():
+    given: dict[bytes, tuple] = {}
+    made = engine(Store(0, None, given=given))
+    made.scheduler.add(request("p/1", PROMPT, 9, hands_over=True))
+    made.step()
+    made.take(made.scheduler.abort(["p/1"]))
+    run(made)
+    assert not given
 
 
 @pytest.mark.parametrize("num_slots", [0, 30])

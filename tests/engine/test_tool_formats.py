@@ -552,6 +552,7 @@ def test_formats_are_found_in_templates():
     assert tool_format("phi4-mini-json", None).name == "phi4_mini"
     assert reasoning_markers(None, found["hermes"]) == THINK
     assert reasoning_markers("mistral", "plain") == ("[THINK]", "[/THINK]")
+    assert reasoning_markers("deepseek-r1", "plain") == reasoning_markers("qwen3", "plain") == THINK
     assert reasoning_markers(None, "<seed:think>x</seed:think>") == REASONING["seed_oss"]
     assert reasoning_markers(None, "'<|channel>thought\\n<channel|>'") == REASONING["gemma4"]
     assert reasoning_markers("none", found["hermes"]) is reasoning_markers(None, "plain") is None

@@ -19,6 +19,7 @@ import pytest
 from slipstream.fleet.gateway import forward
 from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.gateway import Gateway
+from slipstream.fleet.gateway.members import Members
 from slipstream.server.http.errors import ApiError
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
@@ -406,6 +407,19 @@ def test_only_replicas_with_the_adapter_are_asked():
     call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, **own)
     Forwarder._decide(SimpleNamespace(), version, call, 0.0)
     assert asked["exclude"] == {"b"}
+
+
+def test_versions_are_chosen_by_their_shares_and_for_a_key_the_same():
+    one, two = (
+        SimpleNamespace(spec=SimpleNamespace(share=share), adapters=set(), can_answer=True)
+        for share in (3.0, 1.0)
+    )
+    members = SimpleNamespace(models={"m": [one, two]})
+    chosen = [Members.choose_version(members, "m", str(i)) for i in range(1000)]
+    assert 0.2 < chosen.count(two) / 1000 < 0.3
+    assert chosen[:9] == [Members.choose_version(members, "m", str(i)) for i in range(9)]
+    two.can_answer = False
+    assert Members.choose_version(members, "m", str(chosen.index(two))) is one
 
 
 def test_a_gateway_that_drains_is_healthy_and_not_ready():

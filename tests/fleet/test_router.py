@@ -287,7 +287,8 @@ def served(fleet: Router, num_tokens: int, now: float = 0.0, **more) -> str:
 )
 def test_predicted_ttft_is_half_a_step_the_wait_and_the_prompt(busy, wait_s):
     fleet = of_replicas(replica(**busy))
-    assert fleet.predict([], 100, now=0.0)["r0"] == pytest.approx(0.01 + wait_s + 0.1)
+    cost = fleet.costs([], 100, now=0.0)["r0"]
+    assert cost.wait_s + cost.computing_s == pytest.approx(0.01 + wait_s + 0.1)
     if (decision := fleet.choose([], 100, now=0.0)) is not None:
         assert decision.predicted_ttft_s == pytest.approx(0.01 + wait_s + 0.1)
 

@@ -57,6 +57,7 @@ ENGINE_GROUPS: dict[str, str] = {
     "kv_cache_bytes kv_cache_dtype num_threads tokenizer chat_template download_dir seed load_format",
     "a model or cache larger than the device's memory": "weights_bytes cpu_layers host_experts "
     "hot_expert_bytes kv_host_bytes kv_disk_bytes kv_disk_path",
+    "several engines": "kv_handover_address kv_handover_bytes",
     "several devices": "tensor_parallel_size pipeline_parallel_size expert_parallel_size "
     "sequence_parallel pipeline_layers rank_address local_ranks",
     "guessed tokens (speculation)": "speculative_model num_speculative_tokens speculative_config",

@@ -12,6 +12,7 @@ from slipstream.config.forms import (
     ParallelConfig,
     Pipeline,
 )
+from slipstream.config.handover import handover_section
 from slipstream.config.sections import (
     STATES_TO_FIT,
     CacheConfig,
@@ -106,6 +107,7 @@ def cache_section(
         host_bytes=args.kv_host_bytes,
         disk_bytes=args.kv_disk_bytes,
         disk_path=args.kv_disk_path,
+        handover=handover_section(args),
         eviction=args.cache_eviction,
         state_slots=_state_slots(args, spec),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], KV_BYTES[kv_dtype]),

@@ -24,6 +24,7 @@ from slipstream.config.forms import (
     ParallelConfig,
     StreamedLayers,
 )
+from slipstream.config.handover import check_handover
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import parallel_section
 from slipstream.config.scheduling import scheduling_section
@@ -71,6 +72,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     parallel = parallel_section(args, model, device, model_config.quantization)
     cache, cache_origins = cache_section(args, model, device, model_config.dtype)
     check_tiers(args, model.spec, device, parallel)
+    check_handover(args, model.spec, device)
     scheduling, scheduling_origins = scheduling_section(
         args,
         model.spec,

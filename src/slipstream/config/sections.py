@@ -73,6 +73,14 @@ class CacheEventSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """Address at which other engines get blocks from this one, and bytes that it keeps for them."""
+
+    address: str
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     dtype: KVDType
     block_size: int
@@ -90,6 +98,7 @@ class CacheConfig:
     eviction: str = "value"  # or "lru"
     attention_tokens: float = math.inf  # `spec.cache.attention_depth`
     events: CacheEventSettings | None = None  # None: nobody is told
+    handover: Handover | None = None  # None: blocks go to no other engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

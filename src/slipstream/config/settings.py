@@ -162,6 +162,16 @@ class EngineArgs:
     kv_disk_path: str | None = setting(
         None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
     )
+    kv_handover_address: str | None = setting(
+        None,
+        "where other engines get the blocks of prompts that this one computes for them: unix:NAME on one host, "
+        "tcp://HOST:PORT on a private network; docs/prefill-and-decode.md",
+        unset="none",
+        rare=True,
+    )
+    kv_handover_bytes: int | None = setting(
+        None, "memory for blocks that are handed over", unset="1GiB with an address", rare=True
+    )
     kv_events_config: dict[str, Any] | None = setting(
         None,
         'publish what the prefix cache holds, as vLLM does: {"enable_kv_cache_events": true}; docs/install-and-deploy.md',

@@ -78,6 +78,7 @@ class Request:
     mirostat_mu: float | None = None  # state of its Mirostat sampler after the last known token
     forks: list[Request] = field(default_factory=list)  # requests that wait for its prompt
     num_cached_tokens: int = 0
+    num_peer_tokens: int = 0  # tokens that another engine computed for it
     # tokens with cached keys and values, if more than the states allowed to take
     num_hit_tokens: int = 0
     state: RequestState | None = None  # its slots, if layers are recurrent

@@ -33,6 +33,7 @@ from slipstream.messages.steps import TableUpdate
 from slipstream.messages.texts import VectorOutput
 
 _ORDER = attrgetter("order")
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RequestTable:
@@ -183,6 +184,9 @@ class RequestTable:
         """End a request of any status. Returns its last output."""
         if request.status is Status.RUNNING:
             self._stop(request)
+            hands_over = request.spec.hands_over and reason in _COMPLETE
+            if hands_over and self.kv.tiers is not None:
+                self.kv.tiers.hand_over(request)
         request.kv.release(request)
         self._drop_from_worker(request)
         request.kv.ended(request)

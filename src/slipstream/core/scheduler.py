@@ -548,6 +548,7 @@ class Scheduler:
             if self.cache.enable_prefix_caching:
                 self._prefix_queries += request.num_prompt_tokens
                 self._prefix_hits += request.num_cached_tokens
+            request.num_cached_tokens = max(0, request.num_cached_tokens - request.num_peer_tokens)
         self.requests.admit(request)
 
     def _place(

@@ -326,6 +326,7 @@ class MemoryLedger:
     image_cache_bytes: int = 0  # upper bound
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
+    handover_bytes: int = 0  # of the host's memory, for blocks that other engines get
     state_bytes: int = 0
     num_states: int = 0
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
@@ -412,6 +413,10 @@ class MemoryLedger:
             if size:
                 tokens = size // self.block_bytes * self.block_size // len(self.groups)
                 lines.append(f"below it: {size / 2**30:.2f} GiB of {where}, {tokens:,} tokens")
+        if self.handover_bytes:
+            lines.append(
+                f"next to it: {self.handover_bytes / 2**30:.2f} GiB of the host's memory, for other engines"
+            )
         if self.host_expert_bytes:
             lines.append(
                 f"experts: {self.host_expert_bytes / 2**30:.2f} GiB of the host's memory, computed there"
@@ -533,6 +538,7 @@ def size_cache(
         host_tier_bytes=sum(
             n * size for n, size in zip(host_slots(config, block, slot), (block, slot), strict=True)
         ),
+        handover_bytes=0 if config.cache.handover is None else config.cache.handover.limit_bytes,
         disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,
         num_caches=config.parallel.stage.num_caches,
     )

@@ -42,7 +42,7 @@ class EarlyTokenizer:
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self.known: ModelDescription | None = None
-        """What the file says of the model, if it was read."""
+        """Description of the model, if its file was read."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         if path.suffix == ".gguf" and not args.skip_tokenizer_init:
             self.known = read_spec(path).taking_images(args.max_images)

@@ -58,10 +58,15 @@ class Resources(Spec, frozen=True, kw_only=True):
     custom: dict[str, float] = {}  # custom Ray resources, which select kinds of nodes
 
 
+Role = Literal["mixed", "prefill", "decode"]
+
+
 class Pool(Spec, frozen=True, kw_only=True):
     """Replicas of one kind. A field that is left out has the version's value."""
 
     name: Name
+    # what of a request they compute: prompts for others, answers, or (mixed) whatever costs least
+    role: Role = "mixed"
     replicas: Count | ReplicaRange | None = None
     engine: dict[str, Any] = {}  # added to the version's
     resources: Resources | None = None
@@ -145,6 +150,8 @@ class Routing(Spec, frozen=True, kw_only=True):
     # limit since the request was sent to a replica, or three times the predicted TTFT if longer
     first_token_s: Seconds = 120.0
     next_token_s: Seconds = 120.0  # limit between tokens
+    # with roles: which prompts a prefill replica computes: all, or those where it costs clients less
+    handover: Literal["cost", "always"] = "cost"
 
 
 class Tls(Spec, frozen=True, kw_only=True):
@@ -209,6 +216,7 @@ class PoolSpec:
     weight: float
     prefill_tokens_per_s: float
     step_s: float
+    role: Role = "mixed"
 
     @property
     def key(self) -> str:
@@ -248,6 +256,7 @@ _NOT_IN_FLEET = {
     "kv_events_config": "the gateway follows the caches itself, and replicas would publish at one address",
     "enable_weight_updates": "a gateway changes no replica's weights; start them apart from a fleet",
     "weights_folder": "a gateway changes no replica's weights; start them apart from a fleet",
+    "kv_handover_address": "the fleet gives each replica its own, where pools have roles",
     "enable_sleep_mode": "replicas of a fleet do not sleep; autoscale with min: 0 ends those that nobody needs",
 }
 
@@ -378,6 +387,7 @@ def check(data: object) -> Fleet:
         raise ConfigError("tls: give ca, certificate and key, or auto", field="tls")
     found = pools(fleet)
     _check_adapters(fleet, found)
+    _check_roles(fleet, found)
     for name in fleet.models:
         _check_autoscale(fleet, name, [spec for spec in found if spec.model == name])
     return fleet
@@ -471,8 +481,11 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
                 f"{where}.engine.model: leave it out; the version's field model has it",
                 field=f"{where}.engine.model",
             )
+    own = {}
+    if any(p.role != "mixed" for p in version.pools):
+        own["kv_handover_address"] = IN_FLEET
     try:
-        args = EngineArgs(model=version.model, **settings)
+        args = EngineArgs(model=version.model, **{**settings, **own})
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"{where}.engine: {error}", field=f"{where}.engine") from None
     if taken := sorted(_OF_FLEET & version.server.keys()):
@@ -500,7 +513,51 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
         weight=pool.weight or version.weight,
         prefill_tokens_per_s=version.prefill_tokens_per_s,
         step_s=version.step_s,
+        role=pool.role,
     )
+
+
+IN_FLEET = "unix:fleet"
+"""Stands for the address that each replica gets when it is started."""
+
+_OF_BLOCKS = (
+    *("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "seed", "kernels"),
+    *("speculative_model", "speculative_config", "enable_lora", "lora_modules"),
+)
+"""Settings that the blocks of a cache depend on: pools that hand over to each other have the same."""
+
+
+def _check_roles(fleet: Fleet, found: list[PoolSpec]) -> None:
+    """Check that pools with roles complement each other, and that their blocks are alike."""
+    by_version: dict[tuple[str, str], list[PoolSpec]] = {}
+    for spec in found:
+        by_version.setdefault((spec.model, spec.version), []).append(spec)
+    for (model, version), own in by_version.items():
+        roles = {spec.role for spec in own}
+        if roles == {"mixed"}:
+            continue
+        field = f"models.{model}.versions.{version}.pools"
+        for role in ("prefill", "decode"):
+            if not roles & {role, "mixed"}:
+                raise ConfigError(
+                    f"{field}: no pool has the role {role} or mixed, so no request could be answered; add one",
+                    field=field,
+                )
+        if fleet.backend == "ray":
+            raise ConfigError(
+                f"{field}: roles need backend: processes; replicas of several hosts have no hand-overs in a fleet yet",
+                field=field,
+            )
+        first = own[0]
+        for other in own[1:]:
+            for name in _OF_BLOCKS:
+                a, b = getattr(first.args, name), getattr(other.args, name)
+                if a != b:
+                    message = (
+                        f"{field}: {name} is {a!r} in {first.pool} and {b!r} in {other.pool}, and blocks of the cache "
+                        "can't be handed over; set it for the version"
+                    )
+                    raise ConfigError(message, field=f"{field}.engine.{name}")
 
 
 def _check_adapters(fleet: Fleet, found: list[PoolSpec]) -> None:

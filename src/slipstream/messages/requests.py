@@ -63,6 +63,9 @@ class EngineRequest:
     client: str = ""
     # The start of an answer that began elsewhere and continues here.
     answer_token_ids: tuple[int, ...] = ()
+    # The address of an engine that computed the prompt and hands over its blocks; empty: there is none.
+    handover_from: str = ""
+    hands_over: bool = False  # its prompt's blocks are for another engine
     images: tuple[ImageSpan, ...] = ()  # in the order of their offsets
     # A beam of the same search; itself for the first one. `Scheduler.go_on` gives each token.
     beam_of: str | None = None
@@ -84,6 +87,8 @@ class EngineRequest:
             share=options.share,
             client=options.client,
             answer_token_ids=tuple(options.answer_token_ids),
+            handover_from=options.handover_from,
+            hands_over=options.hands_over,
             **own,
         )
 

@@ -56,8 +56,15 @@ class TierStats:
     late_loads: int = 0  # for which a request stopped waiting
     prefetched_tokens: int = 0  # of pausing sessions, brought back to the device
     prefetch_hit_tokens: int = 0  # of these, found by the session's next request
+    handed_blocks: int = 0  # given to the exchange, for other engines
+    handed_bytes: int = 0
+    peer_hit_tokens: int = 0  # of prompts that other engines computed
+    exchange_bytes: int = 0
+    exchange_limit_bytes: int = 0
+    expired_blocks: int = 0  # that nobody asked for in time, or that others took the place of
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
 
 

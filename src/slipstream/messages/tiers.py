@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-Place: TypeAlias = Literal["device", "host", "disk"]
+Place: TypeAlias = Literal["device", "host", "disk", "peer"]
 
 
 class BlockCopy(NamedTuple):
@@ -18,3 +18,4 @@ class BlockCopy(NamedTuple):
     block: int = 0  # on the device; of states, their slot
     slot: int = 0  # in the host's memory
     is_state: bool = False
+    address: str = ""  # of the other engine that has the block

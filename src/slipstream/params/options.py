@@ -33,7 +33,8 @@ class RequestOptions:
 
     `reserve` is called before the request is queued; an exception from it ends the request.
     `answer_token_ids` continues an answer that another engine began; its sink gets these tokens
-    first.
+    first. With `hands_over` the prompt's blocks are kept for other engines, which take them with
+    `handover_from`, this engine's address (`kv_handover_address`).
     """
 
     request_id: str | None = None  # None: one is made up
@@ -47,6 +48,8 @@ class RequestOptions:
     client: str = ""  # the grammars of one client are compiled one after the other
     reserve: Reserve | None = None
     answer_token_ids: Sequence[int] = ()
+    handover_from: str = ""
+    hands_over: bool = False
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and not self.deadline_s > 0:

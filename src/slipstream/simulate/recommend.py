@@ -25,6 +25,7 @@ from slipstream.costs.analytic import binds
 from slipstream.costs.devices import Hardware
 from slipstream.costs.step_cost import StepCounts, worst
 from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.simulate.apart import note_apart
 from slipstream.simulate.capacity import (
     Capacity,
     LatencyObjectives,
@@ -37,7 +38,7 @@ from slipstream.simulate.drafts import AcceptanceRates
 from slipstream.simulate.engines import PlannedEngine, plan_engine
 from slipstream.simulate.routing import RouterName
 from slipstream.simulate.simulator import Simulation, simulate
-from slipstream.simulate.traffic import SessionWorkload, Workload
+from slipstream.simulate.traffic import SessionWorkload, Traffic, Workload
 from slipstream.spec.description import ModelDescription
 
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -132,12 +133,16 @@ class OfferedLoad:
     seed: int = 0
     router: RouterName = "least-loaded"
 
+    def at_rate(self, replicas: int) -> Traffic:
+        """Requests at the `rate`, as many as show what `replicas` carry."""
+        assert self.rate is not None
+        count = max(400 * min(replicas, 4), min(6000, math.ceil(self.rate * 15)))
+        return self.workload.at_rate(self.rate, count, seed=self.seed)
+
     def run(self, engine: PlannedEngine, replicas: int) -> Simulation:
         count, limits = 400 * min(replicas, 4), self.objectives.limits
         if self.rate is not None:
-            traffic = self.workload.at_rate(
-                self.rate, max(count, min(6000, math.ceil(self.rate * 15))), seed=self.seed
-            )
+            traffic = self.at_rate(replicas)
         else:
             assert self.users is not None
             if isinstance(self.workload, SessionWorkload):
@@ -201,6 +206,8 @@ def plan_device(
         replicas, run = enough_replicas(engine, capacity, load, max_gpus, on_run)
         if replicas is None and run is not None:
             nearest = load.objectives.reached(run)
+    if not of_sessions and nearest is None:
+        notes += [note for note in (note_apart(engine, load, replicas),) if note]
     if engine.num_gpus > 1:
         notes.append("figures of several devices are estimated: no step of theirs was measured")
     found_run = run or capacity.run or full

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 from slipstream.bench.session_metrics import AgentSummary
 from slipstream.bench.sessions import Part
 from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.core.cache.prefix_cache import extend_keys, group_key
+from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import Padding
 from slipstream.costs.metrics import (
@@ -154,8 +156,10 @@ class SimulatedReplica:
         on_end: Callable[[int, float], None],
         *,
         exact: bool,
+        with_prompts: bool = False,
     ) -> None:
         self.now = 0.0
+        self._with_prompts = with_prompts
         kind: Any = SleepingScheduler
         if exact:
             parts = [] if engine.drafts is None else [SimulatedSpeculation(engine.drafts)]
@@ -228,8 +232,23 @@ class SimulatedReplica:
             )
             self._on_end(index, at)
         else:
+            if self._with_prompts:
+                self._cache_prompt(self.scheduler.requests.by_id[str(index)])
             self._open[str(index)] = _Progress(index, at)
             self.max_waiting = max(self.max_waiting, self.scheduler.num_waiting)
+
+    def _cache_prompt(self, request: Request) -> None:
+        """Puts a prompt's blocks into the cache, as from another replica that computed them, if there is room."""
+        kv, keys, pool = self.scheduler.kv, request.block_keys, self.scheduler.pool
+        num_blocks = (request.num_prompt_tokens - 2) // kv.block_size
+        extend_keys(keys, request.root_key, request.token_ids, kv.block_size, num_blocks)
+        own = [group_key(key, g) for g in kv.own for key in keys]
+        wanted = [key for key in own if pool.lookup(key) is None]
+        if len(wanted) <= pool.num_free:
+            blocks = pool.allocate(len(wanted))
+            for block, key in zip(blocks, wanted, strict=True):
+                pool.register(block, key)
+            pool.release(blocks)
 
     def step(self) -> None:
         """Runs one iteration of the loop, as `EngineCore._step` does."""
@@ -448,8 +467,11 @@ def simulate(
     router: RouterName = "round-robin",
     objectives: dict[str, float] | None = None,
     exact: bool = False,
+    with_prompts: bool = False,
 ) -> Simulation:
     """Simulates the traffic on `num_replicas` replicas. `router` is one of `simulate/routing.py`.
+
+    `with_prompts`: prompts come with their blocks, which other replicas have computed.
 
     `exact` plans every step with the `Scheduler` itself. It gives the same result at a tenth of the
     speed. Drafts and an objective for the time between tokens need it.
@@ -482,13 +504,14 @@ def simulate(
             heapq.heappush(arrivals, (at, waiting.popleft()))
 
     if (
-        not traffic.shares_prefixes
+        not traffic.shares_prefixes and not with_prompts
     ):  # nothing can be found in the cache, so all its blocks are as good as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)
     replicas = [
-        SimulatedReplica(engine, requests, on_end, exact=exact) for _ in range(num_replicas)
+        SimulatedReplica(engine, requests, on_end, exact=exact, with_prompts=with_prompts)
+        for _ in range(num_replicas)
     ]
     cached = whole.num_blocks * engine.cache.block_size // PREFIX_TOKENS
     with _no_garbage_collection():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.cache.tensors import cache_parts, state_parts
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.worker.experts.balance import LayerSwap
     from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.loaded_runner import LoadedRunner
+    from slipstream.worker.tiers.exchange import BlockExchange
 
 
 class Runner(ABC):
@@ -81,17 +82,23 @@ class Runner(ABC):
         return self.loaded
 
     def open_store(
-        self, disk: DiskTier | None, slots: tuple[int, int], staged: tuple[int, int]
+        self,
+        disk: DiskTier | None,
+        slots: tuple[int, int],
+        staged: tuple[int, int],
+        exchange: BlockExchange | None = None,
+        layout: Mapping[str, str] | None = None,
     ) -> HostBlockStore:
         """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and
-        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too."""
+        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too.
+        `exchange` and `layout` (CPU only) are for hand-overs between engines."""
         blocks = self._block_rows
         if self.draft is not None:
             blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
         rows = blocks, self._state_rows
         if not any(slots):
             arrays, states = (block_arrays(part.arrays) for part in rows)
-            return HostBlockStore(arrays, disk, self.settle, states)
+            return HostBlockStore(arrays, disk, self.settle, states, exchange, layout)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)

@@ -17,6 +17,17 @@ class DiskInfo(Protocol):
         """True if this engine may write to the disk tier."""
 
 
+class ExchangeInfo(Protocol):
+    """Blocks that this engine hands over to others (`worker/tiers/exchange.py`)."""
+
+    limit_bytes: int
+    num_expired: int
+    num_evicted: int
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class BlockStore(Protocol):
     """The worker's side of the tiers: it carries out copies."""
 
@@ -29,14 +40,21 @@ class BlockStore(Protocol):
     def disk(self) -> DiskInfo | None:
         """The disk tier; None if there is none."""
 
+    @property
+    def exchange(self) -> ExchangeInfo | None:
+        """The place of blocks for other engines; None if this engine has none."""
+
     def on_disk(self, key: bytes) -> bool:
         """True if the disk probably has the block. The block may be gone when it is read."""
 
     def submit(self, copies: Sequence[BlockCopy]) -> None:
-        """Start copies. A copy from or to the device runs after all steps launched so far."""
+        """Start copies. A copy from or to the device runs after all steps launched so far.
+
+        A copy to a peer goes to the exchange, where others find it as soon as this returns.
+        """
 
     def finished(self) -> list[tuple[int, bool]]:
         """Copies that ended since the last call, as (number, success)."""
 
     def clear(self) -> None:
-        """Delete the contents of the disk tier."""
+        """Delete the contents of the disk tier, and of the exchange."""

@@ -39,7 +39,7 @@ class Rates:
     """Time to load a block from each tier, and time to compute a prompt token."""
 
     def __init__(self) -> None:
-        self.host, self.disk, self.prefill = Rate(), Rate(), Rate()
+        self.host, self.disk, self.peer, self.prefill = Rate(), Rate(), Rate(), Rate()
         self._in_flight: dict[int, tuple[float, int]] = {}
         self._last_end = float("-inf")
 

@@ -2,6 +2,7 @@
 
     device ── store ──> host ── store ──> disk          on a GPU
     device ── store ─────────────────────> disk          on a CPU, whose cache is the host's memory
+    device ── hand over ──> exchange ── load ──> another engine's device
 
 1. A block is offered when it is cached (`offer`). It is stored after the steps that write it have
    ended. A cached block does not change while it is held, and a copy holds its block. So no block
@@ -18,14 +19,17 @@
    are those of the blocks that end there, in a group of their own (`state_key`). A load brings the
    blocks up to the last checkpoint, and that. Without attention blocks hold nothing: they are not
    stored, and any that a checkpoint needs is there.
-6. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
+6. An engine that computed a prompt for another one puts its blocks into its exchange (`hand_over`).
+   The other one's request says where they are (`EngineRequest.handover_from`), and they are loaded
+   as from a tier. So what got lost on the way is computed.
+7. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
 
 The worker carries out the copies (`BlockStore`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -47,6 +51,9 @@ PATIENCE = 3.0
 
 MIN_PATIENCE_S = 0.25
 """Shortest limit of the wait for a load, in seconds."""
+
+PEER_PATIENCE_S = 2.0
+"""Shortest limit of the wait for another engine's blocks, in seconds. It is reached if that engine hangs."""
 
 BLIND_PATIENCE_S = 10.0
 """Longest wait for a load, in seconds, while no prompt has been measured."""
@@ -78,7 +85,9 @@ class TierLoad:
         # what the request will find on the device, in addition to what is being loaded
         self.held = held
         self.pending: dict[int, tuple[int, bytes]] = {}  # (block, key) by copy number
-        self.host_bytes = self.disk_bytes = 0
+        self.sizes = Counter[Place]()  # bytes by where they are
+        self.num_peer_tokens = 0  # what a peer's blocks save, if all come
+        self.num_lost = 0
         self.probes = False  # the load measures a rate; more blocks may follow
         self.era = era
         self.begun, self.until = now, now + patience_s
@@ -107,6 +116,11 @@ class Tiers:
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
         self._own, self._windows, self._states = own, windows, states
+        self._keeps = bool(store.num_slots or store.num_state_slots or store.disk is not None)
+        # blocks of the request that is being looked up, and the address of the peer that has them
+        self._promised: frozenset[bytes] = frozenset()
+        self._peer = ""
+        self._handing: list[tuple[BlockPool, int]] = []  # held until they are in the exchange
         # a host tier has room for each kind that the device has, if it is not empty
         self._host, self._host_states = (
             BlockPool(count + 1) if count else None
@@ -138,6 +152,7 @@ class Tiers:
                 *("host_hit_tokens", "disk_hit_tokens", "declined_tokens", "late_loads"),
                 *("prefetched_tokens", "prefetch_hit_tokens"),
                 *("stored_bytes", "loaded_bytes"),
+                *("handed_blocks", "handed_bytes", "peer_hit_tokens"),
             ),
             0,
         )
@@ -156,6 +171,7 @@ class Tiers:
         loads = [*self._loads, *self._arrived.values()]
         pool = self._states if state else self._pool
         held = [found for key, found in self._storing.items() if is_state(key) == state]
+        held += [found for of, found in self._handing if of is pool]
         for load in loads:
             held += [found for of, found in load.held if of is pool]
             held += [found for found, key in load.pending.values() if is_state(key) == state]
@@ -183,6 +199,8 @@ class Tiers:
 
     def offer(self, block: int, key: bytes, step_id: int) -> None:
         """Offer a block cached under `key`, or states. The steps up to `step_id` may still write it."""
+        if not self._keeps:
+            return
         if key not in self._storing and self._bytes(key) and not self.has(key):
             self._counts["dropped_blocks"] += len(self._offers) == self._offers.maxlen
             self._offers.append((step_id, block, key))
@@ -257,6 +275,50 @@ class Tiers:
             return 0
         return host.allocate(1)[0] if host.num_free else None
 
+    # --- Handing over -------------------------------------------------------------------------------------------------
+
+    def hand_over(self, request: Request) -> None:
+        """Give the blocks of a computed prompt to the exchange, and the checkpoint at their end.
+
+        These are what another engine's request with this prompt finds (`usable_prefix`). All steps
+        that write them have ended. They are held until they are copied.
+        """
+        if self._store.exchange is None:
+            return
+        size = self._size
+        keys = request.block_keys[: (request.num_prompt_tokens - 2) // size]
+        found: list[tuple[BlockPool, int | None, bytes]] = []
+        for g in self._own if self._store.block_bytes else ():
+            window = self._windows.get(g)
+            begin = 0 if window is None else window.first_block(len(keys) * size, size)
+            own = [group_key(key, g) for key in keys[begin:]]
+            found += [(self._pool, self._pool.lookup(key), key) for key in own]
+        if self._states is not None and keys:
+            found.append((self._states, self._states.lookup(keys[-1]), state_key(keys[-1])))
+        copies = []
+        for pool, block, key in found:
+            if block is not None:
+                pool.hold((block,))
+                self._handing.append((pool, block))
+                done = partial(self._handed, pool, block, key)
+                copies.append(self._order("device", "peer", key, block, 0, done))
+        if copies:
+            self._store.submit(copies)
+
+    def _handed(self, pool: BlockPool, block: int, key: bytes, ok: bool) -> None:
+        pool.release((block,))
+        self._handing.remove((pool, block))
+        self._counts["handed_blocks" if ok else "dropped_blocks"] += 1
+        self._counts["handed_bytes"] += ok * self._bytes(key)
+
+    def _promises(self, request: Request) -> frozenset[bytes]:
+        """Keys of what the request's peer may have: `hand_over` with its prompt."""
+        if not request.spec.handover_from or self._store.exchange is None:
+            return frozenset()
+        keys = request.block_keys[: (request.num_prompt_tokens - 2) // self._size]
+        own = [group_key(key, g) for g in self._own for key in keys]
+        return frozenset(own if self._states is None else (*own, *map(state_key, keys[-1:])))
+
     # --- Loading ------------------------------------------------------------------------------------------------------
 
     def has(self, key: bytes) -> bool:
@@ -265,7 +327,9 @@ class Tiers:
     def _tier_of(self, key: bytes) -> Place | None:
         if (host := self._slots(key)) is not None and host.lookup(key) is not None:
             return "host"
-        return "disk" if self._store.on_disk(key) else None
+        if self._store.on_disk(key):
+            return "disk"
+        return "peer" if key in self._promised else None
 
     def wants(
         self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
@@ -278,6 +342,15 @@ class Tiers:
         if request.looked_up:
             return False
         request.looked_up = True
+        self._promised, self._peer = self._promises(request), request.spec.handover_from
+        try:
+            return self._look_up(request, tables, num_cached, spare)
+        finally:
+            self._promised = frozenset()
+
+    def _look_up(
+        self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
+    ) -> bool:
         size, keys = self._size, request.block_keys
         reach = self._reach(keys)
         self._counts["queried_tokens"] += request.num_tokens - num_cached
@@ -414,9 +487,12 @@ class Tiers:
 
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
         """`Rates.pays` for the blocks with these keys."""
-        from_host = sum(self._bytes(key) for key in keys if self._tier_of(key) == "host")
-        others = sum(map(self._bytes, keys)) - from_host
-        found = self.rates.pays(from_host, others, num_tokens, self._clock())
+        sizes = Counter[Place]()
+        for key in keys:
+            sizes[self._tier_of(key) or "disk"] += self._bytes(key)
+        if sizes["peer"]:
+            return True  # who sent the request has decided it
+        found = self.rates.pays(sizes["host"], sizes["disk"], num_tokens, self._clock())
         if found is False:
             self._counts["declined_tokens"] += num_tokens
         return found
@@ -433,9 +509,8 @@ class Tiers:
         What is `held` stays on the device meanwhile. The device must have enough free blocks.
         """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
-        patience = (
-            BLIND_PATIENCE_S if computing is None else max(MIN_PATIENCE_S, PATIENCE * computing)
-        )
+        least = PEER_PATIENCE_S if self._promised else MIN_PATIENCE_S
+        patience = BLIND_PATIENCE_S if computing is None else max(least, PATIENCE * computing)
         for pool, block in held:
             pool.hold((block,))
         if request is None:  # it is to come
@@ -455,15 +530,16 @@ class Tiers:
                 continue
             self._loading[key] = load
             copies.append(self._bring(load, block, key))
-        sizes = [(copy.source == "host", self._bytes(copy.key)) for copy in copies]
-        load.host_bytes = sum(size for of_host, size in sizes if of_host)
-        load.disk_bytes = sum(size for _, size in sizes) - load.host_bytes
+        for copy in copies:
+            load.sizes[copy.source] += self._bytes(copy.key)
         if request is None:
             self._counts["prefetched_tokens"] += num_tokens
         else:
-            tokens = num_tokens * load.host_bytes // max(1, load.host_bytes + load.disk_bytes)
+            total = max(1, load.sizes.total())
+            tokens = num_tokens * load.sizes["host"] // total
+            load.num_peer_tokens = num_tokens * load.sizes["peer"] // total
             self._counts["host_hit_tokens"] += tokens
-            self._counts["disk_hit_tokens"] += num_tokens - tokens
+            self._counts["disk_hit_tokens"] += num_tokens - tokens - load.num_peer_tokens
         self._store.submit([copy for copy in copies if copy.source != copy.target])
         if not copies:
             self._end(load)
@@ -480,7 +556,9 @@ class Tiers:
 
         host = self._slots(key)
         slot = None if host is None else host.lookup(key)
-        if host is None:
+        if self._tier_of(key) == "peer":
+            copy = self._order("peer", "device", key, block, 0, arrived, self._peer)
+        elif host is None:
             copy = self._order("disk", "device", key, block, 0, arrived)
         elif slot is not None:
             host.hold((slot,))
@@ -532,14 +610,20 @@ class Tiers:
             load.held.append((pool, block))
         else:
             pool.release((block,))
+            load.num_lost += 1
         if not load.pending:
             self._end(load)
 
     def _end(self, load: TierLoad) -> None:
         now = self._clock()
-        rate = self.rates.disk if load.disk_bytes else self.rates.host
-        if now > load.begun:
-            rate.learn(load.host_bytes + load.disk_bytes, now - load.begun, now)
+        rates, sizes = self.rates, load.sizes
+        rate = rates.peer if sizes["peer"] else rates.disk if sizes["disk"] else rates.host
+        if now > load.begun and not (sizes["peer"] and load.num_lost):
+            rate.learn(sizes.total(), now - load.begun, now)
+        if not load.num_lost:  # what a peer promised is no hit before it has come
+            self._counts["peer_hit_tokens"] += load.num_peer_tokens
+            if load.request is not None:
+                load.request.num_peer_tokens = load.num_peer_tokens
         self._loads.remove(load)
         self._ready += load.others
         if load.arrived is not None:
@@ -616,13 +700,17 @@ class Tiers:
             for host, each in kinds
             if host is not None
         )
-        disk = store.disk
+        disk, exchange = store.disk, store.exchange
         return TierStats(
             host_bytes=host_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
             host_bytes_per_s=rates.host.per_second,
             disk_bytes_per_s=rates.disk.per_second,
+            peer_bytes_per_s=rates.peer.per_second,
             prefill_tokens_per_s=rates.prefill.per_second,
+            exchange_bytes=0 if exchange is None else exchange.num_bytes,
+            exchange_limit_bytes=0 if exchange is None else exchange.limit_bytes,
+            expired_blocks=0 if exchange is None else exchange.num_expired + exchange.num_evicted,
             **counts,
         )
 
@@ -634,7 +722,8 @@ class Tiers:
         block: int,
         slot: int,
         done: Callable[[bool], None],
+        address: str = "",
     ) -> BlockCopy:
         self._number += 1
         self._after[self._number] = done
-        return BlockCopy(self._number, source, target, key, block, slot, is_state(key))
+        return BlockCopy(self._number, source, target, key, block, slot, is_state(key), address)

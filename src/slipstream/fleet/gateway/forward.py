@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -32,7 +32,9 @@ import msgspec
 from starlette.types import Scope, Send
 
 from slipstream.core.cache.prefix_cache import salted
+from slipstream.fleet.gateway import phases
 from slipstream.fleet.gateway.members import Members, Replica, Version
+from slipstream.fleet.gateway.phases import Prefilled
 from slipstream.fleet.gateway.prompts import chain
 from slipstream.fleet.gateway.router import Decision
 from slipstream.fleet.gateway.streams import ELSEWHERE, MarkedStream, error_event
@@ -40,7 +42,7 @@ from slipstream.fleet.gateway.upstream import UpstreamConnection, UpstreamError
 from slipstream.server.http.errors import ApiError, overloaded, unavailable
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import send_whole
-from slipstream.server.operations.fleet import BATCH
+from slipstream.server.operations.fleet import BATCH, HANDOVER_HEADER
 from slipstream.server.operations.metrics import Metrics
 
 MAX_SHADOWS = 256
@@ -136,6 +138,8 @@ class Call:
     is_shadow: bool = False
     num_deaths: int = 0  # deaths of replicas that the request may have caused
     num_kills: int = 0  # replicas killed from outside after they had sent more tokens
+    was_divided: bool = False  # it was decided whether another replica computes its prompt
+    handover: Prefilled | None = None  # where its prompt's blocks are
     # time.monotonic() until which it avoids replicas with another suspect request
     alone_until: float = 0.0
 
@@ -163,7 +167,7 @@ class Forwarder:
         self.shadows: set[asyncio.Task[None]] = set()
         self.num_failovers = self.num_resumed = self.num_hedged = self.num_broken = (
             self.num_unshadowed
-        ) = 0
+        ) = self.num_handed = self.num_unhanded = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -174,6 +178,8 @@ class Forwarder:
             "hedged": self.num_hedged,
             "broken": self.num_broken,
             "unshadowed": self.num_unshadowed,
+            "handed": self.num_handed,
+            "unhanded": self.num_unhanded,
         }
 
     async def see_through(self, version: Version, call: Call) -> None:
@@ -187,6 +193,8 @@ class Forwarder:
         while True:
             if not call.begun:
                 call.marked = MarkedStream()
+            if self._may_divide(version, call):
+                await self._prefill(version, call)
             replica, decision = await self._choose(version, call, last)
             try:
                 await self._attempt(Opened(version, replica, decision, call), call)
@@ -195,14 +203,14 @@ class Forwarder:
                 last = failed
             self.num_failovers += 1
             further = len(call.marked.tokens) > told
-            await self._count_death(call, last, further=further)
+            await self.count_death(call, last, further=further)
             if further:  # more tokens came, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
             number += 1
             if number > most or not (call.begun or last.gone or self.members.budget.take()):
                 raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
 
-    async def _count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
+    async def count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
         """Count the death of a replica that had this request. ApiError: the request may not be sent
         to another one."""
         replica = failed.replica
@@ -297,19 +305,84 @@ class Forwarder:
             exclude = version.replicas.keys() - {call.only}
         if call.adapter is not None:
             exclude |= {r.id for r in version.replicas.values() if call.adapter not in r.adapters}
-        chains = []
-        if not by_load:
-            able = [r for r in version.replicas.values() if r.heard]
-            identities = {(r.root_of(call.adapter), r.block_size) for r in able}
-            chains = [
-                chain(call.tokens, salted(root, call.prefix_salt), size)
-                for root, size in identities
-                if root is not None
-            ]
+        if version.has_roles:
+            exclude |= version.replicas.keys() - phases.answering(version, call.tried)
+        handed = call.handover is not None  # its tokens are loaded, not computed
+        chains = [] if by_load or handed else self.chains(version, call)
         session = None if by_load else call.session
-        return version.router.choose(
-            chains, max(2, len(call.tokens)), now=now, session=session, exclude=exclude
+        num_tokens = 2 if handed else max(2, len(call.tokens))
+        return version.router.choose(chains, num_tokens, now=now, session=session, exclude=exclude)
+
+    def chains(self, version: Version, call: Call) -> list[Sequence[bytes]]:
+        """Keys of the prompt's blocks, one chain for each root key among the replicas."""
+        able = [r for r in version.replicas.values() if r.heard]
+        identities = {(r.root_of(call.adapter), r.block_size) for r in able}
+        return [
+            chain(call.tokens, salted(root, call.prefix_salt), size)
+            for root, size in identities
+            if root is not None
+        ]
+
+    # --- The prompt elsewhere ---------------------------------------------------------------------------------------
+
+    def _may_divide(self, version: Version, call: Call) -> bool:
+        return (
+            version.has_roles
+            and not call.was_divided
+            and bool(call.tokens)
+            and call.generates
+            and call.only is None
+            and not (call.begun or call.is_line or call.is_shadow)
         )
+
+    async def _prefill(self, version: Version, call: Call) -> None:
+        """Let another replica compute the prompt, if that pays: `call.handover` then says where it is.
+
+        ApiError if too many replicas died of the request.
+        """
+        call.was_divided, now = True, time.monotonic()
+        routing = self.members.fleet.router
+        chains, out = self.chains(version, call), set(version.guard.out(now))
+        if call.adapter is not None:
+            out |= {r.id for r in version.replicas.values() if call.adapter not in r.adapters}
+        always = routing.handover == "always"
+        num_tokens = len(call.tokens)
+        prompts = phases.worth_dividing(version, chains, num_tokens, out, now, always=always)
+        decision = prompts and version.router.choose(
+            chains, num_tokens, now=now, exclude=version.replicas.keys() - prompts
+        )
+        if not decision:
+            return
+        version.guard.sent(decision.replica, now)
+        replica = version.replicas[decision.replica]
+        opened = Opened(version, replica, decision, call)
+        line = replica.key_line + b" " + about(call.record) + b"\r\n"
+        body = msgspec.json.encode({"path": call.scope["path"], "body": msgspec.Raw(call.raw)})
+        try:
+            async with asyncio.timeout(max(routing.first_token_s, 3 * decision.predicted_ttft_s)):
+                opened.answer = await replica.pool.ask(
+                    b"POST", b"/fleet/prefill", [line, *call.headers], body
+                )
+                opened.whole = await opened.answer.read_all()
+            if opened.answer.status == 200:
+                call.handover = msgspec.json.decode(opened.whole, type=Prefilled)
+                version.router.began(decision, time.monotonic())
+                self.num_handed += 1
+            else:
+                self.num_unhanded += 1
+            opened.began()
+        except (TimeoutError, UpstreamError, msgspec.MsgspecError) as error:
+            gone = isinstance(error, UpstreamError)
+            died = isinstance(error, UpstreamError) and error.sent
+            failed = RetryElsewhere(
+                f"replica {replica.id}: {error or 'no prompt in time'}", gone=gone, died=died
+            )
+            opened.failed(failed)
+            self.num_failovers += 1
+            self.num_unhanded += 1
+            await self.count_death(call, failed, further=False)
+        finally:
+            opened.close()
 
     # --- One try ------------------------------------------------------------------------------------------------------
 
@@ -343,7 +416,7 @@ class Forwarder:
                     except RetryElsewhere as error:
                         one.close()
                         if tries:  # the caller counts the death of the last one
-                            await self._count_death(call, error, further=False)
+                            await self.count_death(call, error, further=False)
                         failed = error
                         continue
                     except BaseException:
@@ -396,14 +469,19 @@ class Forwarder:
 
         try:
             call.tried.add(replica.id)
-            fleet_line = replica.key_line + b" " + _about(call.record) + b"\r\n"
+            fleet_line = replica.key_line + b" " + about(call.record) + b"\r\n"
+            headers = [fleet_line, *call.headers]
+            if (told := call.handover) is not None:
+                headers.append(
+                    f"{HANDOVER_HEADER}: {told.address} {told.num_cached_tokens}\r\n".encode()
+                )
             path, body = call.path, call.raw
             if call.begun:
                 path = b"/fleet/resume"
                 body = _resume_body(call)
             async with patience:
                 opened.answer = await replica.pool.ask(
-                    call.method, path, [fleet_line, *call.headers], body, on_interim=on_interim
+                    call.method, path, headers, body, on_interim=on_interim
                 )
                 status = opened.answer.status
                 if status in (429, 500, 502, 503) or (call.begun and status != 200):
@@ -427,12 +505,12 @@ class Forwarder:
         """Pass the answer on to the client."""
         answer, send = opened.answer, call.send
         assert answer is not None
-        about = [(name, value) for name, value in answer.headers if name in _PASSED]
+        passed = [(name, value) for name, value in answer.headers if name in _PASSED]
         if not call.begun:  # for a resumed answer the tokens handed out are counted instead
             call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
         if opened.whole is not None:
             call.record.status = answer.status
-            await self._whole(opened, call, about)
+            await self._whole(opened, call, passed)
             return
         write: Callable[[bytes], bool] | None = call.scope.get("write_chunk")
         marked, record, data = call.marked, call.record, opened.first
@@ -454,7 +532,7 @@ class Forwarder:
                     pass_on(data)
                 elif events := marked.feed(data):
                     self._begin(call)
-                    await send({"type": "http.response.start", "status": 200, "headers": about})
+                    await send({"type": "http.response.start", "status": 200, "headers": passed})
                     self._remember(call, opened)
                     unwritten = events
                 record.num_output_tokens = len(marked.tokens)
@@ -491,7 +569,7 @@ class Forwarder:
                 raise self._unless_lost(opened, call, failed)
             if not call.begun:
                 call.begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": about})
+                await send({"type": "http.response.start", "status": 200, "headers": passed})
         await send({"type": "http.response.body", "body": marked.rest, "more_body": False})
         self._end(call)
 
@@ -596,6 +674,8 @@ class Opened:
             self.version.guard.answered(
                 self.replica.id, now - self._sent, self.decision.predicted_ttft_s, now
             )
+        elif self.answer is not None and self.answer.status == 200:
+            self.version.guard.did_well(self.replica.id, now)
         else:
             self.version.guard.let_go(self.replica.id)
 
@@ -629,18 +709,18 @@ def _give_up(tries: dict[asyncio.Task[None], Opened]) -> None:
     tries.clear()
 
 
-def _about(record: RequestRecord) -> bytes:
+def about(record: RequestRecord) -> bytes:
     """The request's id, time, key and priority, encoded for its replica
     (`server.operations.fleet`)."""
-    about, key = f"{record.id} {record.created}", record.key
+    found, key = f"{record.id} {record.created}", record.key
     if key is not None:
         priority = BATCH if record.background else "-" if key.priority is None else key.priority
-        about += f" {quote(key.id, safe='')} {priority} {key.weight!r}"
+        found += f" {quote(key.id, safe='')} {priority} {key.weight!r}"
         if key.share_prefixes is not None:
-            about += f" ={quote(key.share_prefixes, safe='')}"
+            found += f" ={quote(key.share_prefixes, safe='')}"
     elif record.background:
-        about += f"  {BATCH} 1.0"
-    return about.encode()
+        found += f"  {BATCH} 1.0"
+    return found.encode()
 
 
 def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsewhere:

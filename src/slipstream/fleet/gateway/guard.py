@@ -96,6 +96,13 @@ class ReplicaGuard:
         if (watched := self.replicas.get(replica)) is not None:
             watched.trial = False
 
+    def did_well(self, replica: str, now: float) -> None:
+        """Take note of an answer that says nothing about times to first tokens."""
+        if (watched := self.replicas.get(replica)) is not None:
+            watched.failures, watched.trial = 0, False
+            if watched.out_until <= now and not watched.was_slow:
+                watched.pauses, watched.why = 0, ""
+
     def failed(self, replica: str, why: str, now: float, *, gone: bool = False) -> None:
         """Count a failure. `gone`: the replica can't be reached at all, so one failure is enough."""
         watched = self.replicas.get(replica)

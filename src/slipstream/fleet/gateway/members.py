@@ -238,6 +238,11 @@ class Version:
         """Whether no replica can answer and the autoscaler starts one for a request."""
         return self.autoscale is not None and not self.can_answer
 
+    @property
+    def has_roles(self) -> bool:
+        """Whether some replicas only compute prompts, or only answer."""
+        return any(pool.role != "mixed" for pool in self.spec.pools)
+
     def changed(self) -> None:
         """Wake the requests that wait for a replica."""
         self._news.set()
@@ -400,6 +405,7 @@ def _about(version: Version, replica: Replica, now: float) -> dict[str, object]:
     return {
         "id": replica.id,
         "pool": replica.spec.pool,
+        "role": replica.spec.role,
         "url": replica.url,
         "state": version.state_of(replica),
         "why": watched.why if watched.out_until > now else "",

@@ -29,7 +29,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,6 +77,14 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     num_new_tokens: int
     predicted_ttft_s: float
     number: int  # of the decision
+
+
+class PromptCost(NamedTuple):
+    """Seconds before a replica begins with a prompt (inf: it gets none), and to compute what it lacks."""
+
+    wait_s: float
+    num_new: int
+    computing_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -284,12 +292,18 @@ class Router:
             now,
         )
 
-    def predict(
+    def costs(
         self, chains: Sequence[Sequence[bytes]], num_tokens: int, *, now: float
-    ) -> dict[str, float]:
-        """Predicted TTFT by replica; inf where it gets no requests."""
-        score = self._wait + (num_tokens - self._held(chains, num_tokens, now)) * self._per_token
-        return {name: float(score[replica.slot]) for name, replica in self._replicas.items()}
+    ) -> dict[str, PromptCost]:
+        """Predicted cost of a prompt by replica."""
+        new = num_tokens - self._held(chains, num_tokens, now)
+        wait, each = self._wait, self._per_token
+        return {
+            name: PromptCost(
+                float(wait[r.slot]), int(new[r.slot]), float(new[r.slot] * each[r.slot])
+            )
+            for name, r in self._replicas.items()
+        }
 
     def began(self, decision: Decision, now: float) -> None:
         """Record the first token. Its time measures how fast the replica computes prompt tokens."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -147,6 +148,9 @@ class ReplicaProcesses:
             spec, self._key, self._files, shared_dir=kept, drain_timeout_s=self._drain_s
         )
         args = spec.args
+        if args.kv_handover_address is not None:
+            address = f"unix:slipstream-{secrets.token_hex(16)}"
+            args = dataclasses.replace(args, kv_handover_address=address)
         environment = dict(os.environ)
         if devices := spec.resources.devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
@@ -166,9 +170,7 @@ class ReplicaProcesses:
             assert process.stdout is not None
             is_gentle = self._some_serve and await _give_share(process.pid, START_NICE)
             saying = asyncio.ensure_future(process.stdout.readline())
-            process.stdin.write(
-                msgspec.json.encode(ReplicaSetup(dataclasses.replace(args), settings)) + b"\n"
-            )
+            process.stdin.write(msgspec.json.encode(ReplicaSetup(args, settings)) + b"\n")
             if is_gentle:
                 await asyncio.wait({saying}, timeout=GENTLE_S)
                 await _give_share(process.pid, 0)

@@ -19,6 +19,7 @@ token.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -192,6 +193,8 @@ class Answer:
         self._write: Write | None = None  # None while anything waits
         # Tokens of an answer that began on another replica. Their events are not sent again.
         self.begun: Sequence[int] = ()
+        # address of the replica that computed the prompt, and tokens of it that were cached there
+        self.handover_from, self.num_cached_there = "", 0
         self._replays = False  # the tokens of `begun` are being replayed
         self.marks = False  # write marks for a fleet's gateway (`server.operations.fleet`)
         self.unmarked: list[int] = []  # tokens since the last mark
@@ -325,20 +328,7 @@ class Answer:
         it is complete. Closing the generator cancels what runs.
         """
         cancels = []
-        # 404 if it was an adapter that has been unloaded since the body was read.
-        served_model(self.state, self.body.model)
-        key, grant = self.record.key, self.record.grant
-        priority = effective_priority(self.record, self.body.priority)
-        options = RequestOptions(
-            priority=priority,
-            cache_hints=cache_hints(self.body, priority, self.call_tokens, self.breakpoints),
-            cache_salt=prefix_salt(key, self.body.cache_salt),
-            lora_request=self.state.engine.adapters.get(self.body.model or ""),
-            share=None if key is None else Share(key.id, key.weight),
-            client="" if self.sampling.structured_outputs is None else self.record.client,
-            reserve=None if grant is None else grant.reserve,
-            answer_token_ids=self.begun,
-        )
+        options = self._options()
         submit = self.state.engine.submit
         try:
             if self.beams is not None:
@@ -371,6 +361,52 @@ class Answer:
         metrics.e2e.observe(time.monotonic() - self.record.start)
         metrics.prompt_length.observe(self.record.num_prompt_tokens)
         metrics.answer_length.observe(self.record.num_output_tokens)
+
+    async def prefill(self) -> bytes:
+        """Compute the prompt alone, whose blocks another replica takes over. Returns where they are.
+
+        The other replica draws the first token, with everything that the body asks for.
+        """
+        handover = self.state.engine.config.cache.handover
+        if handover is None or len(self.parts) != 1:
+            raise bad_request("only one prompt can be handed over, with kv_handover_address")
+        cut = self.sampling.truncate_prompt_tokens
+        first = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, truncate_prompt_tokens=cut
+        )
+        sink = _Prefilled()
+        options = dataclasses.replace(self._options(), hands_over=True, handover_from="")
+        cancel = await self.state.engine.submit(self.parts[0].prompt, first, sink, options)
+        try:
+            delta = await sink.done
+        finally:
+            cancel()
+        self.record.num_prompt_tokens = num_tokens = len(delta.prompt_token_ids)
+        cached = delta.num_cached_tokens
+        return encode(
+            {
+                "address": handover.address,
+                "num_prompt_tokens": num_tokens,
+                "num_cached_tokens": cached,
+            }
+        )
+
+    def _options(self) -> RequestOptions:
+        # 404 if it was an adapter that has been unloaded since the body was read.
+        served_model(self.state, self.body.model)
+        key, grant = self.record.key, self.record.grant
+        priority = effective_priority(self.record, self.body.priority)
+        return RequestOptions(
+            priority=priority,
+            cache_hints=cache_hints(self.body, priority, self.call_tokens, self.breakpoints),
+            cache_salt=prefix_salt(key, self.body.cache_salt),
+            lora_request=self.state.engine.adapters.get(self.body.model or ""),
+            share=None if key is None else Share(key.id, key.weight),
+            client="" if self.sampling.structured_outputs is None else self.record.client,
+            reserve=None if grant is None else grant.reserve,
+            answer_token_ids=self.begun,
+            handover_from=self.handover_from,
+        )
 
     async def _search(self, beams: BeamSearchParams, options: RequestOptions) -> None:
         """Run the beam searches of all prompts and take in their answers. An error of one cancels
@@ -452,7 +488,8 @@ class Answer:
         if not info.token_ids:
             info.token_ids = output.prompt_token_ids
             self.record.num_prompt_tokens += len(info.token_ids)
-        info.num_cached_tokens = max(info.num_cached_tokens, output.num_cached_tokens)
+        cached = max(output.num_cached_tokens, self.num_cached_there)
+        info.num_cached_tokens = max(info.num_cached_tokens, cached)
         info.logprobs = output.prompt_logprobs or info.logprobs
 
     def note(self, delta: CompletionOutput, now: float) -> None:
@@ -545,6 +582,23 @@ class _Part:
         self.answer.fail(error)
 
 
+class _Prefilled:
+    """Waits for the end of a request that only computes its prompt: a `Sink`."""
+
+    on_token = None
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+
+    def put(self, delta: RequestOutput) -> None:
+        if delta.finished and not self.done.done():
+            self.done.set_result(delta)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
 def effective_priority(record: RequestRecord, asked: int | None) -> int:
     """The priority of a request, within its key's limit. A batch's requests come last."""
     if record.background:
@@ -586,6 +640,13 @@ class GenerationRoute:
                     answer = record.answer = await self.prepare(state, body, record)
                     answer.marks = answer.stream and scope.get("from_gateway", False)
                     answer.begun = scope.get("answer_token_ids", ())
+                    if handover := scope.get("handover"):
+                        answer.handover_from, cached = handover.split()
+                        answer.num_cached_there = int(cached)
+                    if scope.get("hands_over", False):
+                        told = await answer.prefill()
+                        await send_whole(send, told, JSON_HEADERS)
+                        return
                     if answer.begun and not (answer.stream and len(answer.choices) == 1):
                         raise bad_request(
                             "only a stream of one choice can go on elsewhere", "answer_token_ids"

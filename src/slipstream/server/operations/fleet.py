@@ -24,6 +24,11 @@ counts grow. A stream of text has marks, which the gateway removes:
 POST /fleet/resume {"path", "body", "answer_token_ids"}: the answer of `path` to `body`, continued
 after the tokens that another replica has generated. The output of those tokens is not sent again.
 
+POST /fleet/prefill {"path", "body"}: computes the prompt of `body` alone and keeps its blocks for
+other replicas. The answer {"address", "num_prompt_tokens", "num_cached_tokens"} says where they are. A
+request with the header `x-slipstream-handover: ADDRESS CACHED` takes them from there. The tokens that
+were computed for it elsewhere don't count as cached ones in its usage; CACHED do.
+
 GET /fleet/events: messages in msgpack, each after its length in four bytes. They are the engine's
 `CacheEvents`, and `ReplicaLoad` at least each second even if the engine hangs. The first
 CacheEvents is complete. A reader that falls behind loses some and then gets a complete one.
@@ -37,7 +42,7 @@ import hmac
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
@@ -62,6 +67,7 @@ from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.state import ServerState
 
 HEADER = "x-slipstream-fleet"
+HANDOVER_HEADER = "x-slipstream-handover"
 BATCH = "batch"
 
 _LOAD_S = 0.5
@@ -95,7 +101,15 @@ class ResumeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     answer_token_ids: list[TokenId]
 
 
+class PrefillRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /fleet/prefill"""
+
+    path: str
+    body: msgspec.Raw
+
+
 register(ResumeRequest)
+register(PrefillRequest)
 
 
 class FromGateway:
@@ -124,6 +138,7 @@ class FromGateway:
                 client.set(record.owner or client.get())
                 record.background = about[3:4] == [BATCH]
                 scope["from_gateway"] = True
+                scope["handover"] = Headers(scope=scope).get(HANDOVER_HEADER, "")
                 send = _with_tokens(record, send)
         await self.app(scope, receive, send)
 
@@ -161,34 +176,46 @@ def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
                 "answer_token_ids is empty; send the request to the route itself",
                 "answer_token_ids",
             )
-        return _Resumed(body, router())
+        own = {"answer_token_ids": body.answer_token_ids}
+        return _Inner(body.path, body.body, own, router())
+
+    async def prefill(request: Request) -> Response:
+        body = await read_as(PrefillRequest, request, state)
+        return _Inner(body.path, body.body, {"hands_over": True}, router())
 
     async def events(request: Request) -> Response:
         return StreamingResponse(_events(state), media_type="application/octet-stream")
 
-    return [Route("/fleet/resume", resume, methods=["POST"]), Route("/fleet/events", events)]
+    return [
+        Route("/fleet/resume", resume, methods=["POST"]),
+        Route("/fleet/prefill", prefill, methods=["POST"]),
+        Route("/fleet/events", events),
+    ]
 
 
-class _Resumed(Response):
-    def __init__(self, wanted: ResumeRequest, router: Router) -> None:
-        self._wanted, self._router, self.background = wanted, router, None
+class _Inner(Response):
+    """The answer of another route to a body that came inside of the gateway's, with `own` in its scope."""
+
+    def __init__(self, path: str, body: msgspec.Raw, own: dict[str, Any], router: Router) -> None:
+        self._path, self._body, self._own = path, body, own
+        self._router, self.background = router, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytes(self._wanted.body)
+        body = bytes(self._body)
         length = (b"content-length", str(len(body)).encode())
         headers = [
             length if name == b"content-length" else (name, value)
             for name, value in scope["headers"]
         ]
-        path = self._wanted.path
+        path = self._path
         inner = {
             **scope,
             "path": path,
             "raw_path": path.encode(),
             "headers": headers,
             "path_params": {},
+            **self._own,
         }
-        inner["answer_token_ids"] = self._wanted.answer_token_ids
         await self._router(inner, own_receive(body, receive), send)
 
 

@@ -199,6 +199,32 @@ _TIER_METRICS = (
         "Of these, tokens that the session's next request found",
     ),
     (
+        "handed_blocks",
+        "kv_handover_blocks",
+        True,
+        "KV blocks of computed prompts, kept for other engines",
+    ),
+    ("handed_bytes", "kv_handover_bytes", True, "Bytes of these"),
+    (
+        "expired_blocks",
+        "kv_handover_expired_blocks",
+        True,
+        "Of these, blocks that nobody asked for in time, or that made room for others",
+    ),
+    ("exchange_bytes", "kv_handover_held_bytes", False, "Bytes of these that are kept now"),
+    (
+        "peer_hit_tokens",
+        "kv_handover_hits",
+        True,
+        "Prompt tokens that another engine computed, and whose blocks were loaded",
+    ),
+    (
+        "peer_bytes_per_s",
+        "kv_handover_bytes_per_second",
+        False,
+        "Rate of loading from another engine, last measured",
+    ),
+    (
         "host_bytes_per_s",
         "kv_host_tier_bytes_per_second",
         False,

@@ -28,6 +28,8 @@ class RankDisks:
 class RankBlockStore:
     """The copies of all ranks. `found` is each rank's report at the start."""
 
+    exchange = None  # refused with ranks
+
     def __init__(
         self, send: Callable[[ToRank], None], mail: Mailbox, found: Sequence[RankTiers]
     ) -> None:

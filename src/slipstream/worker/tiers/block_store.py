@@ -1,4 +1,5 @@
-"""Copies KV blocks between the device's cache and the tiers below it (`core/tiers/tiers.py` plans them).
+"""Copies KV blocks between the device's cache and the tiers below it, and to and from other engines
+(`core/tiers/tiers.py` plans the copies).
 
 No torch. `HostBlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
 back. Its threads read and write the cache's own memory. They need no ordering with the steps,
@@ -14,14 +15,18 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.messages.tiers import BlockCopy
 from slipstream.worker.tiers.disk_tier import DiskTier
+
+if TYPE_CHECKING:
+    from slipstream.worker.tiers.exchange import BlockExchange
+    from slipstream.worker.tiers.peers import Peers
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -36,7 +41,8 @@ class HostBlockStore:
     """Block copies of a CPU.
 
     `arrays` are the cache's memory, each uint8 [B, n], and `states` that of the recurrent states,
-    [slots, n]. `settle` waits for the step under way.
+    [slots, n]. `settle` waits for the step under way. `exchange` has blocks for other engines, and
+    `layout` is what a peer's blocks must have in common with these.
     """
 
     num_slots = num_state_slots = 0
@@ -47,22 +53,37 @@ class HostBlockStore:
         disk: DiskTier | None,
         settle: Callable[[], None],
         states: Sequence[npt.NDArray[np.uint8]] = (),
+        exchange: BlockExchange | None = None,
+        layout: Mapping[str, str] | None = None,
     ) -> None:
         self._arrays, self._states = list(arrays), list(states)
+        self.exchange = exchange
+        self._peers: Peers | None = None
         self.disk, self._settle = disk, settle
         self.block_bytes = sum(array.shape[1] for array in arrays)
         self.state_bytes = sum(array.shape[1] for array in states)
         self._done: deque[tuple[int, bool]] = deque()
         self._reads: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[BlockCopy, int] | None] = queue.SimpleQueue()
+        self._gifts: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        if exchange is not None:
+            from slipstream.worker.tiers.peers import Peers  # it needs msgspec
+
+            self._peers = Peers(layout or {}, self._rows, lambda *done: self._done.append(done))
+            giver = threading.Thread(
+                target=self._give_all, args=(exchange,), name="kv-gift", daemon=True
+            )
+            giver.start()
+            self._threads.append(giver)
         if disk is not None:
             work = [self._read_all] * READERS + [self._write_all]
-            self._threads = [
+            readers = [
                 threading.Thread(target=f, args=(disk,), name="kv-tier", daemon=True) for f in work
             ]
-            for thread in self._threads:
+            for thread in readers:
                 thread.start()
+            self._threads += readers
 
     def on_disk(self, key: bytes) -> bool:
         return self.disk is not None and key in self.disk
@@ -70,8 +91,17 @@ class HostBlockStore:
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         if any(copy.target == "device" for copy in copies):
             self._settle()
+        wanted: dict[str, list[BlockCopy]] = {}
         for copy in copies:
-            self._queue(copy)
+            if copy.source == "peer":
+                wanted.setdefault(copy.address, []).append(copy)
+            elif copy.target == "peer":
+                self._reserve(copy)
+            else:
+                self._queue(copy)
+        for address, own in wanted.items():
+            assert self._peers is not None, "it has an exchange"
+            self._peers.fetch(address, own)
 
     def finished(self) -> list[tuple[int, bool]]:
         return [self._done.popleft() for _ in range(len(self._done))]
@@ -79,19 +109,51 @@ class HostBlockStore:
     def clear(self) -> None:
         if self.disk is not None:
             self.disk.clear()
+        if self.exchange is not None:
+            self.exchange.clear()
 
     def close(self) -> None:
         """End the threads. Copies under way are finished within seconds; others are dropped."""
-        for waiting in (self._reads, self._writes):
+        if self._peers is not None:
+            self._peers.close()
+        for waiting in (self._reads, self._writes, self._gifts):
             while not waiting.empty():
                 waiting.get()
         for _ in range(READERS):
             self._reads.put(None)
         self._writes.put(None)
+        self._gifts.put(None)
         for thread in self._threads:
             thread.join(5.0)
         if self.disk is not None and not any(thread.is_alive() for thread in self._threads):
             self.disk.close()
+        if self.exchange is not None:
+            self.exchange.close()
+
+    # --- Other engines ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, copy: BlockCopy) -> None:
+        """Take a slot of the exchange at once, so that a peer that asks for the block waits for it."""
+        assert self.exchange is not None
+        if self.exchange.reserve(copy.key, copy.is_state):
+            self._gifts.put(copy)
+        else:
+            self._done.append((copy.number, copy.key in self.exchange))
+
+    def _give_all(self, exchange: BlockExchange) -> None:
+        while (copy := self._gifts.get()) is not None:
+            ok = False
+            try:
+                ok = exchange.fill(copy.key, self._rows(copy))
+            except Exception:
+                _logger.exception("a block of KV cache could not be handed over")
+            self._done.append((copy.number, ok))
+
+    def _rows(self, copy: BlockCopy) -> list[npt.NDArray[np.uint8]]:
+        arrays = self._states if copy.is_state else self._arrays
+        return [array[copy.block] for array in arrays]
+
+    # --- The disk -----------------------------------------------------------------------------------------------------
 
     def _queue(self, copy: BlockCopy) -> None:
         """Queue a copy from or to the disk."""
@@ -103,8 +165,7 @@ class HostBlockStore:
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
         """Memory of a copy's other end, in the order of the file."""
-        arrays = self._states if copy.is_state else self._arrays
-        return [memoryview(array[copy.block]) for array in arrays]
+        return [row.data for row in self._rows(copy)]
 
     def _read_all(self, disk: DiskTier) -> None:
         while (copy := self._reads.get()) is not None:

@@ -41,7 +41,7 @@ def open_tiers(
     ConfigError if the folder can't be used, or the host's memory is too small.
     """
     cache, disk = config.cache, None
-    if cache.host_bytes is None and cache.disk_bytes is None:
+    if cache.host_bytes is None and cache.disk_bytes is None and cache.handover is None:
         return None
     if cache.host_bytes is not None:
         free = host_memory()[1]
@@ -72,7 +72,51 @@ def open_tiers(
             max(block_bytes, state_bytes),
         )
     staged = staged_blocks(config, block_bytes), staged_blocks(config, state_bytes)
-    return runner.open_store(disk, host_slots(config, block_bytes, state_bytes), staged)
+    exchange, layout = None, None
+    if cache.handover is not None:
+        layout = block_layout(config, description, runner, (block_bytes, state_bytes))
+        from slipstream.worker.tiers.exchange import BlockExchange  # it needs msgspec
+
+        sizes = block_bytes, state_bytes
+        exchange = BlockExchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
+    slots = host_slots(config, block_bytes, state_bytes)
+    return runner.open_store(disk, slots, staged, exchange, layout)
+
+
+def block_layout(
+    config: EngineConfig, description: ModelDescription, runner: Runner, sizes: tuple[int, int]
+) -> dict[str, str]:
+    """Settings that two engines must have in common to use each other's blocks, by their names in a refusal.
+
+    Unlike in `identity`, the processor may be another.
+    """
+    model, cache = config.model, config.cache
+    dummy = model.load_format == "dummy"
+    weights = str(description.spec) if dummy else json.dumps(checkpoint_stamps(description))
+    found = {
+        "version of Slipstream": __version__,
+        "model": str(description.path),  # the blocks' keys begin with it
+        "version of the weights": f"{_digest(weights)} seed {model.seed}"
+        if dummy
+        else _digest(weights),
+        "dtype": model.dtype,
+        "quantization": str(model.quantization),
+        "kv_cache_dtype": cache.dtype,
+        "block_size": str(cache.block_size),
+        "layers": _digest(str(cache.groups)),
+        "bytes of a block and of a state": "{} and {}".format(*sizes),
+        "runner": type(runner.loaded).__name__,
+        "speculative_model": _digest(str(_draft_identity(config, runner))),
+    }
+    if runner.loaded.kv_scales:
+        found["scales of the cache"] = _digest(
+            str([scale.tolist() for pair in runner.loaded.kv_scales for scale in pair])
+        )
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _draft_identity(config: EngineConfig, runner: Runner) -> list[Any]:

@@ -64,6 +64,13 @@ REASONING = {
 }
 """The markers around reasoning. Harmony's is part of its format."""
 
+_THINK = "deepseek_r1 deepseek_v3 ernie45 glm45 kimi_k2 minimax_m2 nemotron_v3 olmo3 qwen3 step3"
+REASONING_ALIASES = dict.fromkeys(_THINK.split(), "think") | {
+    "cohere_command3": "cohere",
+    "cohere_command4": "cohere",
+}
+"""Names that vLLM gives them."""
+
 
 def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
     """The format that was named, or that the chat template asks for; None if it asks for none, or for "none"."""
@@ -85,6 +92,7 @@ def reasoning_markers(named: str | None, template: str | None) -> tuple[str, str
     if named == "none":
         return None
     if named is not None:
+        named = REASONING_ALIASES.get(named.replace("-", "_"), named)
         if named not in REASONING:
             known = ", ".join((*REASONING, "none"))
             raise ConfigError(

@@ -1,0 +1,51 @@
+"""Settings of hand-overs: blocks of the cache that engines give to each other."""
+
+from __future__ import annotations
+
+import sys
+
+from slipstream.config.chosen import positive
+from slipstream.config.sections import Handover
+from slipstream.config.settings import DeviceInfo, EngineArgs, num_ranks
+from slipstream.errors import ConfigError
+from slipstream.spec.model import ModelSpec
+
+HANDOVER_BYTES = 2**30
+"""Memory for blocks that are handed over, unless it is given."""
+
+
+def handover_section(args: EngineArgs) -> Handover | None:
+    """Returns the settings' hand-overs; None: there are none. ConfigError."""
+    if args.kv_handover_address is None:
+        if args.kv_handover_bytes is not None:
+            raise ConfigError(
+                f"kv_handover_bytes={args.kv_handover_bytes}: it has an effect only with kv_handover_address; set that",
+                field="kv_handover_bytes",
+            )
+        return None
+    limit = HANDOVER_BYTES if args.kv_handover_bytes is None else args.kv_handover_bytes
+    positive("kv_handover_bytes", limit)
+    return Handover(address=args.kv_handover_address, limit_bytes=limit)
+
+
+def check_handover(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
+    """Raise ConfigError if blocks can't be handed over to other engines."""
+    if args.kv_handover_address is None:
+        return
+    is_here = args.kv_handover_address.startswith("unix:")
+    for refused, why in (
+        (device.is_cuda, "hand-overs between engines on GPUs are to come; leave it out"),
+        (num_ranks(args) > 1, "an engine of several ranks has no hand-overs yet; leave it out"),
+        (
+            not args.enable_prefix_caching or spec.needs_full_prompt,
+            "blocks are handed over as cached prefixes: leave enable_prefix_caching on",
+        ),
+        (
+            spec.kind != "a decoder",
+            f"the model is {spec.kind}, whose blocks are not kept; leave it out",
+        ),
+        (is_here and sys.platform != "linux", "unix: needs Linux; use tcp://127.0.0.1:PORT"),
+    ):
+        if refused:
+            message = f"kv_handover_address={args.kv_handover_address!r}: {why}"
+            raise ConfigError(message, field="kv_handover_address")

@@ -1,0 +1,111 @@
+"""Simulates prefill and decode on different replicas, and says whether that pays.
+
+Prompts are computed by `num_prompts` replicas, in a run of prompts alone. Each then arrives at the `num_answers` other
+replicas after the time of its hand-over, and is found in the cache there. Prompts wait for no answer, so the second run follows
+the first. That holds for requests that arrive at times of their own, not for users who wait, nor for the turns of sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.errors import ConfigError
+from slipstream.simulate.engines import PlannedEngine
+from slipstream.simulate.simulator import SimulatedEngine, Simulation, simulate
+from slipstream.simulate.traffic import Traffic
+
+if TYPE_CHECKING:
+    from slipstream.simulate.recommend import OfferedLoad
+
+MEMORY_SHARE = 0.25
+"""Rate of a hand-over over that of the device's memory, where no link of the host's is known: each byte is read and written, at
+both ends."""
+
+
+DIVISIONS = (2, 3, 4, 8)
+"""Shares of the replicas that are tried for prompts: a half, a third, …"""
+
+
+def simulate_apart(
+    engine: SimulatedEngine,
+    traffic: Traffic,
+    *,
+    num_prompts: int,
+    num_answers: int,
+    transfer_s: Callable[[int], float],
+    objectives: dict[str, float] | None = None,
+) -> Simulation:
+    """The run of `num_prompts` and `num_answers` replicas. Its figures of steps are of the answers' replicas.
+
+    `transfer_s` maps a prompt's tokens to the seconds of its hand-over.
+    """
+    if traffic.users is not None or any(r.after for r in traffic.requests):
+        raise ConfigError(
+            "prefill and decode apart are simulated for requests that wait for no other"
+        )
+    alone = tuple(r._replace(output_tokens=1) for r in traffic.requests)
+    prompts = simulate(
+        engine,
+        replace(traffic, requests=alone),
+        num_replicas=num_prompts,
+        router="least-loaded",
+    )
+    arrivals = tuple(
+        r if p.last_token is None else r._replace(arrival=p.last_token + transfer_s(r.input_tokens))
+        for r, p in zip(traffic.requests, prompts.records, strict=True)
+    )
+    recent = replace(engine.cache, eviction="lru")  # what has just come is not evicted
+    run = simulate(
+        replace(engine, cache=recent),
+        replace(traffic, requests=arrivals),
+        num_replicas=num_answers,
+        router="least-loaded",
+        objectives=objectives,
+        with_prompts=True,
+    )
+    records = tuple(
+        replace(a, sent=p.sent) if p.error is None else p
+        for a, p in zip(run.records, prompts.records, strict=True)
+    )
+    return replace(
+        run,
+        records=records,
+        num_replicas=num_prompts + num_answers,
+        seconds=run.seconds + prompts.seconds,
+    )
+
+
+def handover_s(engine: PlannedEngine) -> Callable[[int], float]:
+    """Seconds to hand over a prompt of so many tokens, from the bytes of its blocks."""
+    ledger, hardware = engine.ledger, engine.hardware
+    rate = hardware.host_bytes_s or MEMORY_SHARE * hardware.read_bytes_s
+    each = ledger.block_bytes * len(ledger.groups) / ledger.block_size / rate
+    return lambda num_tokens: num_tokens * each
+
+
+def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -> str | None:
+    """Says whether prefill and decode apart carry the load with fewer than the `replicas` that carry it together.
+
+    None for a load without a rate, for one replica, and with drafts, which are not simulated.
+    """
+    if load.rate is None or replicas in (None, 1) or engine.drafts is not None:
+        return None
+    assert replicas is not None
+    for total in range(max(2, replicas - 1), replicas + 1):
+        for prompts in sorted({max(1, total // part) for part in DIVISIONS}):
+            run = simulate_apart(
+                engine.simulated,
+                load.at_rate(total),
+                num_prompts=prompts,
+                num_answers=total - prompts,
+                transfer_s=handover_s(engine),
+                objectives=load.objectives.limits,
+            )
+            if load.objectives.met_by(run):
+                how = f"prefill and decode apart ({prompts} + {total - prompts} replicas)"
+                if total < replicas:
+                    return f"{how} meet the objectives with fewer replicas: that pays"
+                return f"{how} meet the objectives, with no fewer replicas: that does not pay"
+    return f"prefill and decode apart: no division of {replicas} replicas that was tried meets the objectives"

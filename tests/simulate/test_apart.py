@@ -1,0 +1,78 @@
+"""Prefill and decode on different replicas in the simulator: by hand, even gaps, when it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.simulate.apart import note_apart, simulate_apart
+from slipstream.simulate.capacity import LatencyObjectives
+from slipstream.simulate.simulator import simulate
+from slipstream.simulate.traffic import Traffic, TrafficRequest
+from tests.core.configs import BLOCK
+from tests.simulate.test_simulator import Linear, engine, traffic
+
+
+def apart(made, load, **more):
+    given = {"num_prompts": 1, "num_answers": 1, "transfer_s": lambda tokens: 0.01 * tokens, **more}
+    return simulate_apart(made, load, **given)
+
+
+def test_one_request_by_hand():
+    found = apart(engine(), traffic((0.5, 10, 4)))
+    (record,) = found.records
+    left = 10 - (10 - 2) // BLOCK * BLOCK
+    prompt_s, handover_s = 0.010 + 0.001 * 10, 0.01 * 10
+    assert record.sent == 0.5
+    assert record.ttft_s == pytest.approx(prompt_s + handover_s + 0.010 + 0.001 * left)
+    assert record.tpot_s == pytest.approx(0.011)
+    assert found.num_replicas == 2
+
+
+def mixed(count=60, gap_s=0.2):
+    """Long prompts with short answers among short prompts with long answers."""
+    long, short = (900, 4), (16, 40)
+    found = [TrafficRequest(gap_s * i, *(long if i % 2 else short)) for i in range(count)]
+    return Traffic(name="t", requests=tuple(found))
+
+
+@pytest.fixture
+def made():
+    sizes = dict(max_model_len=1100, num_blocks=2000, max_num_batched_tokens=1024)
+    return dataclasses.replace(engine(**sizes), cost=Linear())
+
+
+def test_long_prompts_hold_no_answers_up(made):
+    together = simulate(made, mixed(), num_replicas=2, router="least-loaded")
+    found = apart(made, mixed(), transfer_s=lambda tokens: 1e-5 * tokens)
+    assert found.summary.output_tokens == together.summary.output_tokens
+    assert all(r.cached_tokens >= r.input_tokens - BLOCK - 1 for r in found.records)
+    assert found.summary.tpot_s.p99 < 0.02 < together.summary.tpot_s.p99
+
+
+def plan(made, rate, limits):
+    objectives = LatencyObjectives(limits=limits, attainment=0.95)
+    ledger = SimpleNamespace(block_bytes=1000, block_size=BLOCK, groups=(None,))
+    hardware = SimpleNamespace(host_bytes_s=None, read_bytes_s=1e9)
+    planned = SimpleNamespace(simulated=made, ledger=ledger, hardware=hardware, drafts=None)
+    load = SimpleNamespace(
+        rate=rate, objectives=objectives, at_rate=lambda replicas: mixed(80, 1 / rate)
+    )
+    return planned, load
+
+
+def test_the_note_says_whether_it_pays(made):
+    planned, load = plan(made, 1.0, {"ttft_s": 3.0, "tpot_s": 0.05})
+    assert "fewer replicas: that pays" in note_apart(planned, load, 3)
+    assert "does not pay" in note_apart(planned, load, 2)
+    assert note_apart(planned, load, 1) is None
+    planned, load = plan(made, 1.0, {"ttft_s": 0.01})
+    assert "no division of 3 replicas that was tried" in note_apart(planned, load, 3)
+
+
+def test_users_who_wait_are_refused(made):
+    with pytest.raises(ConfigError, match="wait for no other"):
+        apart(made, traffic((0.0, 10, 4), users=1))
