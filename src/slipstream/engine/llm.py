@@ -34,8 +34,9 @@ from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
 from slipstream.engine.live_weights import weights_of
 from slipstream.engine.model_files import EarlyTokenizer, default_sampling, log_canary
-from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
+from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.progress import progress_bar
+from slipstream.engine.requests.best_of import best_of, refuse_best_of
 from slipstream.engine.requests.pooled import (
     ClassificationOutput,
     EncodingOutput,
@@ -551,7 +552,8 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
-        refuse_best_of(sampling_params)
+        if sampling_params is not None and sampling_params.best_of is not None:
+            refuse_best_of()
         request = self._input.prepare(
             prompt,
             sampling_params or self.get_default_sampling_params(),
@@ -808,7 +810,10 @@ class LLM:
                                 )
             finally:  # an error or an interrupt leaves nothing behind
                 core.abort([key for r in requests for key in self._output.discard(r.request_id)])
-        return [best_of(done[r.request_id], r) for r in requests]
+        return [
+            done[r.request_id] if r.sampling.best_of is None else best_of(done[r.request_id], r)
+            for r in requests
+        ]
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
