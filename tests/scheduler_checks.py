@@ -12,11 +12,13 @@ def check_schedulers(kind) -> None:
     """Check the leases of `kind`, a scheduler's class, before each step, and bound its idle steps."""
     if hasattr(kind.schedule, "__wrapped__"):
         return
+    from slipstream.core.cache.invariants import check_leases  # not before a test needs it
+
     schedule = kind.schedule
 
     @functools.wraps(schedule)
     def checked(self):
-        self.check()
+        check_leases(self)
         plan = schedule(self)
         if plan is not None or self.in_flight.by_id or not waits_for_nothing(self):
             self.num_idle_steps = 0

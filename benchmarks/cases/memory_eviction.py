@@ -27,6 +27,7 @@ from typing import Any
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.cache.block_pool import BlockPool
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.make import make_scheduler
 from slipstream.core.scheduler import Scheduler
 from slipstream.messages.requests import EngineRequest
@@ -169,7 +170,7 @@ def agents(order: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
                 turns += counts
                 each[i].take(answer)
                 heapq.heappush(due, (clock.now + each[i].pause(), i))
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     return {
         "turns_a_minute": turns / half * 60,
         "recomputed_tokens_a_turn": recomputed / turns,
@@ -213,7 +214,7 @@ def replay(
         blocks, hits = blocks + total, hits + hit
         cost, saved = cost + work(total), saved + work(hit)
     seconds = time.perf_counter() - begin
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     return {
         "hit_rate": hits / blocks,
         "saved_work": saved / cost,

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.core.cache.block_pool import BlockPool
 from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.cache.sessions import (
     EDGES,
     IN_USE,
@@ -43,7 +44,7 @@ def run(e: Engine, name: str, prompt, max_tokens: int = 1, **more) -> int:
     e.scheduler.add(request(name, prompt, max_tokens, **more))
     e.run()
     parts = [s for p in e.plans[before:] for s in p.scheduled if s.request_id == name]
-    e.scheduler.pool.check()
+    check_pool(e.scheduler.pool)
     return parts[0].num_computed_tokens
 
 
@@ -210,7 +211,7 @@ def test_what_is_before_a_breakpoint_is_kept_and_what_follows_is_not():
     run(e, "c", prompt(2, 9 * BLOCK + 2))
     del e.plans[:]
     assert run(e, "a/2", [*text[: 7 * BLOCK], 1, 2, 3]) >= 4 * BLOCK
-    pool.check()
+    check_pool(pool)
     pass_time(e, 400)
     session = e.scheduler.kv.sessions
     marked = [s for s in session.idle if s.hints.breakpoints or s.kept]
@@ -311,7 +312,7 @@ def test_the_last_state_of_a_session_outlives_states_that_nobody_continues():
             pass_time(e, 5)
             run(e, f"other{turn}.{i}", prompt(1 + turn * 3 + i, 30))
         text = [*text, *range(5)]
-    e.scheduler.kv.states.pool.check()
+    check_pool(e.scheduler.kv.states.pool)
     assert all(found[5:])
 
 
@@ -338,7 +339,7 @@ def test_a_chain_whose_held_end_is_forgotten_is_evicted_by_its_value():
     taken = pool.allocate(1)  # passes over the cheaper chain, whose end is held
     assert taken == other[2:]
     pool.drop(chain[1])
-    pool.check()
+    check_pool(pool)
     pool.release([*taken, chain[1]])
 
 
@@ -435,7 +436,7 @@ class OrderMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self):
         if hasattr(self, "pool"):
-            self.pool.check()
+            check_pool(self.pool)
 
     def teardown(self):
         if hasattr(self, "pool"):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.make import make_scheduler
 from slipstream.core.pace import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace
 from slipstream.messages.steps import ScheduledRequest, StepResult
@@ -286,7 +287,7 @@ def test_whatever_steps_take_all_requests_end(requests, times, target, max_num_s
         step += 1
         assert step < 20000, "requests starve"
     assert len(engine.ends) == len(requests)
-    engine.scheduler.pool.check()
+    check_pool(engine.scheduler.pool)
 
 
 def test_a_prompt_goes_on_where_decodes_alone_take_longer_than_the_objective():

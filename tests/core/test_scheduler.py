@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.config.forms import MAX_DRAFTS, NO_DRAFTS, ModelDrafts, NgramDrafts, SuffixDrafts
 from slipstream.core.cache.block_pool import NULL_BLOCK
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.cache.shared_blocks import MIN_SHARED, shared_prefixes
 from slipstream.core.make import make_scheduler
 from slipstream.core.participants.beams import Beams
@@ -354,7 +355,7 @@ def test_runs_to_the_end(depth, policy):
     engine.run()
     assert engine.ends == {f"r{i}": FinishReason.LENGTH for i in range(9)}
     assert all(len(engine.tokens[f"r{i}"]) == 2 + i for i in range(9))
-    engine.scheduler.pool.check()
+    check_pool(engine.scheduler.pool)
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
@@ -835,7 +836,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def pool_is_sound(self):
         if hasattr(self, "engine"):
-            self.engine.scheduler.pool.check()
+            check_pool(self.engine.scheduler.pool)
             check_holders(self.engine.scheduler)
 
     def teardown(self):
@@ -857,7 +858,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert STOP_TOKEN not in tokens[:-1] or reason is not FinishReason.STOP
         states = engine.scheduler.kv.states
         for pool in (engine.scheduler.pool, *([] if states is None else [states.pool])):
-            pool.check()
+            check_pool(pool)
             assert pool.num_free == pool.num_usable, "a block or a state leaked"
 
 
@@ -1082,7 +1083,7 @@ def test_a_block_released_before_its_tokens_are_known_is_not_cached():
     engine.scheduler.add(request("a", range(3), max_tokens=20))
     while engine.scheduler.has_requests:
         engine.step()
-        engine.scheduler.pool.check()
+        check_pool(engine.scheduler.pool)
         check_holders(engine.scheduler)
     assert len(engine.tokens["a"]) == 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.core.cache.invariants import check_pool
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 
@@ -137,7 +138,7 @@ def test_all_slots_are_free_at_the_end_and_forgotten_with_the_prefixes():
     e = engine()
     computed(e, "a", range(50))
     pool = e.scheduler.kv.states.pool
-    pool.check()
+    check_pool(pool)
     assert pool.num_free == pool.num_usable
     assert pool.cached_keys()
     e.scheduler.reset_prefix_cache()

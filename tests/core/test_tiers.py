@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.config.forms import MAX_DRAFTS
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.tiers.rates import RATE_AGE_S, Rates
 from slipstream.core.tiers.tiers import PROBE_BLOCKS
 from slipstream.errors import ContextLengthError
@@ -290,15 +291,15 @@ class TierMachine(RuleBasedStateMachine):
     def pools_are_sound(self):
         if hasattr(self, "engine"):
             scheduler = self.engine.scheduler
-            scheduler.pool.check()
+            check_pool(scheduler.pool)
             check_holders(scheduler)
             tiers = scheduler.tiers
             hosts = [pool for pool in (tiers._host, tiers._host_states) if pool is not None]
             for host in hosts:
-                host.check()
+                check_pool(host)
             assert sum(sum(host.ref_counts) - 1 for host in hosts) <= len(tiers._after)
             if (states := scheduler.kv.states) is not None:
-                states.pool.check()
+                check_pool(states.pool)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -675,7 +676,7 @@ def test_blocks_that_are_worth_less_make_room():
     run(made)
     wait(made, 6.0)
     assert made.scheduler.stats().tiers.prefetched_tokens > 4 * BLOCK
-    made.scheduler.pool.check()
+    check_pool(made.scheduler.pool)
     made.scheduler.add(request("next", text))
     made.step()
     assert made.scheduler.num_running == 1
@@ -704,6 +705,6 @@ def test_brought_back_blocks_are_forgotten_with_all_others():
     made.scheduler.reset_prefix_cache()
     settle(made)
     assert not made.scheduler.pool.cached_keys()
-    made.scheduler.pool.check()
+    check_pool(made.scheduler.pool)
     made.scheduler.add(request("next", text))
     run(made)

@@ -11,6 +11,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.tiers import tiers
 from slipstream.errors import ContextLengthError
 from slipstream.messages.finish_reason import FinishReason
@@ -39,7 +40,7 @@ def check(scheduler):
     for block in range(1, scheduler.pool.num_blocks):
         copied = scheduler.tiers.holds(block) if scheduler.tiers else 0
         assert scheduler.pool.ref_counts[block] == held[block] + copied, block
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     numbers = Counter(r.account for r in scheduler.requests.by_id.values())
     assert all(a.num_requests == numbers[a] for a in scheduler.requests.waiting._accounts.values())
 

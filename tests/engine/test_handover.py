@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.cache.invariants import check_pool
 from slipstream.errors import ConfigError
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import RequestOptions
@@ -70,7 +71,7 @@ def nothing_is_held(*engines):
         wait_for(lambda llm=llm: not llm.core.tend(), "copies do not end")
         pools = [llm.core.scheduler.kv.pool, *llm.core.scheduler.state_pools]
         for pool in pools:
-            pool.check()
+            check_pool(pool)
             assert pool.num_free == pool.num_usable
         if (exchange := llm.core.executor.store.exchange) is not None:
             exchange.check()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.participants import late_masks
 from slipstream.engine.grammars import grammar
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarState
@@ -59,8 +59,8 @@ def slow(monkeypatch):
 
 def test_answers_are_the_same_however_late_their_masks_come(model, slow, monkeypatch):
     params = [SLOW, PLAIN, dataclasses.replace(SLOW, temperature=0.0, logprobs=2), SLOW]
-    taken, take_back = [], Scheduler.take_back
-    monkeypatch.setattr(Scheduler, "take_back", lambda *a: (taken.extend(a[2]), take_back(*a))[1])
+    taken, take_back = [], late_masks.take_back
+    monkeypatch.setattr(late_masks, "take_back", lambda *a: (taken.extend(a[2]), take_back(*a))[1])
     rng = random.Random(0)
     with opened(model) as llm:
         found = []
@@ -68,7 +68,7 @@ def test_answers_are_the_same_however_late_their_masks_come(model, slow, monkeyp
             slow["before"] = lambda most=most: time.sleep(rng.random() * most)
             found.append(answers(llm, params))
         assert len(taken) > 3  # some 30, more or fewer as threads take turns
-        monkeypatch.setattr(Scheduler, "may_take_back", lambda *_: False)
+        monkeypatch.setattr(late_masks, "may_take_back", lambda *_: False)
         found.append(answers(llm, params))
         assert not llm.core.has_work
     assert found[0] == found[1] == found[2]
@@ -95,19 +95,19 @@ def test_a_mask_that_does_not_come_delays_its_own_request_alone(model, slow):
     assert all(len(tokens) == 24 for tokens in found)
 
 
-def test_a_request_that_is_aborted_while_its_mask_is_late_leaves_nothing(model, slow):
+def test_a_request_that_is_aborted_while_its_mask_is_late_leaves_nothing(model, slow, monkeypatch):
     come = threading.Event()
     slow["before"] = lambda: come.wait(20)
     with opened(model) as llm:
         llm.generate(PROMPTS[:1], SLOW, progress=False)  # it is compiled now
         core = llm.core
-        take_back, late = core.scheduler.take_back, []
+        take_back, late = late_masks.take_back, []
 
-        def aborted(plan, shares):
-            take_back(plan, shares)
+        def aborted(scheduler, plan, shares):
+            take_back(scheduler, plan, shares)
             late.extend(s.request_id for s in shares)
 
-        core.scheduler.take_back = aborted
+        monkeypatch.setattr(late_masks, "take_back", aborted)
         prepare = core._step
 
         def step():

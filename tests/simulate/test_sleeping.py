@@ -7,6 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core.cache.invariants import check_pool
 from slipstream.core.scheduler import Scheduler
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import StepResult
@@ -68,7 +69,10 @@ def steps_of(kind, arrivals, *, depth, num_blocks, block_size, caching, groups, 
             ]
         elif plan is None and not waiting:
             break
-        scheduler.pool.check()
+        if kind is SleepingScheduler:
+            assert 0 <= scheduler.pool.num_free <= scheduler.pool.num_usable
+        else:
+            check_pool(scheduler.pool)
     assert not scheduler.has_requests
     assert scheduler.pool.num_free == num_blocks - 1
     return steps, ends, scheduler.stats()

@@ -150,7 +150,7 @@ class Scheduler:
         objective = scheduling.target_itl_ms
         self._pace = None if objective is None else Pace(objective / 1e3, padded)
         self._guesses_ahead = guesses_ahead
-        self._most_guesses = most_guesses
+        self.most_guesses = most_guesses
         self.pipeline_steps = scheduling.pipeline_steps
         self._clock = clock
         self.participants = list(participants)
@@ -272,33 +272,6 @@ class Scheduler:
             self.tiers.forget_all()
         for part in self.participants:
             part.reset()
-
-    def use_weights(self, identity: str) -> None:
-        """Let no request find prefixes that other weights computed. No step may be in flight.
-
-        Running requests go on with the blocks they have. Nobody finds these, nor what follows them,
-        for their keys continue the old root. Waiting requests compute their tokens anew.
-        """
-        if not self.has_requests:
-            self.reset_prefix_cache()
-        for kv in self.kvs:
-            kv.use_weights(identity)
-            while self.requests.drop_waiting_blocks(kv):
-                pass
-        for request in self.requests.by_id.values():
-            if request.status in (
-                Status.WAITING,
-                Status.LOADING,
-            ):  # a fork's blocks are its parent's
-                request.root_key = request.kv.root_key(request.spec.cache_salt, "")
-                request.block_keys, request.looked_up = [], False
-        for part in self.participants:
-            part.use_weights()
-
-    def retract_all(self) -> None:
-        """Preempt all running requests. They compute their tokens again. No step may be in flight."""
-        for request in reversed(self.requests.running.copy()):
-            self.requests.preempt(request)
 
     def tend(self, at_once: int | None = None) -> None:
         """Process finished copies of the tiers, and start to store at most `at_once` blocks.
@@ -648,34 +621,6 @@ class Scheduler:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""
         return self.in_flight.ended(plan, result)
 
-    def may_take_back(self, share: ScheduledRequest) -> bool:
-        """Whether a request may compute the last token of its share of a step again. Not after a
-        prompt or guesses, nor where a step changes more than the cache's blocks."""
-        request = self.requests.by_id.get(share.request_id)
-        return (
-            request is not None
-            and request.status is Status.RUNNING
-            and request.kv.may_rewind
-            and not self._most_guesses
-            and not request.spec.sampling.by_chain
-            and share.num_tokens == share.num_sampled == 1
-            and share.num_computed_tokens >= request.num_prompt_tokens
-            # What ends a block is shared by then.
-            and all((share.num_computed_tokens + 1) % kv.block_size for kv in self.kvs)
-        )
-
-    def take_back(self, plan: StepPlan, shares: Iterable[ScheduledRequest]) -> None:
-        """Throw away what the newest step samples for some requests, which `may_take_back`.
-
-        They are held until they are released, and compute their last token again then.
-        """
-        for share in shares:
-            request = self.requests.by_id[share.request_id]
-            request.num_computed_tokens -= 1
-            request.num_pending -= 1
-            request.held = True
-            self.in_flight.by_id[plan.step_id].dropped.add(request)
-
     # --- Helpers ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, step: StepBuilder, kv: KVCacheManager) -> Request | None:
@@ -694,11 +639,6 @@ class Scheduler:
         return next(
             r for r in reversed(self.requests.running) if r.kv is kv and r not in step.scheduled
         )
-
-    def check(self) -> None:
-        """Assert what must hold between steps. Tests call it before each one."""
-        for request in self.requests.running:
-            request.kv.check_lease(request)
 
     def stats(self) -> SchedulerStats:
         num_usable = sum(pool.num_usable for pool in self.pools)

@@ -31,7 +31,7 @@ from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
 from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.model_files import load_tokenizer, log_canary
-from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
+from slipstream.engine.output import OutputProcessor, Sink, raise_on_error
 from slipstream.engine.process.core_client import ChildLink, CoreClient, CoreLink
 from slipstream.engine.process.core_messages import (
     Abort,
@@ -46,6 +46,7 @@ from slipstream.engine.process.core_start import CoreSource, resolved_config
 from slipstream.engine.process.operation_messages import WeightsChanged
 from slipstream.engine.process.other_requests import OtherRequests
 from slipstream.engine.process.streams import OutputStream
+from slipstream.engine.requests.best_of import refuse_best_of
 from slipstream.engine.requests.processor import (
     INLINE_CHARS,
     InputProcessor,
@@ -140,7 +141,8 @@ class AsyncLLM(OtherRequests):
 
         A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
-        refuse_best_of(sampling)
+        if sampling.best_of is not None:
+            refuse_best_of()
         stream = OutputStream()
         options = replace_options(options, **named)
         cancel = await self.submit(prompt, sampling, stream, options)

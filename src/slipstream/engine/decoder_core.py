@@ -23,7 +23,6 @@ from slipstream.engine.model_files import end_tokens
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.messages.beams import BeamsRequest
-from slipstream.messages.outputs import EngineOutput
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import StepTime
 from slipstream.messages.texts import TextsRequest
@@ -35,6 +34,7 @@ class DecoderCore(EngineCore):
     """The core of a text-generating model."""
 
     scheduler: Scheduler
+    weights: LiveWeights
 
     def __init__(
         self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None
@@ -74,10 +74,11 @@ class DecoderCore(EngineCore):
         super().__init__(executor, scheduler, (*listeners, *published))
         if published:
             self._join(PublishingCacheEvents)
-        self._weights = LiveWeights(executor, scheduler.use_weights)
+        self.weights = LiveWeights(executor, scheduler)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
-        self._weights.check()
+        if self.weights.state.broken:
+            self.weights.refuse()
         self._stalled = False
         requests = list(requests)
         for request in requests:
@@ -93,16 +94,6 @@ class DecoderCore(EngineCore):
         # A prompt that several choices or beams share is one prompt.
         whole = (r for r in requests if r.parent is None)
         self._prompt_tokens += sum(len(r.encoder_token_ids) or r.num_prompt_tokens for r in whole)
-
-    @property
-    def weights(self) -> LiveWeights:
-        return self._weights
-
-    def abort_all(self) -> list[EngineOutput]:
-        return self._pass_on([*self.scheduler.abort([*self.scheduler.requests.by_id])])
-
-    def retract_all(self) -> None:
-        self.scheduler.retract_all()
 
     def add_texts(self, request: TextsRequest) -> None:
         self._join(JoiningTexts)

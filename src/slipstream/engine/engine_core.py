@@ -22,13 +22,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from slipstream.core.pooled import Steps
 from slipstream.engine.cache_news import CacheNews
 from slipstream.engine.listeners import Listener
-from slipstream.engine.live_weights import LiveWeights
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.errors import EngineError, RequestError
 from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, StepOutput, TokenOutput
@@ -38,6 +37,9 @@ from slipstream.messages.steps import Plan, StepTime
 from slipstream.messages.texts import TextsRequest
 from slipstream.params.lora_request import LoRARequest
 from slipstream.worker.executor import Executor, Launched
+
+if TYPE_CHECKING:
+    from slipstream.engine.live_weights import LiveWeights
 
 COMPILING_S = 0.001
 """Seconds between two looks whether a grammar is compiled, while there is nothing else to do."""
@@ -53,6 +55,9 @@ FLUSH_S = 10.0
 
 class EngineCore:
     """The loop of a core, and what all cores answer. `asleep.core_of` makes the one that fits a model."""
+
+    weights: LiveWeights | None = None
+    """Updates of the weights, if the model has any."""
 
     def __init__(
         self, executor: Executor, scheduler: Steps, listeners: Sequence[Listener] = ()
@@ -130,20 +135,25 @@ class EngineCore:
         try:
             return self._step()
         except BaseException as error:
-            self._in_flight.clear()
-            self._planned = None
-            self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
-            for listener in self._listeners:
-                listener.clear()
-            self.executor.forget()
+            self.fail(f"{type(error).__name__}: {error}")
             raise
 
+    def fail(self, error: str) -> list[EngineOutput]:
+        """End all requests. Steps in flight and a planned one are forgotten."""
+        self._in_flight.clear()
+        self._planned = None
+        outputs = self.scheduler.fail_all(FinishReason.ERROR, error)
+        for listener in self._listeners:
+            listener.clear()
+        self.executor.forget()
+        return outputs
+
     def _step(self) -> list[EngineOutput]:
-        outputs = self._pass_on([o for listener in self._listeners for o in listener.prepare()])
+        outputs = self.pass_on([o for listener in self._listeners for o in listener.prepare()])
         plan, self._planned = self._planned, None
         if plan is None and not self.is_paused:
             plan = self.scheduler.schedule()
-        outputs += self._pass_on([*self.scheduler.drain_outputs()])
+        outputs += self.pass_on([*self.scheduler.drain_outputs()])
         self._stalled = plan is None
         limit = 0 if plan is None else self.executor.max_in_flight(plan)
         waits = plan is None or len(self._in_flight) + 1 >= limit
@@ -175,7 +185,7 @@ class EngineCore:
         return [output for listener in self._listeners for output in listener.mask(step)]
 
     def _take_results(self, step: Launched) -> list[EngineOutput]:
-        outputs = self._pass_on(self.scheduler.update(step.plan, step.result()))
+        outputs = self.pass_on(self.scheduler.update(step.plan, step.result()))
         now = time.monotonic()
         self._num_steps += 1
         self._step_s += now - max(self._last_step, self._launched_at.popleft())
@@ -186,12 +196,23 @@ class EngineCore:
         self._stalled = False  # guesses may follow
         return outputs
 
-    def _pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
+    def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
         """Let the listeners take outputs; what each leaves is the next one's."""
         if outputs:
             for listener in self._listeners:
                 outputs = listener.take(outputs)
         return outputs  # type: ignore[return-value]  # each kind of a step's own has a listener
+
+    def pause(self) -> list[EngineOutput]:
+        """Finish the steps in flight, and plan none until `resume`. Requests keep what they have."""
+        self.is_paused = True
+        outputs: list[EngineOutput] = []
+        while self.can_step:
+            outputs += self.step()
+        return outputs
+
+    def resume(self) -> None:
+        self.is_paused = self._stalled = False
 
     @property
     def can_step(self) -> bool:
@@ -224,54 +245,6 @@ class EngineCore:
     def cache_news(self) -> CacheNews:
         """The prefix cache for who routes requests by what it holds. It stays empty here."""
         return CacheNews(self.config.cache.block_size, None, {})
-
-    # --- Pauses and weights -------------------------------------------------------------------------------------------
-
-    @property
-    def weights(self) -> LiveWeights:
-        """Updates of the weights. RequestError if the model has none."""
-        raise RequestError("weights change in place in models that generate text alone")
-
-    def pause(self) -> list[EngineOutput]:
-        """Finish the steps in flight, and plan none until `resume`. Requests keep what they have."""
-        self.is_paused = True
-        outputs: list[EngineOutput] = []
-        while self._in_flight or self._planned is not None:
-            outputs += self.step()
-        return outputs
-
-    def resume(self) -> None:
-        self.is_paused = self._stalled = False
-
-    def abort_all(self) -> list[EngineOutput]:
-        """End all requests now, with the reason "abort". No step may be in flight."""
-        raise NotImplementedError
-
-    def retract_all(self) -> None:
-        """Let all requests compute their tokens again. No step may be in flight."""
-        raise NotImplementedError
-
-    def write_weights(
-        self, version: str | None, deliver: Callable[[list[EngineOutput]], None]
-    ) -> None:
-        """Finish the update of the weights between two steps. `deliver` gets what the old weights still made.
-
-        RequestError or CheckpointError: it can't be written, and the old weights go on. EngineError: it failed halfway, and
-        all requests have ended with that error."""
-        version, was_paused = self.weights.prepare(version), self.is_paused
-        deliver(self.pause())
-        try:
-            self.weights.write(version)
-        except EngineError as error:
-            outputs = self.scheduler.fail_all(FinishReason.ERROR, error.message)
-            for listener in self._listeners:
-                listener.clear()
-            self.executor.forget()
-            deliver(outputs)
-            raise
-        finally:
-            if not was_paused:
-                self.resume()
 
     # --- From start to end --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ so that a core of plain requests calls none. What a feature needs inside the sch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+from slipstream.core.participants import late_masks
 from slipstream.core.participants.beams import Beams
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.pooled import TextSequences
@@ -99,9 +101,10 @@ class MaskingGrammars(Listener):
                 for name, own in drafts.items()
             }
         late: list[ScheduledRequest] = []
-        mask, ended = self._grammars.masks(step.plan, drafts, self._scheduler.may_take_back, late)
+        may_wait = partial(late_masks.may_take_back, self._scheduler)
+        mask, ended = self._grammars.masks(step.plan, drafts, may_wait, late)
         self._executor.constrain(step, mask)
-        self._scheduler.take_back(step.plan, late)
+        late_masks.take_back(self._scheduler, step.plan, late)
         return [
             output for request_id, error in ended.items() for output in self._end(request_id, error)
         ]

@@ -13,46 +13,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from slipstream.core.new_weights import retract_all, use_weights
+from slipstream.core.scheduler import Scheduler
 from slipstream.errors import EngineError, RequestError
+from slipstream.messages.outputs import EngineOutput
 from slipstream.messages.weights import GivenPiece, WeightsInfo, total_checksum
 from slipstream.worker.executor import Executor
 
-if TYPE_CHECKING:  # msgspec, which the operations need, is loaded for the first of them
+if TYPE_CHECKING:
+    from slipstream.engine.engine_core import EngineCore
+
+    # msgspec, which the operations need, is loaded for the first of them
     from slipstream.messages.weight_ops import WeightsOp
 
 
 class LiveWeights:
-    """Updates and versions of the weights. `use_weights` is told the identity of new ones."""
+    """Updates and versions of the weights."""
 
-    def __init__(self, executor: Executor, use_weights: Callable[[str], None]) -> None:
-        self._executor, self._use_weights = executor, use_weights
-        self._state = executor.weight_state
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+        self._executor, self._scheduler = executor, scheduler
+        self.state = executor.weight_state
         self.is_updating = False
         self._seconds = 0.0
-        if self._state.checksum:  # a core that slept keeps the weights it had
-            use_weights(self._identity)
+        if self.state.checksum:  # a core that slept keeps the weights it had
+            use_weights(scheduler, self._identity)
 
     @property
     def version(self) -> str:
-        return self._state.version
+        return self.state.version
 
     @property
     def _identity(self) -> str:
-        return f"{self._state.version}:{self._state.checksum}"
+        return f"{self.state.version}:{self.state.checksum}"
 
     @property
     def takes_tensors(self) -> bool:
         return self._executor.takes_tensors
 
-    def check(self) -> None:
-        """Raise EngineError if no request may run."""
-        if self._state.broken:
-            raise EngineError(
-                f"an update of the weights failed while it was written ({self._state.broken}); "
-                "update them again, or start the engine again"
-            )
+    def refuse(self) -> NoReturn:
+        """Raise EngineError: the weights are `broken`, and no request may run."""
+        raise EngineError(
+            f"an update of the weights failed while it was written ({self.state.broken}); "
+            "update them again, or start the engine again"
+        )
 
     def change(self, op: WeightsOp | GivenPiece) -> None:
         """Carry out a part of an update, or of its transport. Errors have changed nothing."""
@@ -64,10 +69,10 @@ class LiveWeights:
         elif isinstance(op, DropWeights):
             self.is_updating = False
 
-    def prepare(self, version: str | None) -> str:
+    def _prepare(self, version: str | None) -> str:
         """Make sure that the update can be written. Returns its version: the given one, or the next
         number. RequestError or CheckpointError: it can't be, and is still under way."""
-        used = self._state.used
+        used = self.state.used
         if version is None:
             version = next(
                 str(i) for i in range(len(used), 2 * len(used) + 1) if str(i) not in used
@@ -84,26 +89,55 @@ class LiveWeights:
         self._executor.change_weights(CheckWeights())
         return version
 
-    def write(self, version: str) -> None:
+    def finish(
+        self,
+        core: EngineCore,
+        version: str | None,
+        deliver: Callable[[list[EngineOutput]], None] = lambda outputs: None,
+    ) -> None:
+        """Finish the update between two steps of the core. `deliver` gets what the old weights still made.
+
+        RequestError or CheckpointError: it can't be written, and the old weights go on. EngineError: it failed halfway, and
+        all requests have ended with that error."""
+        version, was_paused = self._prepare(version), core.is_paused
+        deliver(core.pause())
+        try:
+            self._write(version)
+        except EngineError as error:
+            deliver(core.fail(error.message))
+            raise
+        finally:
+            if not was_paused:
+                core.resume()
+
+    def _write(self, version: str) -> None:
         """Write the prepared update. No step may be in flight. EngineError: it failed halfway."""
         from slipstream.messages.weight_ops import DropWeights, WriteWeights
 
-        begin, state = time.monotonic(), self._state
+        begin, state = time.monotonic(), self.state
         self.is_updating = False
         try:
             sums = self._executor.change_weights(WriteWeights())
         except Exception as error:
             state.broken = f"{type(error).__name__}: {error}"
             self._executor.change_weights(DropWeights())
-            self.check()
+            self.refuse()
         assert sums is not None
         self._seconds = time.monotonic() - begin
         state.version, state.checksum, state.broken = version, total_checksum(sums), ""
         state.used.add(version)
-        self._use_weights(self._identity)
+        use_weights(self._scheduler, self._identity)
+
+    def abort_all(self, core: EngineCore) -> list[EngineOutput]:
+        """End all requests of a paused core now, with the reason "abort"."""
+        return core.pass_on([*self._scheduler.abort([*self._scheduler.requests.by_id])])
+
+    def retract_all(self) -> None:
+        """Let all requests of a paused core compute their tokens again."""
+        retract_all(self._scheduler)
 
     def info(self, *, checksums: bool = False, is_paused: bool = False) -> WeightsInfo:
-        state, sums = self._state, None
+        state, sums = self.state, None
         if checksums:
             from slipstream.messages.weight_ops import SumWeights
 
@@ -118,3 +152,10 @@ class LiveWeights:
             seconds=self._seconds,
             checksums=sums,
         )
+
+
+def weights_of(core: EngineCore) -> LiveWeights:
+    """Updates of a core's weights. RequestError if it has none."""
+    if core.weights is None:
+        raise RequestError("weights change in place in models that generate text alone")
+    return core.weights

@@ -32,9 +32,11 @@ from slipstream.engine.audio.transcription import (
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
+from slipstream.engine.live_weights import weights_of
 from slipstream.engine.model_files import EarlyTokenizer, default_sampling, log_canary
-from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
+from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.progress import progress_bar
+from slipstream.engine.requests.best_of import best_of, refuse_best_of
 from slipstream.engine.requests.pooled import (
     ClassificationOutput,
     EncodingOutput,
@@ -550,7 +552,8 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
-        refuse_best_of(sampling_params)
+        if sampling_params is not None and sampling_params.best_of is not None:
+            refuse_best_of()
         request = self._input.prepare(
             prompt,
             sampling_params or self.get_default_sampling_params(),
@@ -605,15 +608,15 @@ class LLM:
         from slipstream.engine.weight_calls import as_message, piece_of
 
         piece = piece_of(request)
-        if self.core.weights.takes_tensors:
+        if weights_of(self.core).takes_tensors:
             return self._change_weights(piece)
         with as_message(piece) as sent:
             return self._change_weights(sent)
 
     def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:
         with self._exclusive():
-            self.core.write_weights(weight_version, lambda outputs: None)
-            self._output.use_version(self.core.weights.version)
+            weights_of(self.core).finish(self.core, weight_version)
+            self._output.use_version(weights_of(self.core).version)
         return self.weights()
 
     def abort_weight_update(self) -> WeightsInfo:
@@ -623,11 +626,11 @@ class LLM:
 
     def weights(self, *, checksums: bool = False) -> WeightsInfo:
         """The weights that run. With `checksums`, those of all parameters are computed."""
-        return self.core.weights.info(checksums=checksums)
+        return weights_of(self.core).info(checksums=checksums)
 
     def _change_weights(self, op: WeightsOp | GivenPiece) -> WeightsInfo:
         with self._exclusive():
-            self.core.weights.change(op)
+            weights_of(self.core).change(op)
         return self.weights()
 
     def sleep(self, level: int = 1) -> None:
@@ -807,7 +810,10 @@ class LLM:
                                 )
             finally:  # an error or an interrupt leaves nothing behind
                 core.abort([key for r in requests for key in self._output.discard(r.request_id)])
-        return [best_of(done[r.request_id], r) for r in requests]
+        return [
+            done[r.request_id] if r.sampling.best_of is None else best_of(done[r.request_id], r)
+            for r in requests
+        ]
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

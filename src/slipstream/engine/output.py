@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 from slipstream.engine.requests.processor import PreparedRequest
 from slipstream.engine.text.detokenizer import IncrementalDetokenizer
+from slipstream.engine.text.logprobs import late_logprobs
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError
 from slipstream.messages.finish_reason import FinishReason
@@ -25,12 +26,10 @@ from slipstream.messages.requests import EngineRequest
 from slipstream.messages.weights import FIRST_VERSION
 from slipstream.outputs import (
     CompletionOutput,
-    Logprob,
     PositionLogprobs,
     RequestOutput,
     RequestTimes,
 )
-from slipstream.params.sampling import SamplingParams
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
 """Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""
@@ -214,7 +213,7 @@ class OutputProcessor:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if (of_prompt := output.prompt_logprobs) is not None:
                 state.prompt_logprobs[of_prompt.start :] = [
-                    PositionLogprobs.late(self._entries, p) for p in of_prompt.logprobs
+                    late_logprobs(self.tokenizer, p) for p in of_prompt.logprobs
                 ]
             delta = news.get(owner)
             if delta is None:
@@ -279,7 +278,7 @@ class OutputProcessor:
             index=choice.index,
             text=text,
             token_ids=tokens,
-            logprobs=[PositionLogprobs.late(self._entries, p) for p in logprobs]
+            logprobs=[late_logprobs(self.tokenizer, p) for p in logprobs]
             if state.request.sampling.logprobs is not None
             else None,
             finish_reason=None if reason is None else str(reason),
@@ -308,20 +307,6 @@ class OutputProcessor:
             delta.prompt_logprobs = [None, *state.prompt_logprobs]
             state.sent_prompt_logprobs = True
         return delta
-
-    def _entries(self, position: TokenLogprobs) -> tuple[Logprob, tuple[Logprob, ...]]:
-        """Fields of `PositionLogprobs`."""
-        chosen = self._logprob(position.token_id, position.logprob, position.rank)
-        top = tuple(
-            self._logprob(t, value, rank) for rank, (t, value) in enumerate(position.top, 1)
-        )
-        return chosen, top
-
-    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
-        if self.tokenizer is None:
-            return Logprob(token_id, "", value, rank)
-        data = self.tokenizer.token_bytes(token_id)
-        return Logprob(token_id, data.decode("utf-8", "replace"), value, rank, data)
 
 
 def raise_on_error(output: RequestOutput) -> RequestOutput:
@@ -366,31 +351,6 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     return whole
-
-
-def mean_logprob(logprobs: Sequence[PositionLogprobs] | None) -> float:
-    """Mean log-probability of an answer's tokens, by which `best_of` chooses; −inf without any."""
-    return sum(p.chosen.logprob for p in logprobs) / len(logprobs) if logprobs else float("-inf")
-
-
-def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
-    """A complete answer with the `n` best of the choices that were drawn, the best first, in place."""
-    if request.sampling.best_of is not None:
-        # of equals the first stays first
-        ranked = sorted(output.outputs, key=lambda choice: -mean_logprob(choice.logprobs))
-        output.outputs = ranked[: request.sampling.n]
-        for index, choice in enumerate(output.outputs):
-            choice.index = index
-            choice.logprobs = None if request.hides_logprobs else choice.logprobs
-    return output
-
-
-def refuse_best_of(sampling: SamplingParams | None) -> None:
-    """Raise RequestError for a stream with `best_of`: the best answers are known at their end."""
-    if sampling is not None and sampling.best_of is not None:
-        raise RequestError(
-            "a stream can't have best_of above n: the best are known at the end", field="best_of"
-        )
 
 
 def version_runs(

@@ -73,9 +73,6 @@ class BlockCount(BlockPool):
     def release(self, blocks: Sequence[int]) -> None:
         self.num_free += len(blocks)
 
-    def check(self) -> None:
-        assert 0 <= self.num_free <= self.num_usable
-
 
 class Waker(Participant):
     """Wakes a sleeper that is preempted."""

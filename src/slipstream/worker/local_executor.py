@@ -22,7 +22,7 @@ from slipstream.worker.base import Executor, Launched
 from slipstream.worker.loaded_runner import LoadedRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.sampling.constrained import AwaitingMask
-from slipstream.worker.start.canary import canary_of, refuse_bad, run_canary
+from slipstream.worker.start.canary import check_start
 from slipstream.worker.start.loading import Ranks, load_runner
 from slipstream.worker.start.sizing import fit_cache
 from slipstream.worker.tiers.block_store import HostBlockStore
@@ -74,7 +74,7 @@ class LocalExecutor(Executor):
         )
         progress("cache")
         executor = cls(loaded.config, description, loaded, tiles)
-        executor.canary = executor._run_canary(args.canary)
+        executor.canary = check_start(executor, args.canary)
         return executor
 
     def launch(self, plan: Plan) -> Launched:
@@ -168,22 +168,6 @@ class LocalExecutor(Executor):
         if self.store is not None:
             self.store.close()
             self.store = None
-
-    def _run_canary(self, wanted: str) -> CanaryResult | None:
-        """Run the checkpoint's canary, if it has one, and count the seconds among the start's phases."""
-        begin, runner, model = time.perf_counter(), self.runner, self.config.model
-        if wanted == "off" or model.load_format == "dummy":
-            return None
-        canary = canary_of(self.description, wanted)
-        if canary is None:
-            return None
-        result = run_canary(runner.forwards, runner.kv, canary, context=model.max_model_len)
-        runner.reset_expert_load()
-        self.phases["canary"] = time.perf_counter() - begin
-        if not runner.model.spec.has_last:
-            return None  # the last stage knows the result
-        refuse_bad(result, wanted)
-        return result
 
 
 def _woken(loaded: LoadedRunner, canary: CanaryResult | None) -> LocalExecutor:

@@ -30,7 +30,7 @@ from slipstream.worker.inputs.input_batch import NO_ROWS
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.inputs.text_inputs import encoder_batch
 from slipstream.worker.runner import Runner
-from slipstream.worker.sampling.asked import completed_prompts, prompt_logprobs, wanted_logprobs
+from slipstream.worker.sampling.asked import completed_prompts, prompt_logprobs
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
 from slipstream.worker.sampling.draws import Sampler, draw
 from slipstream.worker.sampling.sampler import sampling_tensors
@@ -250,7 +250,7 @@ class ModelRunner(Runner):
             output.end(mask)
         tokens, logprobs = output.tokens, None
         if output.logprobs is not None:
-            which, counts = wanted_logprobs(self.rows, sampled)
+            which, counts = sampled.wanted_logprobs(self.rows)
             logprobs = which, self.platform.to_host(output.logprobs), counts
         if tokens is None:
             own = output.sampled_states if ready is None else None

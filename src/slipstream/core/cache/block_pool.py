@@ -228,28 +228,6 @@ class BlockPool:
         """True if an uncached block has one holder, apart from `num_leaving` pending copies."""
         return self.ref_counts[block] == 1 + num_leaving and self.hashes[block] is None
 
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
-        free, block = [], self._next[self._end]
-        while block != self._end:
-            free.append(block)
-            assert self._previous[self._next[block]] == block
-            block = self._next[block]
-        if self.order is not None:
-            self.order.check()
-            free += [
-                b for b, n in enumerate(self.ref_counts) if not n and self.hashes[b] is not None
-            ]
-        assert len(free) == len(set(free)) == self.num_free
-        assert NULL_BLOCK not in free
-        assert self.hashes[NULL_BLOCK] is None
-        assert {b for b in range(self.num_blocks) if self.ref_counts[b] == 0} == set(free)
-        assert all(count >= 0 for count in self.ref_counts)
-        assert {b: k for k, b in self._cached.items()} == {
-            b: k for b, k in enumerate(self.hashes) if k is not None
-        }
-        assert [*map(bool, self._flags)] == [key is not None for key in self.hashes]
-
     def _cached_and_others(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         if len(blocks) < MANY:
             flags = self._flags

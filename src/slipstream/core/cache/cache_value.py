@@ -400,20 +400,3 @@ class ValueOrder:
             run.blocks, run.num_free = array("i", filter(counts.__getitem__, run.blocks)), 0
             if not run.blocks:
                 self._end(run)
-
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
-        counts = self._ref_counts
-        runs = {run for run in self._owners if run is not None}
-        for run in runs:
-            assert run.session is not None
-            assert run in run.session.runs
-            assert all(self._owners[block] is run for block in run.blocks)
-            assert run.num_free == sum(not counts[block] for block in run.blocks)
-            assert run.num_below == sum(other.above is run for other in runs)
-            assert run.above is None or run.above in runs or run.above.session is None
-            assert (
-                not run.num_free or run.num_below or run.entry is not None or counts[run.blocks[-1]]
-            )
-        assert sum(len(run.blocks) for run in runs) == sum(run is not None for run in self._owners)
-        assert all(self._owners[block] is None and not counts[block] for block in self._loose)

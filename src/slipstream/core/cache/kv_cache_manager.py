@@ -196,23 +196,6 @@ class KVCacheManager:
         """End the request's lease. Its next step asks `allocate` again."""
         request.lease = 0
 
-    def check_lease(self, request: Request) -> None:
-        """Assert that what a lease promises is true. Tests call it before each step."""
-        computed, lease = request.num_computed_tokens, request.lease
-        if computed >= lease:
-            return
-        held = min(len(request.blocks[g]) for g in self.own) * self.block_size
-        assert request.status is Status.RUNNING
-        assert request.num_tokens == computed + 1
-        assert lease <= held
-        assert lease < request.end
-        assert not any((request.needs_copy, request.held, request.guide, request.guesses))
-        assert all(
-            self._is_writable(request.blocks[g][i])
-            for g in self.own
-            for i in range(computed // self.block_size, -(-lease // self.block_size))
-        )
-
     def _is_writable(self, block: int) -> bool:
         """True if only one request holds the uncached block, not counting pending copies."""
         return self.pool.is_writable(block, self._copied[block])

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.engine.process.operation_messages import CacheEvents
+from slipstream.engine.process.operation import Operation
+from slipstream.engine.process.operation_messages import CacheEvents, WatchCache
 
 if TYPE_CHECKING:
     from slipstream.engine.engine_core import EngineCore
+    from slipstream.engine.process.core_loop import CoreProcess
 
 
-class CacheWatchers:
+class CacheWatchers(Operation):
     """The clients of an engine's process that get the news. `send` sends a message to the client of
     a number."""
+
+    takes = (WatchCache,)
 
     def __init__(self, send: Callable[[CacheEvents, int], None]) -> None:
         self._send = send
@@ -29,13 +33,13 @@ class CacheWatchers:
             core.cache_news.listen(on=True)
             self.tell(core, whole_to=self._numbers)
 
-    def watch(self, core: EngineCore | None, number: int, *, on: bool) -> None:
+    def handle(self, process: CoreProcess, message: WatchCache, number: int) -> None:
         """Let a client get the news from now on, the whole content first, or no more."""
-        (self._numbers.add if on else self._numbers.discard)(number)
-        if core is not None:
-            core.cache_news.listen(on=bool(self._numbers))
-            if on:
-                self.tell(core, whole_to={number})
+        (self._numbers.add if message.on else self._numbers.discard)(number)
+        if process.core is not None:
+            process.core.cache_news.listen(on=bool(self._numbers))
+            if message.on:
+                self.tell(process.core, whole_to={number})
 
     def forget(self, number: int) -> None:
         self._numbers.discard(number)

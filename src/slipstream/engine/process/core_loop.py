@@ -26,7 +26,6 @@ from slipstream.engine.process.core_messages import (
     Attach,
     Detach,
     GetStats,
-    OfWeights,
     Outputs,
     Ready,
     Rejected,
@@ -36,15 +35,8 @@ from slipstream.engine.process.core_messages import (
     ToChild,
     ToParent,
 )
-from slipstream.engine.process.operation_messages import (
-    Answered,
-    KnowAdapters,
-    LoadAdapter,
-    Sleep,
-    UnloadAdapter,
-    WakeUp,
-    WatchCache,
-)
+from slipstream.engine.process.operation import Operation
+from slipstream.engine.process.operation_messages import Answered
 from slipstream.engine.process.pausing import GenerationPauses, aborted, requests_of
 from slipstream.engine.process.served_adapters import ServedAdapters
 from slipstream.engine.process.sleeping import Sleeper
@@ -86,11 +78,15 @@ class CoreProcess:
         self._owners: dict[str, int] = {}  # of requests that are not the parent's
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToChild)
-        self._core: EngineCore | None = None  # while it is awake
-        self._sleeper = Sleeper(self._send)
-        self._adapters = ServedAdapters(self._send)
-        self._pauses = GenerationPauses(self._send, self._send_all, self._deliver)
-        self._cache_watchers = CacheWatchers(self._send)
+        self.core: EngineCore | None = None  # while it is awake
+        self._sleeper = Sleeper(self.send)
+        self._adapters = ServedAdapters(self.send)
+        self._pauses = GenerationPauses(self.send, self.send_all, self._deliver)
+        self.cache_watchers = CacheWatchers(self.send)
+        self._operations: tuple[Operation, ...] = (
+            *(self._sleeper, self._adapters),
+            *(self._pauses, self.cache_watchers),
+        )
         # blocks go on to the tiers below the device's cache while there are no requests
         self._tending = False
         self._last_report = time.monotonic()
@@ -116,33 +112,33 @@ class CoreProcess:
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
             from slipstream.engine.asleep import build_core
 
-            self._core = build_core(start.args, progress=lambda phase: self._send(Phase(phase)))
-            if (lora := self._core.config.lora) is not None:
+            self.core = build_core(start.args, progress=lambda phase: self.send(Phase(phase)))
+            if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
-            self._send(Phase("graphs"))
+            self.send(Phase("graphs"))
             self._prepare()
             while self._serve() and self._sleep(start.args):
                 pass
             return 0
         except Exception as error:
             failed = Failed.of(error)
-            self._send(failed)
+            self.send(failed)
             if failed.field is None and not isinstance(error, SlipstreamError):
                 import traceback
 
                 traceback.print_exc()
             return 1
         finally:
-            if self._core is not None:
-                self._core.shutdown()
+            if self.core is not None:
+                self.core.shutdown()
             self._context.destroy()
 
     @property
     def _running(self) -> EngineCore:
         """The core, which does not sleep now."""
-        if self._core is None:
+        if self.core is None:
             raise EngineError("the engine core sleeps")
-        return self._core
+        return self.core
 
     def _prepare(self, *, soon: bool = False) -> None:
         """Prepare a new core for requests, then tell all clients that they may send some. `soon`: see `WakeUp`; this
@@ -151,14 +147,14 @@ class CoreProcess:
         if not soon:
             core.warm(WARM_S)
         executor = core.executor
-        self._ready = Ready(
+        self.ready = Ready(
             core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary
         )
-        self._ready.adapters = self._adapters.all
-        self._ready.weight_version = executor.weight_state.version
-        self._ready.processes = (os.getpid(), *executor.processes)
-        self._send_all(self._ready)
-        self._cache_watchers.begin(core)
+        self.ready.adapters = self._adapters.all
+        self.ready.weight_version = executor.weight_state.version
+        self.ready.processes = (os.getpid(), *executor.processes)
+        self.send_all(self.ready)
+        self.cache_watchers.begin(core)
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
@@ -179,8 +175,8 @@ class CoreProcess:
             worked = worked or core.has_work
             if core.has_work and (core.can_step or not core.is_paused):
                 self._deliver(core.step())
-                if self._cache_watchers:
-                    self._cache_watchers.tell(core)
+                if self.cache_watchers:
+                    self.cache_watchers.tell(core)
             if self._pauses.waits:
                 self._pauses.begin_if_idle(core)
             self._report()
@@ -189,18 +185,18 @@ class CoreProcess:
     def _sleep(self, args: EngineArgs) -> bool:
         """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
         sleeper, core = self._sleeper, self._running
-        self._core = None
+        self.core = None
         asleep, asked = sleeper.fall_asleep(core, args)
         del core  # only now can its memory be found unused
         asleep.free()
-        self._send_all(self._stats())
+        self.send_all(self._stats())
         for number, message in asked:
-            self._send(Answered(message.ticket), number)
+            self.send(Answered(message.ticket), number)
         while not sleeper.to_wake:
             if not self._take_messages():
                 return False
             self._report()
-        self._core = sleeper.wake(asleep)
+        self.core = sleeper.wake(asleep)
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
         sleeper.answer_woken()
         return True
@@ -215,7 +211,7 @@ class CoreProcess:
                 message = self._receive(number)
                 if isinstance(message, Stop):
                     return False
-                self._handle(message, number)
+                self.handle(message, number)
         return True
 
     def _report(self) -> None:
@@ -223,12 +219,12 @@ class CoreProcess:
         if self._adapters.changes:
             self._adapters.answer()
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:
-            self._send_all(self._stats())
+            self.send_all(self._stats())
             self._last_report = now
 
     def _stats(self, *, asked: bool = False) -> Stats:
         return Stats(
-            self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked
+            self.core.stats(experts=asked) if self.core else EngineStats(is_sleeping=True), asked
         )
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
@@ -241,12 +237,12 @@ class CoreProcess:
                 by_owner[find(output.request_id, PARENT)].append(output)
         for number, some in by_owner.items():
             if some:
-                self._send(Outputs.of(some), number)
+                self.send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
         """Milliseconds to wait for a message: 0 while steps can be made, else until the next
         wake-up or heartbeat."""
-        core = self._core
+        core = self.core
         sleeper = self._sleeper
         if sleeper.to_wake or (sleeper.to_sleep and core is not None and not core.has_work):
             return 0
@@ -259,8 +255,9 @@ class CoreProcess:
             return 100
         return max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
 
-    def _handle(self, message: ToChild, number: int) -> None:
-        core = self._core
+    def handle(self, message: ToChild, number: int) -> None:
+        """Do what a message of the client `number` asks."""
+        core = self.core
         if isinstance(message, Add | AddTexts | AddBeams):
             added = requests_of(message)
             if number != PARENT:
@@ -269,7 +266,7 @@ class CoreProcess:
                 self._pauses.queued.append((message, number))
                 return
             try:
-                awake = self._awake()
+                awake = self.awake()
                 if isinstance(message, Add):
                     awake.add(message.requests)
                 elif isinstance(message, AddBeams):
@@ -281,73 +278,44 @@ class CoreProcess:
                 if core is not None:
                     core.abort(ids)
                 self._forget(ids)
-                self._send(
+                self.send(
                     Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)),
                     number,
                 )
         elif isinstance(message, Abort):
             if core is not None:
                 self._deliver(core.abort(message.request_ids))
-                self._deliver(aborted(self._pauses.forget(set(message.request_ids))))
+                self._deliver(aborted(self._pauses.drop(set(message.request_ids))))
             self._forget(message.request_ids)
         elif isinstance(message, GetStats):
-            self._send(self._stats(asked=True), number)
-        elif isinstance(message, Sleep):
-            self._sleeper.take_sleep(core, message, number)
-        elif isinstance(message, WakeUp):
-            self._sleeper.take_wake_up(core, message, number)
-        elif isinstance(message, LoadAdapter | UnloadAdapter):
-            try:
-                changed = self._adapters.change(self._awake(), message)
-                self._ready.adapters = changed.adapters
-                self._send_all(changed)
-                self._adapters.answer_later(message.ticket, number)
-            except SlipstreamError as error:
-                self._send(
-                    Answered(message.ticket, error.message, type(error).__name__, error.field),
-                    number,
-                )
-        elif isinstance(message, OfWeights):
-            self._change_weights(message, number)
-        elif isinstance(message, KnowAdapters):
-            self._adapters.know(number, message.version)
-        elif isinstance(message, WatchCache):
-            self._cache_watchers.watch(core, number, on=message.on)
+            self.send(self._stats(asked=True), number)
         elif isinstance(message, Attach):
             self._connect(message.number, f"ipc://{message.path}")
-            self._send(self._ready, message.number)
-            self._send(self._stats(), message.number)
+            self.send(self.ready, message.number)
+            self.send(self._stats(), message.number)
         elif isinstance(message, Detach) and message.number in self._sockets:
             socket = self._sockets.pop(message.number)
-            self._cache_watchers.forget(message.number)
-            self._adapters.forget(message.number)
+            for operation in self._operations:
+                operation.forget(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
             ids = [name for name, owner in self._owners.items() if owner == message.number]
             if core is not None:
                 core.abort(ids)
-            self._pauses.forget(set(), message.number)
             self._forget(ids)
+        elif not isinstance(message, Start | Stop | Detach):
+            operation = next(x for x in self._operations if isinstance(message, x.takes))
+            try:
+                operation.handle(self, message, number)
+            except SlipstreamError as error:
+                ticket, kind = message.ticket, type(error).__name__  # type: ignore[union-attr]  # of questions
+                self.send(Answered(ticket, error.message, kind, error.field), number)
 
-    def _change_weights(self, message: OfWeights, number: int) -> None:
-        try:
-            core = self._awake()
-        except SlipstreamError as error:
-            told = Answered(message.ticket, error.message, type(error).__name__, error.field)
-            self._send(told, number)
-            return
-        version = self._ready.weight_version
-        for queued, owner in self._pauses.handle(core, message, number):
-            self._handle(queued, owner)
-        self._ready.weight_version = core.executor.weight_state.version
-        if version != self._ready.weight_version:
-            self._cache_watchers.begin(core)  # prefixes begin with another key
-
-    def _awake(self) -> EngineCore:
+    def awake(self) -> EngineCore:
         """The core, if it takes requests. EngineAsleepError otherwise."""
-        if self._core is None or self._sleeper.to_sleep:
+        if self.core is None or self._sleeper.to_sleep:
             raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
-        return self._core
+        return self.core
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -357,13 +325,13 @@ class CoreProcess:
         message: ToChild = self._decoder.decode(self._sockets[number].recv())
         return message
 
-    def _send(self, message: ToParent, number: int = PARENT) -> None:
+    def send(self, message: ToParent, number: int = PARENT) -> None:
         """A queue has no bound. What is sent to one who has died is lost: a Detach is on its way."""
         if number not in self._sockets:
             return  # detached meanwhile
         with contextlib.suppress(self._zmq.Again):
             self._sockets[number].send(self._encoder.encode(message), self._zmq.NOBLOCK)
 
-    def _send_all(self, message: ToParent) -> None:
+    def send_all(self, message: ToParent) -> None:
         for number in self._sockets:
-            self._send(message, number)
+            self.send(message, number)

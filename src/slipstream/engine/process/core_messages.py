@@ -8,25 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from slipstream.config import EngineArgs
-from slipstream.engine.process.operation_messages import (
-    AdaptersChanged,
-    Answered,
-    CacheEvents,
-    ChangeWeights,
-    FinishWeights,
-    FlushCache,
-    GetWeights,
-    KnowAdapters,
-    LoadAdapter,
-    PauseGeneration,
-    ResumeGeneration,
-    Sleep,
-    UnloadAdapter,
-    WakeUp,
-    WatchCache,
-    WeightsAnswered,
-    WeightsChanged,
-)
+from slipstream.engine.process.operation_messages import KnowAdapters, OperationNews, Question
 from slipstream.messages.beams import BeamsOutput, BeamsRequest
 from slipstream.messages.outputs import EngineOutput, TokenOutput
 from slipstream.messages.requests import EngineRequest
@@ -79,16 +61,18 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
-OfWeights: TypeAlias = (
-    ChangeWeights | FinishWeights | GetWeights | PauseGeneration | ResumeGeneration | FlushCache
-)
-_Question: TypeAlias = (
-    GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | OfWeights
-)
-
-
 ToChild: TypeAlias = (
-    Start | Add | AddTexts | AddBeams | Abort | _Question | KnowAdapters | Attach | Detach | Stop
+    Start
+    | Add
+    | AddTexts
+    | AddBeams
+    | Abort
+    | GetStats
+    | Question
+    | KnowAdapters
+    | Attach
+    | Detach
+    | Stop
 )
 
 
@@ -155,16 +139,4 @@ class Stats(msgspec.Struct, tag=True):
     asked: bool  # the answer to a GetStats; else a heartbeat
 
 
-ToParent: TypeAlias = (
-    Phase
-    | Ready
-    | Outputs
-    | Rejected
-    | Stats
-    | Answered
-    | AdaptersChanged
-    | WeightsAnswered
-    | WeightsChanged
-    | CacheEvents
-    | Failed
-)
+ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | OperationNews | Failed

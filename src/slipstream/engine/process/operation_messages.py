@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from slipstream.messages.weight_ops import WeightsOp
@@ -130,3 +132,13 @@ class CacheEvents(msgspec.Struct, tag=True):
     removed: bytes = b""
     whole: bool = False
     has_states: bool = False
+
+
+OfWeights: TypeAlias = (
+    ChangeWeights | FinishWeights | GetWeights | PauseGeneration | ResumeGeneration | FlushCache
+)
+Question: TypeAlias = Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | OfWeights
+OperationNews: TypeAlias = (
+    Answered | AdaptersChanged | WeightsAnswered | WeightsChanged | CacheEvents
+)
+"""Messages to front ends about operations."""

@@ -11,27 +11,29 @@ No stream is lost by `keep`, `retract` and `wait`: front ends and clients hear n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from slipstream.engine.live_weights import weights_of
 from slipstream.engine.process.core_messages import (
     Add,
     AddBeams,
     AddTexts,
-    OfWeights,
     ToParent,
 )
+from slipstream.engine.process.operation import Operation
 from slipstream.engine.process.operation_messages import (
     Answered,
     ChangeWeights,
     FinishWeights,
     FlushCache,
     GetWeights,
+    OfWeights,
     PauseGeneration,
     ResumeGeneration,
     WeightsAnswered,
     WeightsChanged,
 )
-from slipstream.errors import RequestError, SlipstreamError
+from slipstream.errors import RequestError
 from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, TokenOutput
@@ -40,16 +42,19 @@ from slipstream.messages.texts import TextsRequest
 
 if TYPE_CHECKING:
     from slipstream.engine.engine_core import EngineCore
+    from slipstream.engine.process.core_loop import CoreProcess
 
 Adds = Add | AddTexts | AddBeams
 
 
-class GenerationPauses:
+class GenerationPauses(Operation):
     """Questions of front ends about pauses and weights.
 
     `send` sends a message to the front end of a number, `send_all` to all, and `deliver` sends
     outputs to whom they belong.
     """
+
+    takes = get_args(OfWeights)
 
     def __init__(
         self,
@@ -68,7 +73,10 @@ class GenerationPauses:
         """Whether a pause begins as soon as there is no request."""
         return bool(self._waiting)
 
-    def forget(self, request_ids: set[str], number: int | None = None) -> list[str]:
+    def forget(self, number: int) -> None:
+        self.drop(set(), number)
+
+    def drop(self, request_ids: set[str], number: int | None = None) -> list[str]:
         """Drop queued requests, by id or of a front end that is gone. Returns their ids."""
         kept, dropped = [], []
         for message, owner in self.queued:
@@ -86,16 +94,17 @@ class GenerationPauses:
             for number, ticket in asked:
                 self._answer(core, number, ticket)
 
-    def handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
-        """Do what a message asks, and answer it. Returns queued requests that may run now."""
-        try:
-            return self._handle(core, message, number)
-        except SlipstreamError as error:
-            told = Answered(message.ticket, error.message, type(error).__name__, error.field)
-            self._send(told, number)
-            return []
+    def handle(self, process: CoreProcess, message: OfWeights, number: int) -> None:
+        core, ready = process.awake(), process.ready
+        before = ready.weight_version
+        for queued, owner in self._handle(core, message, number):
+            process.handle(queued, owner)
+        ready.weight_version = core.executor.weight_state.version
+        if ready.weight_version != before:
+            process.cache_watchers.begin(core)  # prefixes begin with another key
 
     def _handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
+        """Do what a message asks, and answer it. Returns queued requests that may run now."""
         freed: list[tuple[Adds, int]] = []
         checksums = False
         if isinstance(message, PauseGeneration):
@@ -112,10 +121,10 @@ class GenerationPauses:
                 raise RequestError("requests run; pause with mode=abort or mode=wait first")
             core.scheduler.reset_prefix_cache()
         elif isinstance(message, FinishWeights):
-            core.write_weights(message.version, self._deliver)
-            self._send_all(WeightsChanged(core.weights.version))
+            weights_of(core).finish(core, message.version, self._deliver)
+            self._send_all(WeightsChanged(weights_of(core).version))
         elif isinstance(message, ChangeWeights):
-            core.weights.change(message.op)
+            weights_of(core).change(message.op)
         elif isinstance(message, GetWeights):
             checksums = message.checksums
         self._answer(core, number, message.ticket, checksums=checksums)
@@ -131,18 +140,18 @@ class GenerationPauses:
             self.begin_if_idle(core)
             return True
         if mode != "keep":
-            core.weights  # noqa: B018  (only models that generate text have the other modes)
+            weights_of(core)  # only models that generate text have the other modes
         self._deliver(core.pause())
         if mode == "abort":
-            self._deliver(core.abort_all())
+            self._deliver(weights_of(core).abort_all(core))
         elif mode == "retract":
-            core.retract_all()
+            weights_of(core).retract_all()
         return False
 
     def _answer(
         self, core: EngineCore, number: int, ticket: int, *, checksums: bool = False
     ) -> None:
-        info = core.weights.info(checksums=checksums, is_paused=core.is_paused)
+        info = weights_of(core).info(checksums=checksums, is_paused=core.is_paused)
         self._send(WeightsAnswered(info, ticket), number)
 
 

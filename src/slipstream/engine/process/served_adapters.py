@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.engine.process.core_messages import ToParent
+from slipstream.engine.process.operation import Operation
 from slipstream.engine.process.operation_messages import (
     AdaptersChanged,
     Answered,
+    KnowAdapters,
     LoadAdapter,
     UnloadAdapter,
 )
@@ -19,6 +21,7 @@ from slipstream.params.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from slipstream.engine.engine_core import EngineCore
+    from slipstream.engine.process.core_loop import CoreProcess
 
 KNOW_S = 10.0
 """Seconds that a front end has to say that it knows of a change."""
@@ -35,8 +38,10 @@ class _Change:
     until: float
 
 
-class ServedAdapters:
+class ServedAdapters(Operation):
     """Adapters by name. `send` sends a message to the front end of a number."""
+
+    takes = (LoadAdapter, UnloadAdapter, KnowAdapters)
 
     def __init__(self, send: Callable[[ToParent, int], None]) -> None:
         self._send = send
@@ -54,6 +59,20 @@ class ServedAdapters:
         """Serve the adapters that the core has loaded at its start."""
         self._by_name = {request.name: request for request in requests}
         self._last_id = len(self._by_name)
+
+    def handle(
+        self,
+        process: CoreProcess,
+        message: LoadAdapter | UnloadAdapter | KnowAdapters,
+        number: int,
+    ) -> None:
+        if isinstance(message, KnowAdapters):
+            self.know(number, message.version)
+            return
+        changed = self.change(process.awake(), message)
+        process.ready.adapters = changed.adapters
+        process.send_all(changed)
+        self.answer_later(message.ticket, number)
 
     def change(self, core: EngineCore, message: LoadAdapter | UnloadAdapter) -> AdaptersChanged:
         """Load or unload an adapter. Returns what all front ends are to know. AdapterError names what is wrong."""
@@ -89,7 +108,6 @@ class ServedAdapters:
         self._note(number, version)
 
     def forget(self, number: int) -> None:
-        """Expect nothing of a front end that has gone."""
         self._serving.discard(number)
         self._note(number, self._version)
 

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import EngineArgs
 from slipstream.engine.process.core_messages import ToParent
+from slipstream.engine.process.operation import Operation
 from slipstream.engine.process.operation_messages import Answered, Sleep, WakeUp
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.engine.asleep import Asleep
     from slipstream.engine.engine_core import EngineCore
+    from slipstream.engine.process.core_loop import CoreProcess
 
 
-class Sleeper:
+class Sleeper(Operation):
     """Questions of front ends about sleep. `send` sends a message to the front end of a number."""
+
+    takes = (Sleep, WakeUp)
 
     def __init__(self, send: Callable[[ToParent, int], None]) -> None:
         self._send = send
@@ -46,23 +50,26 @@ class Sleeper:
         for number, question in woken:
             self._send(Answered(question.ticket), number)
 
-    def take_sleep(self, core: EngineCore | None, message: Sleep, number: int) -> None:
+    def handle(self, process: CoreProcess, message: Sleep | WakeUp, number: int) -> None:
+        if isinstance(message, Sleep):
+            self._take_sleep(process.core, message, number)
+        else:
+            self._take_wake_up(process.core, message, number)
+
+    def _take_sleep(self, core: EngineCore | None, message: Sleep, number: int) -> None:
         from slipstream.engine.asleep import Asleep
 
-        try:
-            if core is not None:
-                Asleep.check(core, message.level)
-                self.to_sleep.append((number, message))
-            elif self.asleep is not None and message.level > self.asleep.level:
-                raise RequestError(
-                    f"it sleeps at level {self.asleep.level}; wake it up first", field="level"
-                )
-            else:
-                self._send(Answered(message.ticket), number)
-        except RequestError as error:
-            self._send(Answered(message.ticket, error.message, field=error.field), number)
+        if core is not None:
+            Asleep.check(core, message.level)
+            self.to_sleep.append((number, message))
+        elif self.asleep is not None and message.level > self.asleep.level:
+            raise RequestError(
+                f"it sleeps at level {self.asleep.level}; wake it up first", field="level"
+            )
+        else:
+            self._send(Answered(message.ticket), number)
 
-    def take_wake_up(self, core: EngineCore | None, message: WakeUp, number: int) -> None:
+    def _take_wake_up(self, core: EngineCore | None, message: WakeUp, number: int) -> None:
         for other, sleep in self.to_sleep:
             self._send(Answered(sleep.ticket, "it was woken before it slept"), other)
         self.to_sleep.clear()

@@ -30,7 +30,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from slipstream.engine.output import extend, extend_runs, mean_logprob
+from slipstream.engine.output import extend, extend_runs
+from slipstream.engine.requests.best_of import mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.params.options import RequestOptions, Share

@@ -14,7 +14,6 @@ from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainF
 from slipstream.worker.forward.state_cache import StateCache
 from slipstream.worker.inputs.input_batch import SampledRows
 from slipstream.worker.inputs.rows import RowTable
-from slipstream.worker.sampling.asked import wanted_logprobs
 from slipstream.worker.sampling.constrained import mask_bits
 from slipstream.worker.sampling.draws import DrawnTokens
 from slipstream.worker.sampling.sampler import sampling_tensors
@@ -66,7 +65,7 @@ class ProgramForward(PlainForward):
         ):
             return super().run(batch)
         params = sampling_tensors(table, given.sampled) if table.wanted("draw", names) else None
-        which, counts = wanted_logprobs(table, given.sampled)
+        which, counts = given.sampled.wanted_logprobs(table)
         beyond = Beyond(None, which, max(counts)) if which else None
         begun = self.program.begin(given.token_ids, batch.kv, given.meta, params, beyond)
         if begun is None:
@@ -111,7 +110,7 @@ class ProgramForward(PlainForward):
     ) -> DrawnTokens | None:
         if not self.program.writes_no_logits or table.changes_logits(sampled.names):
             return None
-        which, counts = wanted_logprobs(table, sampled)
+        which, counts = sampled.wanted_logprobs(table)
         bits = None if mask is None or not mask.positions else mask_bits(mask)
         beyond = Beyond(bits, which, max(counts, default=0))
         tokens, packed = self.program.drawn(hidden, sampling_tensors(table, sampled), beyond)

@@ -50,6 +50,14 @@ class SampledRows:
         counts = tuple([s.num_sampled for s in self.requests])
         return None if len(counts) == len(self.rows) else counts
 
+    def wanted_logprobs(self, table: RowTable) -> tuple[list[int], list[int]]:
+        """Indices of tokens with log-probabilities, and the number of alternatives that each wants."""
+        if not table.wanted("logprobs", self.names):
+            return [], []
+        wanted = [table.rows[i].sampling.logprobs for i in self.request_ids]
+        which = [i for i, k in enumerate(wanted) if k is not None]
+        return which, [wanted[i] or 0 for i in which]
+
 
 NO_ROWS: Any = np.empty(0, np.int64)
 NOTHING_SAMPLED = SampledRows(requests=(), rows=NO_ROWS, positions=NO_ROWS)

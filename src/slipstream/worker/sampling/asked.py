@@ -1,4 +1,4 @@
-"""Log-probabilities and vectors, which requests ask for besides tokens. No torch."""
+"""Log-probabilities of prompts, and vectors, which requests ask for besides tokens. No torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.messages.logprobs import PromptLogprobs, TokenLogprobs, as_logprobs
 from slipstream.messages.steps import ScheduledRequest, StepPlan
-from slipstream.worker.inputs.input_batch import SampledRows
 from slipstream.worker.inputs.rows import Row, RowTable
 
 if TYPE_CHECKING:
     from slipstream.worker.sampling.draws import Sampler
-
-
-def wanted_logprobs(rows: RowTable, sampled: SampledRows) -> tuple[list[int], list[int]]:
-    """Indices of tokens with log-probabilities, and the number of alternatives that each wants."""
-    if not rows.wanted("logprobs", sampled.names):
-        return [], []
-    wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
-    which = [i for i, k in enumerate(wanted) if k is not None]
-    return which, [wanted[i] or 0 for i in which]
 
 
 def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], list[int]]:

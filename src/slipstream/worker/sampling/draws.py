@@ -16,7 +16,6 @@ from slipstream.kernels.metadata import SamplingTensors
 from slipstream.messages.steps import Extra, TokenMask
 from slipstream.worker.inputs.input_batch import SampledRows
 from slipstream.worker.inputs.rows import RowTable
-from slipstream.worker.sampling.asked import wanted_logprobs
 from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.sampling.sampler_chain import draw_chained, places
 
@@ -64,7 +63,7 @@ def draw(
     `params` are the `sampling_tensors`, if already computed.
     """
     params = params or sampling_tensors(rows, sampled)
-    which, counts = wanted_logprobs(rows, sampled) if rows.wanting["logprobs"] else ([], [])
+    which, counts = sampled.wanted_logprobs(rows)
     kept: Any = None
     index: Any = slice(None)
     if which:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,9 @@ from slipstream.messages.stats import CanaryResult
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.forward.table import ForwardTable
+
+if TYPE_CHECKING:
+    from slipstream.worker.local_executor import LocalExecutor
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -184,6 +188,23 @@ def refuse_bad(result: CanaryResult, wanted: str) -> None:
         raise ModelError(
             f"{result.describe()}; use other kernels or another kv_cache_dtype, or set canary='warn'"
         )
+
+
+def check_start(executor: LocalExecutor, wanted: str) -> CanaryResult | None:
+    """Run the checkpoint's canary, if it has one, and count the seconds among the start's phases."""
+    begin, runner, model = time.perf_counter(), executor.runner, executor.config.model
+    if wanted == "off" or model.load_format == "dummy":
+        return None
+    canary = canary_of(executor.description, wanted)
+    if canary is None:
+        return None
+    result = run_canary(runner.forwards, runner.kv, canary, context=model.max_model_len)
+    runner.reset_expert_load()
+    executor.phases["canary"] = time.perf_counter() - begin
+    if not runner.model.spec.has_last:
+        return None  # the last stage knows the result
+    refuse_bad(result, wanted)
+    return result
 
 
 def log_no_canary(model: Path, kind: str) -> None:

@@ -1,0 +1,34 @@
+"""A scheduler's part in a change of the weights. No step may be in flight."""
+
+from __future__ import annotations
+
+from slipstream.core.request import Status
+from slipstream.core.scheduler import Scheduler
+
+
+def use_weights(scheduler: Scheduler, identity: str) -> None:
+    """Let no request find prefixes that other weights computed.
+
+    Running requests go on with the blocks they have. Nobody finds these, nor what follows them,
+    for their keys continue the old root. Waiting requests compute their tokens anew.
+    """
+    if not scheduler.has_requests:
+        scheduler.reset_prefix_cache()
+    requests = scheduler.requests
+    for kv in scheduler.kvs:
+        kv.use_weights(identity)
+        while requests.drop_waiting_blocks(kv):
+            pass
+    for request in requests.by_id.values():
+        # a fork's blocks are its parent's
+        if request.status in (Status.WAITING, Status.LOADING):
+            request.root_key = request.kv.root_key(request.spec.cache_salt, "")
+            request.block_keys, request.looked_up = [], False
+    for part in scheduler.participants:
+        part.use_weights()
+
+
+def retract_all(scheduler: Scheduler) -> None:
+    """Preempt all running requests. They compute their tokens again."""
+    for request in reversed(scheduler.requests.running.copy()):
+        scheduler.requests.preempt(request)

@@ -1,0 +1,42 @@
+"""Requests whose masks are late: what the newest step samples for them is thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from slipstream.core.request import Status
+from slipstream.messages.steps import ScheduledRequest, StepPlan
+
+if TYPE_CHECKING:
+    from slipstream.core.scheduler import Scheduler
+
+
+def may_take_back(scheduler: Scheduler, share: ScheduledRequest) -> bool:
+    """Whether a request may compute the last token of its share of a step again. Not after a
+    prompt or guesses, nor where a step changes more than the cache's blocks."""
+    request = scheduler.requests.by_id.get(share.request_id)
+    return (
+        request is not None
+        and request.status is Status.RUNNING
+        and request.kv.may_rewind
+        and not scheduler.most_guesses
+        and not request.spec.sampling.by_chain
+        and share.num_tokens == share.num_sampled == 1
+        and share.num_computed_tokens >= request.num_prompt_tokens
+        # What ends a block is shared by then.
+        and all((share.num_computed_tokens + 1) % kv.block_size for kv in scheduler.kvs)
+    )
+
+
+def take_back(scheduler: Scheduler, plan: StepPlan, shares: Iterable[ScheduledRequest]) -> None:
+    """Throw away what the newest step samples for some requests, which `may_take_back`.
+
+    They are held until they are released, and compute their last token again then.
+    """
+    for share in shares:
+        request = scheduler.requests.by_id[share.request_id]
+        request.num_computed_tokens -= 1
+        request.num_pending -= 1
+        request.held = True
+        scheduler.in_flight.by_id[plan.step_id].dropped.add(request)
