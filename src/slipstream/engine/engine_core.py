@@ -294,5 +294,6 @@ class EngineCore:
             adapters=self.executor.adapter_stats(),
             waiting_adapters=self._waiting_adapters(),
             block_size=self.config.cache.block_size,
+            is_paused=self.is_paused,
             expert_balance=self.executor.expert_balance(),
         )

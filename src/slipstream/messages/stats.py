@@ -106,6 +106,7 @@ class EngineStats(SchedulerStats):
     uptime_s: float = 0.0
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
+    is_paused: bool = False  # until it is resumed, no step is made
     adapters: AdapterStats | None = None  # None: adapters are not enabled
     waiting_adapters: tuple[str, ...] = ()
     block_size: int = 0  # tokens of a KV block
