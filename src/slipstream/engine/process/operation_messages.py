@@ -141,15 +141,11 @@ class CacheEvents(msgspec.Struct, tag=True):
 
 
 OfWeights: TypeAlias = (
-    ChangeWeights
-    | FinishWeights
-    | GetWeights
-    | PauseGeneration
-    | ResumeGeneration
-    | FlushCache
-    | KnowVersions
+    ChangeWeights | FinishWeights | GetWeights | PauseGeneration | ResumeGeneration | FlushCache
 )
-Question: TypeAlias = Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | OfWeights
+Question: TypeAlias = (
+    Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | KnowVersions | OfWeights
+)
 OperationNews: TypeAlias = (
     Answered | AdaptersChanged | WeightsAnswered | WeightsChanged | CacheEvents
 )

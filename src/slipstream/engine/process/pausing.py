@@ -56,7 +56,7 @@ class GenerationPauses(Operation):
     outputs to whom they belong.
     """
 
-    takes = get_args(OfWeights)
+    takes = (*get_args(OfWeights), KnowVersions)
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class GenerationPauses(Operation):
             for number, ticket in asked:
                 self._answer(core, number, ticket)
 
-    def handle(self, process: CoreProcess, message: OfWeights, number: int) -> None:
+    def handle(self, process: CoreProcess, message: OfWeights | KnowVersions, number: int) -> None:
         if isinstance(message, KnowVersions):
             if process.core is not None:
                 process.core.executor.weight_state.lose(message.used)
