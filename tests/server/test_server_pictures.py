@@ -425,7 +425,10 @@ def test_slow_pictures_hold_up_neither_long_texts_nor_other_clients_pictures(hol
 
 
 def test_no_work_of_requests_shares_a_pool_with_slow_pictures():
-    """asyncio's default pool has a few threads for everybody. What is left there begins or ends a process, is made once, or is an admin's update of weights."""
+    """asyncio's default pool has a few threads for everybody.
+
+    What is left there begins or ends a process, is made once, or is an admin's update of weights.
+    """
     allowed = {"app.py", "run.py", "supervisor.py", "core_client.py", "async_llm.py", "members.py"}
     allowed |= {"on_ray.py", "head.py", "loop.py", "weight_operations.py"}
     sources = Path(slipstream.__file__).parent
