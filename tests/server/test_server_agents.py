@@ -397,13 +397,15 @@ def test_hundreds_of_tools_are_taken(http, model, path):
 
 
 def test_usage_says_what_was_read_from_the_cache_and_written_to_it(http):
-    for path, text in zip(list(ASKED)[:4], "abcd", strict=True):
-        body = json.loads(json.dumps(ASKED[path]).replace("hi", f"{text} " * 50))
-        if path == "/v1/messages":  # which counts what a body asks to be cached
+    for path in list(ASKED)[:4]:
+        body = json.loads(json.dumps(ASKED[path]).replace("hi", "a b " * 50))
+        body["cache_salt"] = f"written {path}"
+        if path == "/v1/messages":  # says what a breakpoint asked for
             body["cache_control"] = {"type": "ephemeral"}
         found = []
         for _ in range(2):
             answer = http.post(path, json={"model": "smollm2", **body}, headers=VERSION).json()
+            assert "usage" in answer, answer
             usage = answer["usage"]
             details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
             found.append(

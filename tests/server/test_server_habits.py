@@ -308,5 +308,6 @@ def test_the_root(serve):
         assert ('name="viewport"' in page.text, 'rel="icon"' in page.text) == (True, True)
         assert "/docs" in http.get("/").text
         assert http.head("/").status_code == 200
-    with serve(api_keys=("secret",)).http() as http:
-        assert http.get("/").status_code == 401
+    with serve(api_keys=("secret",)).http() as http:  # it needs no key, and tells strangers nothing
+        assert (http.get("/").status_code, "smollm2" in http.get("/").text) == (200, False)
+        assert http.get("/v1/models").status_code == 401

@@ -440,7 +440,9 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     def breakpoints(self) -> Breakpoints:
         """The breakpoints of tools, system prompt and messages, the order that Anthropic documents."""
         own = (
-            {} if self.cache_control is None else {"cache_control": Raw(encode(self.cache_control))}
+            {}
+            if self.cache_control is None
+            else {"cache_control": Raw(encode({"ttl": self.cache_control.ttl}))}
         )
         parts = [*(self.tools or ())]
         for content in (self.system, *(message.content for message in self.messages)):
