@@ -209,7 +209,7 @@ async def test_abort_ends_the_requests_that_a_wait_has_queued(engine):
     with pytest.raises(RequestError, match="resume it first"):
         await engine.sleep(1)
     await engine.pause_generation(mode="abort")
-    assert (await queued).outputs[0].finish_reason == "abort"
+    assert (await asyncio.wait_for(queued, 10)).outputs[0].finish_reason == "abort"
     assert (await waits).is_paused
     await stream.task
     await engine.resume_generation()
