@@ -220,6 +220,7 @@ async def test_a_pause_of_any_length_is_healthy(engine, monkeypatch):
     stream = Stream(engine)
     await stream.begun.wait()
     await engine.pause_generation(mode="keep")
+    await engine.stats()
     await asyncio.sleep(0.3)
     await engine.stats()
     assert engine.health().ok
