@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.program.programs import Beyond, RowDraws
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.program.programs import Beyond, LinearProgram, RowDraws
 from slipstream.kernels.cpu.sampling.row_sampler import RowSampler
 from slipstream.kernels.cpu.sampling.sampling import uniform
 from slipstream.kernels.cpu.thread_pool import ThreadPool
@@ -62,6 +63,31 @@ def test_draws_of_ten_thousand_rows_are_those_of_sorting(isa):
         if not may_draw(x, want, number, token)
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("isa", POOLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 33, 127, 513, 1000, 5003])
+def test_draws_within_a_product_are_those_after_it(isa, dtype, vocab):
+    rng, pool, count = np.random.default_rng(vocab), POOLS[isa], 67
+    made = torch.from_numpy(rng.standard_normal((vocab, 64)).astype(np.float32)).to(dtype)
+    weight = NativeOps(2, isa).quantize_weight(made, None)
+    x = rng.standard_normal((count, 64)).astype(np.float32)
+    x[1] = np.nan
+    x[2, 5] = np.inf
+    params = tensors([random_case(rng, vocab)[1] for _ in range(count)])
+    allowed = rng.random((2, 32 * -(-vocab // 32))) < 0.02
+    allowed[:, 0] = True
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    rows = np.arange(0, count, 2)
+    for masks in (None, (np.array([rows, rows % 2]), bits)):
+        beyond = Beyond(masks, range(3, count), min(3, vocab))
+        together, packed = RowDraws(pool, vocab, weight)(x, params, beyond)
+        logits = LinearProgram(pool, weight)(x)
+        after, expected = RowDraws(pool, vocab)(logits, params, beyond)
+        assert (together == after).all()
+        assert (packed[3:] == expected[3:]).all()  # the first three want none
+        assert ((together >= 0) & (together < vocab)).all()
 
 
 @pytest.mark.parametrize(
