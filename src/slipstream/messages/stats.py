@@ -106,6 +106,8 @@ class EngineStats(SchedulerStats):
     uptime_s: float = 0.0
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
+    is_paused: bool = False
+    weight_version: str = ""  # empty: these weights don't change in place
     adapters: AdapterStats | None = None  # None: adapters are not enabled
     waiting_adapters: tuple[str, ...] = ()
     block_size: int = 0  # tokens of a KV block
