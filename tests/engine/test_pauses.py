@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 import pytest_asyncio
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from slipstream import LLM, AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine.process.streams import collect
-from slipstream.errors import CheckpointError, RequestError
+from slipstream.errors import CheckpointError, EngineError, RequestError
 from tests import tiny_models
 
 SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=2048, num_threads=1)
@@ -176,3 +178,93 @@ async def test_errors_leave_the_engine_as_it_was(engine, folders):
     with pytest.raises(RequestError, match="requests run"):
         await engine.reset_prefix_cache()
     stream.task.cancel()
+
+
+async def test_a_pause_and_a_sleep_do_not_lock_each_other(engine):
+    stream = Stream(engine)
+    await stream.begun.wait()
+    await engine.pause_generation(mode="keep")
+    with pytest.raises(RequestError, match="resume it first"):
+        await engine.sleep(1)
+    assert (await engine.stats()).is_paused
+    await engine.resume_generation()
+    await engine.pause_generation(mode="abort")
+    await stream.task
+    await engine.sleep(1)
+    await engine.wake_up()
+    assert await engine.is_paused()  # it stays so
+    await engine.resume_generation()
+    await collect(engine.generate(PROMPT, SHORT))
+
+
+async def test_abort_ends_the_requests_that_a_wait_has_queued(engine):
+    stream = Stream(engine)
+    await stream.begun.wait()
+    waits = asyncio.create_task(engine.pause_generation(mode="wait"))
+    await asyncio.sleep(0)
+    queued = asyncio.create_task(collect(engine.generate(PROMPT, SHORT)))
+    async with asyncio.timeout(10):
+        while not (await engine.stats()).num_waiting:
+            await asyncio.sleep(0.01)
+    with pytest.raises(RequestError, match="resume it first"):
+        await engine.sleep(1)
+    await engine.pause_generation(mode="abort")
+    assert (await queued).outputs[0].finish_reason == "abort"
+    assert (await waits).is_paused
+    await stream.task
+    await engine.resume_generation()
+
+
+async def test_a_pause_of_any_length_is_healthy(engine, monkeypatch):
+    monkeypatch.setattr("slipstream.engine.process.core_operations.STALL_S", 0.2)
+    stream = Stream(engine)
+    await stream.begun.wait()
+    await engine.pause_generation(mode="keep")
+    await asyncio.sleep(0.3)
+    await engine.stats()
+    assert engine.health().ok
+    await engine.pause_generation(mode="abort")
+    await engine.resume_generation()
+    await stream.task
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+async def test_blocks_by_two_sets_of_weights_reach_no_tier(tmp_path, family):
+    """A stream that was paused with `keep` goes on by other weights. After a restart nobody finds what it computed."""
+    for seed, name in enumerate(("old", "new")):
+        tiny_models.write_with_tokenizer(
+            tmp_path / name, family, seed=seed, max_position_embeddings=2048
+        )
+    disk = dict(kv_disk_path=str(tmp_path / "disk"), kv_disk_bytes=2**28)
+    old, new = tmp_path / "old", tmp_path / "new"
+    engine = await AsyncLLM.start(EngineArgs(model=str(old), **SETTINGS, **disk))
+    stream = Stream(engine, sampling=SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    await stream.begun.wait()
+    await engine.pause_generation(mode="keep")
+    await asyncio.sleep(0.05)
+    done = len(stream.tokens)
+    await set_weights(engine, new)
+    await engine.resume_generation()
+    await stream.task
+    await engine.shutdown()
+    prompt = {"prompt_token_ids": PROMPT["prompt_token_ids"] + stream.tokens}
+    with LLM(str(old), **SETTINGS, **disk) as llm:
+        found = llm.generate(prompt, SHORT, progress=False)[0]
+    assert found.num_cached_tokens <= 70 + done
+    assert found.outputs[0].token_ids == answer_of(old, prompt, SHORT)
+
+
+async def test_a_core_that_starts_again_after_an_update_takes_no_request_until_another(folders):
+    old, new = folders
+    engine = await AsyncLLM.start(EngineArgs(model=str(old), **SETTINGS))
+    await set_weights(engine, new)
+    os.kill(engine.processes[0], signal.SIGKILL)
+    while engine.num_restarts == 0 or not engine.is_alive:
+        await asyncio.sleep(0.05)
+    assert "lost" in (await engine.weights()).broken
+    with pytest.raises(EngineError, match="lost"):
+        await collect(engine.generate(PROMPT, SHORT))
+    assert (await set_weights(engine, new)).weight_version == "2"  # "1" was used
+    again = await collect(engine.generate(PROMPT, SHORT))
+    assert again.outputs[0].weight_versions == [("2", 6)]
+    await engine.shutdown()

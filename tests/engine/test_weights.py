@@ -123,7 +123,10 @@ def test_a_folder_and_a_file_are_pieces(two, tmp_path):
         assert answer(llm).outputs[0].weight_versions == [("2", 8)]  # it kept them
         llm.sleep(2)
         llm.wake_up()
-        assert answer(llm).outputs[0].weight_versions == [("0", 8)]  # the checkpoint's again
+        with pytest.raises(EngineError, match="lost"):
+            answer(llm)
+        assert update(llm, tensors_of(new)).weight_version == "3"
+        assert answer(llm).outputs[0].token_ids == expected
 
 
 def test_whatever_is_wrong_before_the_write_leaves_the_old_weights(two, tmp_path):
@@ -236,6 +239,26 @@ def test_a_write_that_fails_halfway_takes_no_requests_until_a_whole_update(two, 
         update(llm, tensors_of(new))
         assert not llm.weights().broken
         assert answer(llm).outputs[0].token_ids == expected
+
+
+def test_an_interrupted_write_is_not_served(two, monkeypatch):
+    old, new = two()
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        write = refill.Refill.write
+
+        def interrupted(self):
+            write(self)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(refill.Refill, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                update(llm, tensors_of(new))
+        assert "KeyboardInterrupt" in llm.weights().broken
+        with pytest.raises(EngineError, match="failed while it was written"):
+            answer(llm)
+        update(llm, tensors_of(new))
+        assert answer(llm).outputs[0].weight_versions == [("1", 8)]
 
 
 def test_a_form_that_would_change_is_refused_before_anything_is_written(two):

@@ -9,8 +9,8 @@ from slipstream.core.scheduler import Scheduler
 def use_weights(scheduler: Scheduler, identity: str) -> None:
     """Let no request find prefixes that other weights computed.
 
-    Running requests go on with the blocks they have. Nobody finds these, nor what follows them,
-    for their keys continue the old root. Waiting requests compute their tokens anew.
+    Running requests go on with the blocks they have. What follows these is by both weights, and
+    is neither registered nor offered to a tier. Waiting requests compute their tokens anew.
     """
     if not scheduler.has_requests:
         scheduler.reset_prefix_cache()
@@ -20,10 +20,10 @@ def use_weights(scheduler: Scheduler, identity: str) -> None:
         while requests.drop_waiting_blocks(kv):
             pass
     for request in requests.by_id.values():
-        # a fork's blocks are its parent's
-        if request.status in (Status.WAITING, Status.LOADING):
-            request.root_key = request.kv.root_key(request.spec.cache_salt, "")
-            request.block_keys, request.looked_up = [], False
+        if request.status is Status.RUNNING:
+            request.is_mixed = True
+        elif request.status is not Status.FINISHED:
+            request.kv.begin_anew(request)
     for part in scheduler.participants:
         part.use_weights()
 

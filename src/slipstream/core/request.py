@@ -70,6 +70,8 @@ class Request:
     num_registered: int = 0  # leading blocks that were offered to the prefix cache
     looked_up: bool = False  # whether the tiers below the device were searched
     needs_copy: bool = False  # whether the next blocks to write may be shared
+    # weights changed since it began: its blocks belong to no one set of weights, so none is shared
+    is_mixed: bool = False
     # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
     lease: int = 0
     # guessed tokens after the last token; the next step verifies them
@@ -104,9 +106,14 @@ class Request:
         self.num_passed = [0] * num_groups
 
     def key_at(self, position: int, block_size: int) -> bytes | None:
-        """The key of the block that ends at `position`; None if none does, or its tokens are not known yet."""
+        """The key of the block that ends at `position`; None if none does, its tokens are not known yet, or
+        weights have changed since."""
         index, rest = divmod(position, block_size)
-        return None if rest or not 0 < index <= len(self.block_keys) else self.block_keys[index - 1]
+        return (
+            None
+            if self.is_mixed or rest or not 0 < index <= len(self.block_keys)
+            else self.block_keys[index - 1]
+        )
 
     def guess(self, tokens: Sequence[int]) -> None:
         """Set `tokens` as guesses after the last token.

@@ -44,6 +44,7 @@ class Asleep:
         core.flush()
         self._args, self.level, self._release = args, level, core.executor.release_unused
         self._known = core.executor.description
+        self._versions = core.executor.weight_state.used
         self._executor = core.executor.sleep(level)
 
     @staticmethod
@@ -61,9 +62,11 @@ class Asleep:
         collect_and_release(self._release)
 
     def wake(self) -> EngineCore:
-        """The core as it was, without requests and cached prefixes."""
+        """The core as it was, without requests and cached prefixes. If the weights were updated, level 2 has lost them."""
         if self._executor is None:
-            return core_of(build_executor(self._args, known=self._known), self._args)
+            executor = build_executor(self._args, known=self._known)
+            executor.weight_state.lose(self._versions)
+            return core_of(executor, self._args)
         return core_of(self._executor(), self._args)
 
 

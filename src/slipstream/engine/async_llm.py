@@ -287,6 +287,7 @@ class AsyncLLM(OtherRequests):
             self.core_ready(message)  # it woke up
         elif isinstance(message, WeightsChanged):
             self.weight_version = message.version
+            self.used_versions.add(message.version)
             self._output.use_version(message.version)
         else:
             if isinstance(message, Stats):
@@ -308,9 +309,9 @@ class AsyncLLM(OtherRequests):
 
     def _note_progress(self, stats: EngineStats) -> None:
         """Note the time of progress. Only steps count, since a stuck scheduler still answers and
-        sends heartbeats."""
+        sends heartbeats. A pause is meant to make none."""
         idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
-        if idle or stats.num_steps != self._num_steps:
+        if idle or stats.is_paused or stats.num_steps != self._num_steps:
             self._last_progress = self._last_heard
         self._num_steps, self.is_sleeping = stats.num_steps, stats.is_sleeping
 

@@ -54,10 +54,7 @@ class LiveWeights:
 
     def refuse(self) -> NoReturn:
         """Raise EngineError: the weights are `broken`, and no request may run."""
-        raise EngineError(
-            f"an update of the weights failed while it was written ({self.state.broken}); "
-            "update them again, or start the engine again"
-        )
+        raise EngineError(f"{self.state.broken}; update them again")
 
     def change(self, op: WeightsOp | GivenPiece) -> None:
         """Carry out a part of an update, or of its transport. Errors have changed nothing."""
@@ -98,12 +95,14 @@ class LiveWeights:
 
         RequestError or CheckpointError: it can't be written, and the old weights go on. EngineError: it failed halfway, and
         all requests have ended with that error."""
-        version, was_paused = self._prepare(version), core.is_paused
+        begin, was_paused = time.monotonic(), core.is_paused
+        version = self._prepare(version)
         deliver(core.pause())
         try:
             self._write(version)
-        except EngineError as error:
-            deliver(core.fail(error.message))
+            self._seconds = time.monotonic() - begin
+        except BaseException:
+            deliver(core.fail(self.state.broken))
             raise
         finally:
             if not was_paused:
@@ -113,19 +112,22 @@ class LiveWeights:
         """Write the prepared update. No step may be in flight. EngineError: it failed halfway."""
         from slipstream.messages.weight_ops import DropWeights, WriteWeights
 
-        begin, state = time.monotonic(), self.state
+        state, failed = self.state, "an update of the weights failed while it was written"
         self.is_updating = False
+        state.broken = f"{failed} (interrupted)"  # until all of it is done, also by a Ctrl-C
         try:
             sums = self._executor.change_weights(WriteWeights())
-        except Exception as error:
-            state.broken = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            state.broken = f"{failed} ({type(error).__name__}: {error})"
             self._executor.change_weights(DropWeights())
+            if not isinstance(error, Exception):
+                raise
             self.refuse()
         assert sums is not None
-        self._seconds = time.monotonic() - begin
-        state.version, state.checksum, state.broken = version, total_checksum(sums), ""
         state.used.add(version)
+        state.version, state.checksum = version, total_checksum(sums)
         use_weights(self._scheduler, self._identity)
+        state.broken = ""
 
     def abort_all(self, core: EngineCore) -> list[EngineOutput]:
         """End all requests of a paused core now, with the reason "abort"."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -28,7 +29,14 @@ class WeightState:
     version: str = FIRST_VERSION
     checksum: str = ""  # of all together; empty before the first update
     used: set[str] = field(default_factory=lambda: {FIRST_VERSION})
-    broken: str = ""  # why no request may run: an update was written in part
+    broken: str = ""  # why no request may run: an update was written in part, or lost
+
+    def lose(self, used: Iterable[str]) -> None:
+        """Note the versions that were used before these weights were read from the checkpoint. If there are others, no
+        request may run: the weights that were written are gone."""
+        self.used.update(used)
+        if len(self.used) > 1 and not self.checksum:
+            self.broken = "the weights that were written are lost, since the engine has read the checkpoint's again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,8 @@ class WeightsInfo:
     """Facts for a user about the weights that run.
 
     `checksums` are by parameter, as they lie in memory, if they were asked for; with several ranks
-    a name begins with the rank. `seconds` is what the last write took; no step ran meanwhile.
+    a name begins with the rank. `seconds` is what the last finish took, check and write; no step ran
+    meanwhile.
     """
 
     weight_version: str = FIRST_VERSION

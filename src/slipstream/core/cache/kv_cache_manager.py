@@ -240,6 +240,8 @@ class KVCacheManager:
             self.states.release(request)
             self._offer_states(self.states)
         self.drop_lease(request)
+        if request.is_mixed:
+            self.begin_anew(request)
 
     # --- A request's steps ----------------------------------------------------------------------------------------------
     #
@@ -362,6 +364,11 @@ class KVCacheManager:
         self._salt = f"{self._model}:{identity}"
         self._root_key = root_key(self._salt, "")
 
+    def begin_anew(self, request: Request) -> None:
+        """Let a request without blocks look for those of the weights that run."""
+        request.root_key = self.root_key(request.spec.cache_salt, "")
+        request.block_keys, request.looked_up, request.is_mixed = [], False, False
+
     def may_begin_cached(self, request: Request) -> bool:
         """True if the request may start with cached blocks."""
         return self.cache.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
@@ -414,7 +421,7 @@ class KVCacheManager:
         These are the full blocks whose tokens are all known and scheduled. The steps up to
         `step_id` write them.
         """
-        if not self.cache.enable_prefix_caching:
+        if not self.cache.enable_prefix_caching or request.is_mixed:
             return
         full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
         if full <= request.num_registered or request.status is not Status.RUNNING:

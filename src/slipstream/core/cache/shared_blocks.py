@@ -26,7 +26,8 @@ def share_prompt(kv: KVCacheManager, parent: Request, children: Sequence[Request
     ]
     for child in children:
         kv.adopt(child, tables)
-        child.root_key = parent.root_key  # weights may have changed since one of them was added
+        # weights may have changed since one of them was added
+        child.root_key, child.is_mixed = parent.root_key, parent.is_mixed
         child.num_computed_tokens = parent.num_prompt_tokens - 1
         child.num_registered = child.num_computed_tokens // kv.block_size
         child.needs_copy = parent.needs_copy = True
@@ -76,6 +77,7 @@ def take_over(kv: KVCacheManager, beam: Request, source: Request) -> list[TableU
     if kv.states is not None:
         kv.states.take_over(beam, source)
     beam.num_computed_tokens, beam.root_key = source.num_computed_tokens, source.root_key
+    beam.is_mixed = source.is_mixed
     if len(beam.block_keys) != min(whole, len(source.block_keys)):
         beam.block_keys = source.block_keys[:whole]
     beam.num_registered = min(source.num_registered, whole)

@@ -12,6 +12,7 @@ import gc
 import os
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -81,11 +82,11 @@ class CoreProcess:
         self.core: EngineCore | None = None  # while it is awake
         self._sleeper = Sleeper(self.send)
         self._adapters = ServedAdapters(self.send)
-        self._pauses = GenerationPauses(self.send, self.send_all, self._deliver)
+        self.pauses = GenerationPauses(self.send, self.send_all, self._deliver)
         self.cache_watchers = CacheWatchers(self.send)
         self._operations: tuple[Operation, ...] = (
             *(self._sleeper, self._adapters),
-            *(self._pauses, self.cache_watchers),
+            *(self.pauses, self.cache_watchers),
         )
         # blocks go on to the tiers below the device's cache while there are no requests
         self._tending = False
@@ -151,10 +152,15 @@ class CoreProcess:
             core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary
         )
         self.ready.adapters = self._adapters.all
-        self.ready.weight_version = executor.weight_state.version
+        self.note_version()
         self.ready.processes = (os.getpid(), *executor.processes)
         self.send_all(self.ready)
         self.cache_watchers.begin(core)
+
+    def note_version(self) -> None:
+        """Let front ends that attach know the weights that run, and which were used."""
+        state = self._running.executor.weight_state
+        self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
@@ -177,15 +183,15 @@ class CoreProcess:
                 self._deliver(core.step())
                 if self.cache_watchers:
                     self.cache_watchers.tell(core)
-            if self._pauses.waits:
-                self._pauses.begin_if_idle(core)
+            if self.pauses.waits:
+                self.pauses.begin_if_idle(core)
             self._report()
         return True
 
     def _sleep(self, args: EngineArgs) -> bool:
         """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
         sleeper, core = self._sleeper, self._running
-        self.core = None
+        was_paused, self.core = core.is_paused, None
         asleep, asked = sleeper.fall_asleep(core, args)
         del core  # only now can its memory be found unused
         asleep.free()
@@ -197,6 +203,8 @@ class CoreProcess:
                 return False
             self._report()
         self.core = sleeper.wake(asleep)
+        if was_paused:
+            self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
         sleeper.answer_woken()
         return True
@@ -223,9 +231,12 @@ class CoreProcess:
             self._last_report = now
 
     def _stats(self, *, asked: bool = False) -> Stats:
-        return Stats(
-            self.core.stats(experts=asked) if self.core else EngineStats(is_sleeping=True), asked
-        )
+        if self.core is None:
+            return Stats(EngineStats(is_sleeping=True), asked)
+        stats = self.core.stats(experts=asked)
+        if queued := self.pauses.num_queued:
+            stats = replace(stats, num_waiting=stats.num_waiting + queued)
+        return Stats(stats, asked)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Send each process what belongs to its requests."""
@@ -262,11 +273,11 @@ class CoreProcess:
             added = requests_of(message)
             if number != PARENT:
                 self._owners.update((request.request_id, number) for request in added)
-            if self._pauses.queues:
-                self._pauses.queued.append((message, number))
-                return
             try:
                 awake = self.awake()
+                if self.pauses.queues:
+                    self.pauses.queued.append((message, number))
+                    return
                 if isinstance(message, Add):
                     awake.add(message.requests)
                 elif isinstance(message, AddBeams):
@@ -285,7 +296,7 @@ class CoreProcess:
         elif isinstance(message, Abort):
             if core is not None:
                 self._deliver(core.abort(message.request_ids))
-                self._deliver(aborted(self._pauses.drop(set(message.request_ids))))
+                self._deliver(aborted(self.pauses.drop(set(message.request_ids))))
             self._forget(message.request_ids)
         elif isinstance(message, GetStats):
             self.send(self._stats(asked=True), number)

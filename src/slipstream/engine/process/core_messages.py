@@ -82,6 +82,7 @@ class Ready(Started, tag=True):
     adapters: list[LoRARequest] = msgspec.field(default_factory=list)
     processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
     weight_version: str = FIRST_VERSION
+    used_versions: list[str] = msgspec.field(default_factory=lambda: [FIRST_VERSION])
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):

@@ -17,6 +17,7 @@ from slipstream.engine.process.operation_messages import (
     Answered,
     CacheEvents,
     KnowAdapters,
+    KnowVersions,
     LoadAdapter,
     Sleep,
     UnloadAdapter,
@@ -58,6 +59,7 @@ class CoreOperations:
         self._processes: tuple[int, ...] = ()
         self._cache_watchers: list[Callable[[CacheEvents], None]] = []
         self.weight_version = FIRST_VERSION  # of the outputs that come now
+        self.used_versions = {FIRST_VERSION}  # also by cores that have died
 
     @property
     def num_requests(self) -> int:
@@ -169,6 +171,9 @@ class CoreOperations:
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
         self.weight_version = ready.weight_version
+        if self.used_versions.difference(ready.used_versions):
+            self._send(KnowVersions([*self.used_versions]))  # before any request
+        self.used_versions.update(ready.used_versions)
         self._send(KnowAdapters(0))
         if self._cache_watchers:
             self._watch_cache()

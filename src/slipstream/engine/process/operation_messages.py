@@ -97,6 +97,12 @@ class WeightsChanged(msgspec.Struct, tag=True):
     version: str
 
 
+class KnowVersions(msgspec.Struct, tag=True):
+    """Versions of weights that the front end has seen, of a core that was there before: they are lost."""
+
+    used: list[str]
+
+
 class WatchCache(msgspec.Struct, tag=True):
     """Tell which blocks the prefix cache holds, with CacheEvents: all of them now, changes after each step. Or no more."""
 
@@ -137,7 +143,9 @@ class CacheEvents(msgspec.Struct, tag=True):
 OfWeights: TypeAlias = (
     ChangeWeights | FinishWeights | GetWeights | PauseGeneration | ResumeGeneration | FlushCache
 )
-Question: TypeAlias = Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | OfWeights
+Question: TypeAlias = (
+    Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | KnowVersions | OfWeights
+)
 OperationNews: TypeAlias = (
     Answered | AdaptersChanged | WeightsAnswered | WeightsChanged | CacheEvents
 )

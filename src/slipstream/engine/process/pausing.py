@@ -18,6 +18,7 @@ from slipstream.engine.process.core_messages import (
     Add,
     AddBeams,
     AddTexts,
+    Rejected,
     ToParent,
 )
 from slipstream.engine.process.operation import Operation
@@ -27,6 +28,7 @@ from slipstream.engine.process.operation_messages import (
     FinishWeights,
     FlushCache,
     GetWeights,
+    KnowVersions,
     OfWeights,
     PauseGeneration,
     ResumeGeneration,
@@ -54,7 +56,7 @@ class GenerationPauses(Operation):
     outputs to whom they belong.
     """
 
-    takes = get_args(OfWeights)
+    takes = (*get_args(OfWeights), KnowVersions)
 
     def __init__(
         self,
@@ -86,6 +88,19 @@ class GenerationPauses(Operation):
         self.queued = kept
         return dropped
 
+    @property
+    def num_queued(self) -> int:
+        return sum(len(requests_of(message)) for message, _ in self.queued)
+
+    def _abort_queued(self) -> None:
+        queued, self.queued = self.queued, []
+        for message, owner in queued:
+            ids = [r.request_id for r in requests_of(message)]
+            if isinstance(message, Add):
+                self._deliver(aborted(ids))
+            else:
+                self._send(Rejected(ids, "EngineError", "generation was paused", None), owner)
+
     def begin_if_idle(self, core: EngineCore) -> None:
         """Begin the pause that waits for the last request, if it has ended."""
         if self._waiting and not core.has_work:
@@ -94,12 +109,17 @@ class GenerationPauses(Operation):
             for number, ticket in asked:
                 self._answer(core, number, ticket)
 
-    def handle(self, process: CoreProcess, message: OfWeights, number: int) -> None:
+    def handle(self, process: CoreProcess, message: OfWeights | KnowVersions, number: int) -> None:
+        if isinstance(message, KnowVersions):
+            if process.core is not None:
+                process.core.executor.weight_state.lose(message.used)
+                process.note_version()
+            return
         core, ready = process.awake(), process.ready
         before = ready.weight_version
         for queued, owner in self._handle(core, message, number):
             process.handle(queued, owner)
-        ready.weight_version = core.executor.weight_state.version
+        process.note_version()
         if ready.weight_version != before:
             process.cache_watchers.begin(core)  # prefixes begin with another key
 
@@ -146,6 +166,7 @@ class GenerationPauses(Operation):
         self._deliver(core.pause())
         if mode == "abort":
             self._deliver(weights_of(core).abort_all(core))
+            self._abort_queued()
         elif mode == "retract":
             weights_of(core).retract_all()
         return False

@@ -52,15 +52,21 @@ class Sleeper(Operation):
 
     def handle(self, process: CoreProcess, message: Sleep | WakeUp, number: int) -> None:
         if isinstance(message, Sleep):
-            self._take_sleep(process.core, message, number)
+            self._take_sleep(process, message, number)
         else:
             self._take_wake_up(process.core, message, number)
 
-    def _take_sleep(self, core: EngineCore | None, message: Sleep, number: int) -> None:
+    def _take_sleep(self, process: CoreProcess, message: Sleep, number: int) -> None:
         from slipstream.engine.asleep import Asleep
 
+        core = process.core
         if core is not None:
             Asleep.check(core, message.level)
+            pauses = process.pauses
+            if (core.is_paused or pauses.queues) and (core.has_work or pauses.queued):
+                raise RequestError(
+                    "generation is paused, so its requests don't end; resume it first, or pause with mode=abort"
+                )
             self.to_sleep.append((number, message))
         elif self.asleep is not None and message.level > self.asleep.level:
             raise RequestError(
