@@ -8,6 +8,7 @@
     ├── DownloadError          a model could not be fetched
     ├── BudgetError            a compression costs more than was allowed
     ├── RequestError           one request is wrong (an HTTP 400); the engine is unharmed
+    │   ├── ConflictError           it does not fit what is under way (an HTTP 409)
     │   ├── AdapterError            an adapter can't be loaded, or does not fit the model
     │   └── ContextLengthError      prompt and answer do not fit in the context
     └── EngineError            the engine cannot go on
@@ -68,6 +69,10 @@ class RequestError(SlipstreamError, ValueError):
     of several."""
 
     text: int | None = None
+
+
+class ConflictError(RequestError):
+    """A request that does not fit what is under way now: an update, a pause. It may fit later."""
 
 
 class AdapterError(RequestError):

@@ -101,6 +101,37 @@ def test_hints_of_routes(shared, method, path, status, hint):
         assert "POST" in answer.headers["allow"]
 
 
+def test_a_fleets_own_routes_are_in_no_hint():
+    from types import SimpleNamespace
+
+    from starlette.exceptions import HTTPException
+    from starlette.routing import Route
+
+    from slipstream.server.http.errors import _no_route
+
+    app = SimpleNamespace(routes=[Route("/fleet/resume", lambda request: None)])
+    request = SimpleNamespace(scope={"path": "/resume"}, app=app)
+    assert "fleet" not in _no_route(request, HTTPException(404)).message
+
+
+@pytest.mark.parametrize(
+    ("address", "warns"),
+    [
+        ("tcp://0.0.0.0:7788", True),
+        ("tcp://[::]:7788", True),
+        ("tcp://127.0.0.1:7788", False),
+        ("unix:here", False),
+        (None, False),
+    ],
+)
+def test_an_open_hand_over_is_warned_of(caplog, address, warns):
+    from slipstream.frontend.guard import warn_of_start
+    from slipstream.server.state import ServerSettings
+
+    warn_of_start(ServerSettings(), None, address)
+    assert ("kv_handover_address asks for no key" in caplog.text) == warns
+
+
 @pytest.mark.parametrize(
     ("field", "hint"), [("max_tokens", "max_output_tokens"), ("messages", "input")]
 )

@@ -186,7 +186,8 @@ def test_streams_tell_the_versions_in_their_last_event(http, folder):
             },
             "ipc_handles",
         ),
-        ("/finish_weight_update", {}, None),
+        ("/pause", {"mode": "sleep"}, "mode"),
+        ("/pause?mode=keep", {"mode": "keep"}, "mode"),
         ("/init_weights_update_group", {"master_address": "x", "master_port": 1}, None),
     ],
 )
@@ -196,3 +197,69 @@ def test_what_is_wrong_is_named_and_leaves_nothing_under_way(http, path, body, p
     if param is not None:
         assert error["param"] == param
     assert http.get("/weights").json() == before
+
+
+def test_a_pause_takes_its_mode_from_the_body_and_is_seen(http):
+    assert post(http, "/pause", {"mode": "keep"})["is_paused"]
+    assert 'slipstream:engine_paused{model_name="policy"} 1.0' in http.get("/metrics").text
+    version = http.get("/get_weight_version").json()["weight_version"]
+    assert f'weight_version_info{{model_name="policy",weight_version="{version}"}}' in (
+        http.get("/metrics").text
+    )
+    assert http.get("/status.json").json()["replicas"][0]["state"] == "paused"
+    post(http, "/resume")
+    assert http.get("/status.json").json()["replicas"][0]["state"] == "ready"
+    metrics = http.get("/metrics").text
+    assert 'route="/pause"' in metrics
+    assert 'route="/resume"' in metrics
+
+
+def test_unknown_parameters_of_the_query_are_named(http):
+    for path in ("/weights?checksum=true", "/is_paused?checksum=true"):
+        answer = http.get(path)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "checksum"
+
+
+def test_what_does_not_fit_what_is_under_way_is_a_conflict(http):
+    assert post(http, "/finish_weight_update", {}, 409)["error"]["code"] == "conflict"
+    post(http, "/start_weight_update")
+    assert post(http, "/start_weight_update", status=409)["error"]["code"] == "conflict"
+    post(http, "/abort_weight_update")
+
+
+def test_the_routes_are_described_where_they_are(server, http, shared):
+    from slipstream.server.http.record import ROUTES
+    from slipstream.server.operations.weights import WeightRoutes
+
+    routes = {r.path for r in WeightRoutes(server.state).routes()}
+    assert routes <= ROUTES
+    assert routes <= http.get("/openapi.json").json()["paths"].keys()
+    assert "/update_weights_from_disk" in http.get("/docs").text
+    with shared.http() as other:
+        assert not routes & other.get("/openapi.json").json()["paths"].keys()
+
+
+def test_nan_is_refused_before_anything_is_written(http, folder):
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "old" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, folder / "nan.safetensors")
+    before = http.get("/weights").json()
+    post(http, "/start_weight_update")
+    post(http, "/update_weights", {"update_info": {"path": "nan.safetensors"}})
+    error = post(http, "/finish_weight_update", status=400)["error"]
+    assert "not finite" in error["message"]
+    assert error["param"].startswith("layers.1.")
+    post(http, "/abort_weight_update")
+    assert http.get("/weights").json() == before
+
+
+@pytest.mark.parametrize("version", ["", "a\nb", "x" * 201])
+def test_versions_are_printable_and_short(http, version):
+    body = {"model_path": "old", "weight_version": version}
+    error = post(http, "/update_weights_from_disk", body, 400)["error"]
+    assert error["param"] == "weight_version"

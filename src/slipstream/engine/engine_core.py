@@ -291,9 +291,10 @@ class EngineCore:
             generation_tokens_total=self._generated_tokens + searched,
             uptime_s=now - self._started,
             expert_load=self.executor.expert_load() if experts else (),
+            is_paused=self.is_paused,
+            weight_version="" if self.weights is None else self.weights.version,
             adapters=self.executor.adapter_stats(),
             waiting_adapters=self._waiting_adapters(),
             block_size=self.config.cache.block_size,
-            is_paused=self.is_paused,
             expert_balance=self.executor.expert_balance(),
         )

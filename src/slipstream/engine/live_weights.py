@@ -74,12 +74,11 @@ class LiveWeights:
             version = next(
                 str(i) for i in range(len(used), 2 * len(used) + 1) if str(i) not in used
             )
-        if not version or len(version) > 100:
-            raise RequestError(
-                "weight_version must be a text of 1 to 100 characters", field="weight_version"
-            )
+        if not 0 < len(version) <= 200 or not version.isprintable():
+            message = "weight_version must be a text of 1 to 200 printable characters"
+            raise RequestError(message, field="weight_version")
         if version in used:
-            message = f"weight_version {version!r} was used for other weights; take a new one"
+            message = f"weight_version {version!r} was used before; take a new one"
             raise RequestError(message, field="weight_version")
         from slipstream.messages.weight_ops import CheckWeights
 

@@ -59,16 +59,27 @@ class Guarded:
         os._exit(1)  # the engine ends with us
 
 
-def warn_of_start(settings: ServerSettings, guarded: Guarded | None) -> None:
-    """Log that the server is open to all, and that it died before. After a death, wait."""
+def warn_of_start(
+    settings: ServerSettings, guarded: Guarded | None, kv_handover_address: str | None = None
+) -> None:
+    """Log that the server, or its cache, is open to all, and that it died before. After a death,
+    wait."""
     import logging
     import time
 
     logger = logging.getLogger("slipstream.server")
-    is_local = settings.host in ("127.0.0.1", "localhost", "::1")
+    local = ("127.0.0.1", "localhost", "::1", "[::1]")
+    is_local = settings.host in local
     if not (settings.api_keys or settings.keys_file or is_local):
         logger.warning(
             "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
+        )
+    kind, _, rest = (kv_handover_address or "").partition("://")
+    if kind == "tcp" and (host := rest.rpartition(":")[0]) not in local:
+        logger.warning(
+            "anyone who reaches %s can read blocks of prompts' cache (kv_handover_address asks for no key); "
+            "leave it within a network of your own, or take unix:NAME",
+            host,
         )
     if guarded is not None and guarded.num_deaths:
         logger.error(

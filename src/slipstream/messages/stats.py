@@ -107,6 +107,7 @@ class EngineStats(SchedulerStats):
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
     is_paused: bool = False  # until it is resumed, no step is made
+    weight_version: str = ""  # empty: these weights don't change in place
     adapters: AdapterStats | None = None  # None: adapters are not enabled
     waiting_adapters: tuple[str, ...] = ()
     block_size: int = 0  # tokens of a KV block

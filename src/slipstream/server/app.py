@@ -177,10 +177,12 @@ def observers(settings: ServerSettings, model: str) -> Observers:
 
 
 @cache
-def described(has_keys: bool, on_demand: bool) -> tuple[bytes, str]:
+def described(has_keys: bool, on_demand: bool, updates_weights: bool) -> tuple[bytes, str]:
     """The OpenAPI document as JSON and as a page. Made on the first request, because it takes as
     long as the rest of the start."""
-    document = openapi.document(__version__, has_keys=has_keys, on_demand=on_demand)
+    document = openapi.document(
+        __version__, has_keys=has_keys, on_demand=on_demand, updates_weights=updates_weights
+    )
     return msgspec.json.encode(document), docs_page.page(document)
 
 
@@ -218,16 +220,17 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
         )
     open_files(state)
     probes, has_keys = Probes(state), bool(state.keys)
+    options = has_keys, state.on_demand, settings.enable_weight_updates
 
     async def describe(request: Request) -> Response:
         return Response(
-            (await asyncio.to_thread(described, has_keys, state.on_demand))[0],
+            (await asyncio.to_thread(described, *options))[0],
             media_type="application/json",
         )
 
     async def docs(request: Request) -> Response:
         return Response(
-            (await asyncio.to_thread(described, has_keys, state.on_demand))[1],
+            (await asyncio.to_thread(described, *options))[1],
             media_type="text/html",
         )
 

@@ -368,7 +368,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
     Keyring(settings)  # an unreadable file is an error now
     check_adapters(args, settings)
     configure_logging(settings)
-    warn_of_start(settings, guarded)
+    warn_of_start(settings, guarded, getattr(args, "kv_handover_address", None))
     watch = make_watch(args) if args.detect else None
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):

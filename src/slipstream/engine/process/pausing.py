@@ -35,7 +35,7 @@ from slipstream.engine.process.operation_messages import (
     WeightsAnswered,
     WeightsChanged,
 )
-from slipstream.errors import RequestError
+from slipstream.errors import ConflictError
 from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import EngineOutput, TokenOutput
@@ -132,13 +132,15 @@ class GenerationPauses(Operation):
                 return []
         elif isinstance(message, ResumeGeneration):
             for other, ticket in self._waiting:
-                self._send(Answered(ticket, "it was resumed before it paused"), other)
+                self._send(
+                    Answered(ticket, "it was resumed before it paused", "ConflictError"), other
+                )
             self._waiting, self.queues = [], False
             core.resume()
             freed, self.queued = self.queued, []
         elif isinstance(message, FlushCache):
             if core.has_work:
-                raise RequestError("requests run; pause with mode=abort or mode=wait first")
+                raise ConflictError("requests run; pause with mode=abort or mode=wait first")
             core.scheduler.reset_prefix_cache()
         elif isinstance(message, FinishWeights):
             weights_of(core).finish(core, message.version, self._deliver)

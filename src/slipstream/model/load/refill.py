@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.weights.forms import Float4Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.pieces import load_ends, load_layer
-from slipstream.model.load.pulled import Weights
+from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.spec.scheme import Scheme
 
 ATOMS = (type(None), bool, int, float, str)
@@ -55,15 +57,15 @@ class Refill:
         self._max_model_len, self._scheme = max_model_len, scheme
 
     def check(self) -> None:
-        """Build every module. CheckpointError names a parameter whose form differs from what runs;
-        nothing is changed."""
-        for old, new in self._modules():
+        """Build every module. CheckpointError names a parameter whose form differs from what runs,
+        or that has numbers that are not finite; nothing is changed."""
+        for old, new in self._modules(_checked(self._weights)):
             _compare(dict(old), dict(new))
 
     def write(self) -> None:
         """Write the weights. `check` must have passed; after an error they are a mix."""
         written = set[int]()
-        for old, new in self._modules():
+        for old, new in self._modules(self._weights):
             running = dict(old)
             for name, value in new:
                 if is_data(value) and address(running[name]) not in written:
@@ -73,18 +75,18 @@ class Refill:
                     else:
                         running[name].copy_(value)
 
-    def _modules(self) -> Iterator[tuple[Iterator[tuple[str, Any]], Iterator[tuple[str, Any]]]]:
+    def _modules(
+        self, weights: Weights
+    ) -> Iterator[tuple[Iterator[tuple[str, Any]], Iterator[tuple[str, Any]]]]:
         """Yields the contents of each module, as it runs and as it would be."""
         old, ops, spec = self._decoder, self._decoder.ops, self._decoder.spec
         how = self._max_model_len, self._scheme, old.partition
-        new = load_ends(spec, self._weights, ops, *how)
+        new = load_ends(spec, weights, ops, *how)
         yield contents(vars(old)), contents(vars(new))
         del new
         tables = ops.position_tables(self._max_model_len, old.device)
         for i, layer in zip(spec.local_layers, old.layers, strict=True):
-            made = load_layer(
-                spec.layers[i], i, self._weights, ops, tables, self._scheme, old.partition
-            )
+            made = load_layer(spec.layers[i], i, weights, ops, tables, self._scheme, old.partition)
             yield contents(layer, f"layers.{i}."), contents(made, f"layers.{i}.")
             del made  # before the next is made
 
@@ -162,6 +164,44 @@ def address(value: Any) -> int:
     if getattr(value, "is_mkldnn", False):
         return id(value)
     return int(value.ctypes.data if isinstance(value, np.ndarray) else value.data_ptr())
+
+
+def _checked(weights: Weights) -> Weights:
+    """The same weights. One that has numbers that are not finite raises CheckpointError as it is
+    made: a trainer that diverged sends NaN, and every answer would be nonsense."""
+
+    def checked(values: Pulled[Any]) -> Pulled[Any]:
+        return Pulled({name: partial(make, values, name) for name in values})
+
+    def make(values: Pulled[Any], name: str) -> Any:
+        value = values[name]
+        for _, part in contents(value, name):
+            if is_data(part) and (count := not_finite(part)):
+                message = f"{name} has {count} numbers that are not finite (NaN or infinite)"
+                raise CheckpointError(f"{message}; nothing was written", field=name)
+        return value
+
+    return Weights(checked(weights.values), checked(weights.products))
+
+
+def not_finite(value: Any) -> int:
+    """The number of NaN and infinities. A sum tells that there are none in most cases, without
+    temporary memory; 8-bit floats are not looked at."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.name == "bfloat16":  # ml_dtypes', whose sums are slow
+            return int(np.count_nonzero((value.view(np.uint16) & 0x7F80) == 0x7F80))
+        if value.dtype.kind != "f":
+            return 0
+        with np.errstate(all="ignore"):
+            if np.isfinite(value.sum()):
+                return 0
+        return int(value.size - np.count_nonzero(np.isfinite(value)))
+    if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
+        return 0
+    value = value.to_dense() if value.is_mkldnn else value
+    if math.isfinite(float(value.sum())):
+        return 0
+    return int(value.numel() - int(value.isfinite().sum()))
 
 
 def _compare(old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ OpenAI's shape is {"error": {"message", "type", "param", "code"}}.
   400 invalid_request_error   `param` names the field; code context_length_exceeded: prompt too long
   401 invalid_request_error   code invalid_api_key
   404, 405, 408, 413          unknown route or model, wrong method, body too slow or too long
+  409 invalid_request_error   code conflict: an update or a pause that is under way
   429 rate_limit_error        the engine's queue or the server is full; see Retry-After
   503 service_unavailable     draining, or the engine process died or sleeps
   507 server_error            the disk is full; code disk_full
@@ -28,6 +29,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from slipstream.errors import (
+    ConflictError,
     ContextLengthError,
     EngineAsleepError,
     EngineDeadError,
@@ -151,6 +153,8 @@ def as_api_error(exc: Exception) -> ApiError:
             error = bad_request(exc.message, exc.field, "context_length_exceeded")
             error.lengths = exc.lengths
             return error
+        case ConflictError():
+            return ApiError(409, exc.message, param=exc.field, code="conflict")
         case RequestError():
             return bad_request(exc.message, exc.field)
         case EngineOverloadedError():
@@ -215,6 +219,7 @@ def _no_route(request: Request, exc: HTTPException) -> ApiError:
     if methods:
         return wrong_method(methods)
     known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
+    known = [name for name in known if not name.startswith("/fleet/")]  # a gateway's own
     asked = path.rstrip("/")[:100]
     # /v1 was left out, or is there twice
     twice = [name for name in known if name.startswith("/v1/") and asked.endswith(name)]

@@ -32,6 +32,7 @@ from slipstream.server.openai.protocol import (
     UnloadAdapterRequest,
 )
 from slipstream.server.openai.responses_body import ResponseInput, ResponsesRequest
+from slipstream.server.operations import weights
 from slipstream.server.operations.feedback import FeedbackRequest
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
@@ -198,9 +199,17 @@ _ON_DEMAND: dict[str, type[msgspec.Struct]] = dict.fromkeys(
 """Routes of a server of several models."""
 
 
-def document(version: str, *, has_keys: bool, on_demand: bool = False) -> dict[str, Any]:
-    """The OpenAPI document. `on_demand`: of a server of several models."""
+def document(
+    version: str, *, has_keys: bool, on_demand: bool = False, updates_weights: bool = False
+) -> dict[str, Any]:
+    """The OpenAPI document. `on_demand`: of a server of several models. `updates_weights`: it has
+    the routes of weights that change."""
     bodies = _BODIES | (_ON_DEMAND if on_demand else {})
+    gets, posts = _GETS, _POSTS
+    if updates_weights:
+        bodies = bodies | weights.BODIES
+        gets = gets | weights.GETS
+        posts = posts | {path: (text, {}) for path, text in weights.BODILESS.items()}
     (_, components) = msgspec.json.schema_components(
         bodies.values(), ref_template="#/components/schemas/{name}"
     )
@@ -222,7 +231,7 @@ def document(version: str, *, has_keys: bool, on_demand: bool = False) -> dict[s
         }
         verb = "delete" if path == "/api/delete" else "post"
         paths[path] = {verb: {"summary": kind.__doc__, **operation}}
-    for verb, found in (("get", _GETS), ("delete", _DELETES)):
+    for verb, found in (("get", gets), ("delete", _DELETES)):
         for path, summary in found.items():
             parameters = [_ID] if "{id}" in path else []
             paths.setdefault(path, {})[verb] = {
@@ -230,7 +239,7 @@ def document(version: str, *, has_keys: bool, on_demand: bool = False) -> dict[s
                 "parameters": parameters,
                 "responses": answers,
             }
-    for path, (summary, query) in _POSTS.items():
+    for path, (summary, query) in posts.items():
         parameters = [_ID] if "{id}" in path else []
         parameters += [
             {"name": n, "in": "query", "schema": {"type": "string", "enum": some}}

@@ -103,6 +103,23 @@ ROUTES = _QUIET | {
     "/version",
     "/fleet/events",
     "/fleet/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/abort_weight_update",
+    "/update_weights_from_disk",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/pause",
+    "/resume",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/is_paused",
+    "/get_weight_version",
+    "/weights",
 }
 PATTERNS = [
     (name, re.compile(name.replace("{id}", ".+")))

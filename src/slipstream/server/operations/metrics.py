@@ -106,6 +106,7 @@ _ENGINE_METRICS = (
     ),
     ("prefix_queries", "prefix_cache_queries", True, "Prompt tokens looked up in the prefix cache"),
     ("prefix_hits", "prefix_cache_hits", True, "Prompt tokens found in the prefix cache"),
+    ("is_paused", "engine_paused", False, "1 while generation is paused (POST /pause)"),
     ("num_steps", "engine_steps", True, "Steps that ended"),
     ("last_step_age_s", "engine_last_step_age_seconds", False, "Since the last step ended"),
     ("step_seconds_total", "engine_step_seconds", True, "Time of the steps"),
@@ -508,6 +509,12 @@ def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metr
         for model, stats in sized.items():
             cache.add_metric([model, str(stats.block_size), str(stats.num_blocks)], 1.0)
         yield cache
+    if versions := {m: stats.weight_version for m, stats in there.items() if stats.weight_version}:
+        text, labels = "The version of the weights that run", ["model_name", "weight_version"]
+        weights = GaugeMetricFamily(_PREFIX + "weight_version_info", text, labels=labels)
+        for model, weight_version in versions.items():
+            weights.add_metric([model, weight_version], 1.0)
+        yield weights
     if any(stats.adapters is not None for stats in there.values()):
         text = "Time of the scrape, with the adapters on the device and those that requests wait for (vLLM's labels)"
         labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]

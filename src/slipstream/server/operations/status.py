@@ -41,7 +41,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     """State of a replica. Totals count from its start; None: unknown."""
 
     name: str
-    state: str  # ready, draining, sleeping, down; a gateway's also starting
+    state: str  # ready, draining, sleeping, paused, down; a gateway's also starting
     num_running: int | None = None
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
@@ -130,6 +130,8 @@ async def server_status(state: ServerState) -> ServerStatus:
         doing = "sleeping"
     else:
         doing = "ready" if state.engine.health().ok else "down"
+        if doing == "ready" and stats is not None and stats.is_paused:
+            doing = "paused"
     canary = state.engine.canary
     more = {"canary_ok": None if canary is None else canary.ok}
     return ServerStatus(

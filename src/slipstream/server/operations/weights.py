@@ -8,6 +8,7 @@ Whoever uses them decides what every client is answered. So there are none witho
 from __future__ import annotations
 
 import binascii
+import logging
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
 from slipstream.server.state import ServerState, WeightsProtocol
 
+logger = logging.getLogger("slipstream.server")
+
 MODES = {
     "keep": "keep",
     "in_place": "keep",
@@ -38,24 +41,35 @@ MODES = {
 
 
 class InitWeightsBody(Struct, forbid_unknown_fields=True):
+    """POST /init_weight_transfer_engine: join the group in which a trainer broadcasts."""
+
     init_info: dict[str, Any] = {}
 
 
 class StartWeightsBody(Struct, forbid_unknown_fields=True):
+    """POST /start_weight_update: begin an update; the body may be left out."""
+
     update_info: dict[str, Any] = {}
     is_checkpoint_format: Literal[True] = True  # vLLM's; tensors always have a checkpoint's names
 
 
 class PieceOfWeightsBody(Struct, forbid_unknown_fields=True):
+    """POST /update_weights: a piece of the update."""
+
     update_info: dict[str, Any]
 
 
 class FinishWeightsBody(Struct, forbid_unknown_fields=True):
+    """POST /finish_weight_update: write the update; the body may be left out."""
+
     weight_version: str | None = None
 
 
 class FromDiskBody(Struct, forbid_unknown_fields=True):
-    """SGLang's. `flush_cache` says nothing: prefixes of old weights are never found."""
+    """POST /update_weights_from_disk: a whole update from a folder (SGLang's).
+
+    `flush_cache` says nothing: prefixes of old weights are never found.
+    """
 
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
@@ -65,6 +79,8 @@ class FromDiskBody(Struct, forbid_unknown_fields=True):
 
 
 class InitGroupBody(Struct, forbid_unknown_fields=True):
+    """POST /init_weights_update_group: join the group in which a trainer broadcasts (SGLang's)."""
+
     master_address: str
     master_port: int
     world_size: int
@@ -74,11 +90,14 @@ class InitGroupBody(Struct, forbid_unknown_fields=True):
 
 
 class DestroyGroupBody(Struct, forbid_unknown_fields=True):
+    """POST /destroy_weights_update_group: leave the group (SGLang's)."""
+
     group_name: str = "weights"
 
 
 class FromGroupBody(Struct, forbid_unknown_fields=True):
-    """SGLang's: a piece of an update, which this begins and, with `flush_cache`, finishes."""
+    """POST /update_weights_from_distributed: a piece of an update, which this begins and, with
+    `flush_cache`, finishes (SGLang's)."""
 
     names: list[str]
     dtypes: list[str]
@@ -90,7 +109,16 @@ class FromGroupBody(Struct, forbid_unknown_fields=True):
 
 
 class PauseBody(Struct, forbid_unknown_fields=True):
+    """POST /pause_generation: make no step until /continue_generation."""
+
     mode: Literal["abort", "retract", "in_place", "keep", "wait"] = "abort"
+
+
+class QueriedPauseBody(Struct, forbid_unknown_fields=True):
+    """POST /pause: make no step until /resume; the same fields may be in the query."""
+
+    mode: Literal["abort", "retract", "in_place", "keep", "wait"] = "abort"
+    clear_cache: bool = False
 
 
 class EmptyBody(Struct, forbid_unknown_fields=True):
@@ -99,8 +127,34 @@ class EmptyBody(Struct, forbid_unknown_fields=True):
 
 register(
     *(InitWeightsBody, StartWeightsBody, PieceOfWeightsBody, FinishWeightsBody, FromDiskBody),
-    *(InitGroupBody, DestroyGroupBody, FromGroupBody, PauseBody, EmptyBody),
+    *(InitGroupBody, DestroyGroupBody, FromGroupBody, PauseBody, QueriedPauseBody),
+    EmptyBody,
 )
+
+BODIES: dict[str, type[Struct]] = {
+    "/init_weight_transfer_engine": InitWeightsBody,
+    "/start_weight_update": StartWeightsBody,
+    "/update_weights": PieceOfWeightsBody,
+    "/finish_weight_update": FinishWeightsBody,
+    "/update_weights_from_disk": FromDiskBody,
+    "/init_weights_update_group": InitGroupBody,
+    "/destroy_weights_update_group": DestroyGroupBody,
+    "/update_weights_from_distributed": FromGroupBody,
+    "/pause_generation": PauseBody,
+    "/pause": QueriedPauseBody,
+}
+BODILESS = {
+    "/abort_weight_update": "Forget an update that is not finished; the old weights go on",
+    "/continue_generation": "End a pause",
+    "/resume": "The same as /continue_generation",
+    "/flush_cache": "Forget cached prefixes; no request may run",
+}
+GETS = {
+    "/is_paused": "Whether generation is paused",
+    "/get_weight_version": "The version of the weights that run",
+    "/weights": "The weights that run; ?checksums=true: with those of all parameters",
+}
+"""All routes by verb, for /openapi.json."""
 
 
 class WeightRoutes:
@@ -115,23 +169,26 @@ class WeightRoutes:
     def routes(self) -> list[Route]:
         if not self.state.settings.enable_weight_updates:
             return []
-        posts: dict[str, tuple[type[Struct], Callable[[Any], Awaitable[WeightsInfo]]]] = {
-            "/init_weight_transfer_engine": (InitWeightsBody, self.init),
-            "/start_weight_update": (StartWeightsBody, self.start),
-            "/update_weights": (PieceOfWeightsBody, self.update),
-            "/finish_weight_update": (FinishWeightsBody, self.finish),
-            "/abort_weight_update": (EmptyBody, lambda _: self.engine.abort_weight_update()),
-            "/update_weights_from_disk": (FromDiskBody, self.from_disk),
-            "/init_weights_update_group": (InitGroupBody, self.init_group),
-            "/destroy_weights_update_group": (DestroyGroupBody, self.destroy_group),
-            "/update_weights_from_distributed": (FromGroupBody, self.from_group),
-            "/pause_generation": (PauseBody, self.pause_generation),
-            "/continue_generation": (EmptyBody, lambda _: self.engine.resume_generation()),
-            "/resume": (EmptyBody, lambda _: self.engine.resume_generation()),
-            "/flush_cache": (EmptyBody, self.flush_cache),
+        posts: dict[str, Callable[[Any], Awaitable[WeightsInfo]]] = {
+            "/init_weight_transfer_engine": self.init,
+            "/start_weight_update": self.start,
+            "/update_weights": self.update,
+            "/finish_weight_update": self.finish,
+            "/abort_weight_update": lambda _: self.engine.abort_weight_update(),
+            "/update_weights_from_disk": self.from_disk,
+            "/init_weights_update_group": self.init_group,
+            "/destroy_weights_update_group": self.destroy_group,
+            "/update_weights_from_distributed": self.from_group,
+            "/pause_generation": self.pause_generation,
+            "/continue_generation": self.resume,
+            "/resume": self.resume,
+            "/flush_cache": self.flush_cache,
         }
         return [
-            *(Route(path, self._answering(*own), methods=["POST"]) for path, own in posts.items()),
+            *(
+                Route(path, self._answering(BODIES.get(path, EmptyBody), own), methods=["POST"])
+                for path, own in posts.items()
+            ),
             Route("/pause", self.pause, methods=["POST"]),
             Route("/is_paused", self.is_paused),
             Route("/get_weight_version", self.version),
@@ -142,10 +199,8 @@ class WeightRoutes:
         self, kind: type[Struct], answer: Callable[[Any], Awaitable[WeightsInfo]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            has_body = request.headers.get("content-length", "0") != "0" or (
-                "transfer-encoding" in request.headers
-            )
-            body = await read_as(kind, request, self.state) if has_body else _empty(kind)
+            _query(request)
+            body = await read_as(kind, request, self.state) if _has_body(request) else _empty(kind)
             try:
                 return _reply(await answer(body))
             except (CheckpointError, UnsupportedModelError, ConfigError) as error:
@@ -181,7 +236,7 @@ class WeightRoutes:
         return await self.engine.update_weights(info)
 
     async def finish(self, body: FinishWeightsBody) -> WeightsInfo:
-        return await self.engine.finish_weight_update(body.weight_version)
+        return await self._written(body.weight_version)
 
     async def from_disk(self, body: FromDiskBody) -> WeightsInfo:
         piece = {"path": self._within(body.model_path, "model_path")}
@@ -217,14 +272,24 @@ class WeightRoutes:
 
     async def _finished(self, version: str | None, *, abort: bool) -> WeightsInfo:
         if not abort:
-            return await self.engine.finish_weight_update(version)
+            return await self._written(version)
         was_paused = (await self.engine.weights()).is_paused
         await self.engine.pause_generation(mode="abort")
         try:
-            return await self.engine.finish_weight_update(version)
+            return await self._written(version)
         finally:
             if not was_paused:
                 await self.engine.resume_generation()
+
+    async def _written(self, version: str | None) -> WeightsInfo:
+        info = await self.engine.finish_weight_update(version)
+        fields = {
+            "version": info.weight_version,
+            "checksum": info.checksum,
+            "seconds": round(info.seconds, 4),
+        }
+        logger.info("weights were updated", extra={"fields": fields})
+        return info
 
     def _within(self, path: Any, field: str) -> str:
         folder = self.state.settings.weights_folder
@@ -245,26 +310,34 @@ class WeightRoutes:
     # --- Pauses ---
 
     async def pause(self, request: Request) -> Response:
-        """Handle vLLM's ?mode=abort, wait or keep, and ?clear_cache."""
-        given = dict(request.query_params)
-        mode = given.pop("mode", "abort")
-        clear = given.pop("clear_cache", "false").lower()
-        if given:
-            name = sorted(given)[0][:40]
-            raise bad_request(f"{name!r} is no parameter; there are mode and clear_cache", name)
+        """Handle vLLM's ?mode=abort, wait or keep, and ?clear_cache. A body may have them instead."""
+        given = _query(request, "mode", "clear_cache")
+        if _has_body(request):
+            body = await read_as(QueriedPauseBody, request, self.state)
+            if given:
+                name = min(given)
+                raise bad_request(f"{name} is in the query, and there is a body; send one", name)
+            return _reply(await self._pause(body.mode, clear_cache=body.clear_cache))
+        mode = given.get("mode", "abort")
         if mode not in MODES:
             raise bad_request(f"mode must be one of {', '.join(MODES)}, got {mode[:20]!r}", "mode")
-        if clear not in ("true", "false"):
-            raise bad_request("clear_cache must be true or false", "clear_cache")
-        clear_cache = clear == "true"
+        return _reply(await self._pause(mode, clear_cache=_flag(given, "clear_cache")))
+
+    async def _pause(self, mode: str, *, clear_cache: bool = False) -> WeightsInfo:
         if clear_cache and mode not in ("wait", "abort"):
             raise bad_request("clear_cache needs mode=wait or mode=abort", "clear_cache")
-        return _reply(
-            await self.engine.pause_generation(mode=MODES[mode], clear_cache=clear_cache)  # type: ignore[arg-type]
-        )
+        own: Any = MODES[mode]
+        info = await self.engine.pause_generation(mode=own, clear_cache=clear_cache)
+        logger.info("generation was paused", extra={"fields": {"mode": own}})
+        return info
 
     async def pause_generation(self, body: PauseBody) -> WeightsInfo:
-        return await self.engine.pause_generation(mode=MODES[body.mode])  # type: ignore[arg-type]
+        return await self._pause(body.mode)
+
+    async def resume(self, body: EmptyBody) -> WeightsInfo:
+        info = await self.engine.resume_generation()
+        logger.info("generation was resumed")
+        return info
 
     async def flush_cache(self, body: EmptyBody) -> WeightsInfo:
         await self.engine.reset_prefix_cache()
@@ -273,15 +346,39 @@ class WeightRoutes:
     # --- What runs ---
 
     async def is_paused(self, request: Request) -> Response:
+        _query(request)
         return json_response({"is_paused": (await self.engine.weights()).is_paused})
 
     async def version(self, request: Request) -> Response:
+        _query(request)
         return json_response({"weight_version": (await self.engine.weights()).weight_version})
 
     async def weights(self, request: Request) -> Response:
         """Handle ?checksums=true, which computes them."""
-        checksums = request.query_params.get("checksums", "false").lower() == "true"
+        checksums = _flag(_query(request, "checksums"), "checksums")
         return _reply(await self.engine.weights(checksums=checksums))
+
+
+def _has_body(request: Request) -> bool:
+    told = request.headers
+    return told.get("content-length", "0") != "0" or "transfer-encoding" in told
+
+
+def _query(request: Request, *known: str) -> dict[str, str]:
+    """The query's parameters, or a 400 that names one that is not `known`."""
+    given = dict(request.query_params)
+    if unknown := sorted(given.keys() - set(known)):
+        name = unknown[0][:40]
+        there = f"there is {' and '.join(known)}" if known else "this route has none"
+        raise bad_request(f"{name!r} is no parameter of the query; {there}", name)
+    return given
+
+
+def _flag(given: dict[str, str], name: str) -> bool:
+    value = given.get(name, "false").lower()
+    if value not in ("true", "false"):
+        raise bad_request(f"{name} must be true or false", name)
+    return value == "true"
 
 
 def _empty(kind: type[Struct]) -> Struct:

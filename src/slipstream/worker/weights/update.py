@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import CheckpointError, RequestError
+from slipstream.errors import CheckpointError, ConflictError, RequestError
 from slipstream.messages.weight_ops import (
     BeginWeights,
     BroadcastPiece,
@@ -118,7 +118,7 @@ class WeightUpdates:
 
     def _begin(self, op: BeginWeights) -> None:
         if self._begun is not None:
-            raise RequestError("an update is under way; finish or abort it first")
+            raise ConflictError("an update is under way; finish or abort it first")
         loaded = self._loaded
         if loaded.model.tower is not None:
             why: str | None = "an image encoder can't be updated; start with max_images=0"
@@ -141,7 +141,7 @@ class WeightUpdates:
 
     def _take(self, op: WeightsOp | GivenPiece) -> None:
         if self._begun is None:
-            raise RequestError("no update has begun; start_weight_update begins one")
+            raise ConflictError("no update has begun; start_weight_update begins one")
         if self._folder is not None:
             raise RequestError("a folder has all tensors already; finish the update")
         as_value = self._loaded.as_value
@@ -195,7 +195,7 @@ class WeightUpdates:
 
     def _made(self) -> Refill:
         if self._begun is None:
-            raise RequestError("no update has begun; start_weight_update begins one")
+            raise ConflictError("no update has begun; start_weight_update begins one")
         if self._folder is not None:
             description, by = self._described()
             weights, scheme = self._loaded.weights_of(description, by, None)
