@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.errors import AdapterError, CheckpointError, EngineError, RequestError
+from slipstream.messages.weight_ops import FolderPiece, undoing
 from slipstream.model.load import refill
 from tests import adapters, tiny_models
 
@@ -192,6 +193,24 @@ def test_a_piece_that_is_refused_leaves_nothing_of_itself(two, tmp_path):
         llm.finish_weight_update()
 
 
+def test_a_piece_that_another_rank_could_not_take_is_undone(two):
+    old, new = two()
+    tensors = tensors_of(new)
+    (undo,) = undoing(FolderPiece(str(new)))
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        change = llm.core.executor.change_weights
+        llm.start_weight_update()
+        llm.update_weights({"path": str(new)})
+        change(undo)
+        names = list(tensors)
+        llm.update_weights({"tensors": {n: tensors[n] for n in names[:2]}})
+        llm.update_weights({"tensors": {n: tensors[n] for n in names[2:4]}})
+        change(undo)  # the last one alone
+        change(undo)
+        llm.update_weights({"tensors": {n: tensors[n] for n in names[2:]}})
+        llm.finish_weight_update()
+
+
 def test_a_file_that_is_cut_after_it_came_is_an_error(two, tmp_path):
     old, new = two()
     file = tmp_path / "all.safetensors"
@@ -208,8 +227,8 @@ def test_a_file_that_is_cut_after_it_came_is_an_error(two, tmp_path):
             with pytest.raises(CheckpointError, match="was changed"):
                 llm.finish_weight_update()
             llm.abort_weight_update()
+        llm.start_weight_update()
         with pytest.raises(CheckpointError, match="can't be read"):
-            llm.start_weight_update()
             llm.update_weights({"path": str(file)})
         llm.abort_weight_update()
 
@@ -224,9 +243,10 @@ def test_an_error_that_nobody_expected_is_an_engine_error_before_the_write(two, 
         def full(self):
             raise MemoryError("no room")
 
-        with monkeypatch.context() as patch, pytest.raises(EngineError, match="no room"):
+        with monkeypatch.context() as patch:
             patch.setattr(refill.Refill, "check", full)
-            llm.finish_weight_update()
+            with pytest.raises(EngineError, match="no room"):
+                llm.finish_weight_update()
         assert answer(llm).outputs[0].token_ids == before
         llm.finish_weight_update()
 
