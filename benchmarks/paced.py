@@ -20,14 +20,14 @@ CORE = "slipstream.engine.process.core_process"
 
 def pace(step_s: float) -> None:
     """Engine processes that this process starts are paced."""
-    from slipstream.engine.process import core_client
+    from slipstream.engine.process import child_link
 
     def started(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
         if command[1:3] == ["-m", CORE]:
             command = [command[0], __file__, str(step_s * 1e3), CORE, *command[3:]]
         return subprocess.Popen(command, **how)
 
-    core_client.subprocess = type(
+    child_link.subprocess = type(
         "Started", (), {**vars(subprocess), "Popen": staticmethod(started)}
     )  # type: ignore[assignment]
 

@@ -126,7 +126,7 @@ def used_by_engine_processes():
         return subprocess.Popen(words, pass_fds=[ours.fileno()], **how)
 
     patched = types.SimpleNamespace(PIPE=PIPE, TimeoutExpired=TimeoutExpired, Popen=popen)
-    with ours, mock.patch("slipstream.engine.process.core_client.subprocess", patched):
+    with ours, mock.patch("slipstream.engine.process.child_link.subprocess", patched):
         yield forking
 
 

@@ -146,7 +146,8 @@ def test_links_lead_somewhere(path):
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text("utf-8")):
         file = path.parent / target if target else path
         assert file.exists(), target
-        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+        if anchor and file.suffix == ".md":  # a picture's says for which colours it is
+            assert anchor in anchors_of(file), f"{target}#{anchor}"
 
 
 MAX_LINE = 300  # characters that a reader takes in at once; of a table, in a cell

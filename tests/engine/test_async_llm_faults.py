@@ -17,8 +17,8 @@ from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine import async_llm
-from slipstream.engine.process import core_client, core_operations, core_start
-from slipstream.engine.process.core_client import ChildLink
+from slipstream.engine.process import child_link, core_operations, core_start
+from slipstream.engine.process.child_link import ChildLink
 from slipstream.engine.process.core_messages import (
     Abort,
     Add,
@@ -516,7 +516,7 @@ def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(
 ):
     monkeypatch.setattr(core_start.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
     monkeypatch.setattr(
-        core_client.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
+        child_link.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
     )
     with pytest.raises(ConfigError, match="TMPDIR"):
         ChildLink()

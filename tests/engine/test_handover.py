@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import secrets
 import socket
 import threading
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,9 +20,9 @@ from slipstream.errors import ConfigError
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import RequestOptions
 from slipstream.worker.tiers import exchange as exchanges
-from slipstream.worker.tiers import peers
+from slipstream.worker.tiers import opening, peers
 from tests import adapters, tiny_models
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 SIZES = dict(
     device="cpu",
@@ -176,6 +181,24 @@ def test_an_exchange_that_hangs_is_waited_for_a_little(made, monkeypatch):
         nothing_is_held(second)
 
 
+def test_longrope_s_factors_must_be_the_same(tmp_path, caplog):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 5.0, 30.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    more = {"rope_theta": None, "rope_parameters": rope, "original_max_position_embeddings": 150}
+    tiny_models.write(tmp_path, "phi3", **more)
+    with (
+        engine(tmp_path) as long,
+        engine(tmp_path, max_model_len=150) as short,
+        engine(tmp_path, max_model_len=200) as also_long,
+    ):
+        address = prefill(long, PROMPTS[:2])
+        answers(short, PROMPTS[:2], handover_from=address)
+        assert "LongRoPE's factors, which follow max_model_len, is long there" in caplog.text
+        assert short.stats().tiers.peer_hit_tokens == 0
+        answers(also_long, PROMPTS[:2], handover_from=address)
+        assert also_long.stats().tiers.peer_hit_tokens == 32 + 96
+
+
 @pytest.mark.parametrize(
     ("more", "name"),
     [(dict(block_size=32), "block_size"), (dict(kv_cache_dtype="int8"), "kv_cache_dtype")],
@@ -226,6 +249,112 @@ def test_strangers_do_no_harm(made):
             assert second.stats().tiers.peer_hit_tokens == 256
 
 
+def listening():
+    listener, address = socket.socket(socket.AF_UNIX), here()
+    listener.bind("\0" + address.removeprefix("unix:"))
+    listener.listen()
+    return listener, address
+
+
+def asking(layout=()):
+    return peers.Peers(dict(layout), lambda copy: [], lambda number, done: None)
+
+
+def test_the_socket_of_another_user_is_not_asked(monkeypatch):
+    monkeypatch.setattr(peers, "REPLY_S", 0.5)
+    monkeypatch.setattr(peers.os, "getuid", lambda: 4711)
+    listener, address = listening()
+    with listener, pytest.raises(PermissionError, match="another user"):
+        asking().connect(address)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
+def test_memory_that_may_shrink_is_not_mapped(seals):
+    listener, address = listening()
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 4096)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+
+    def welcome():
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(BrokenPipeError):
+            peers.receive(sock)
+            peers.send(sock, peers.Welcome(4096), [file])
+
+    thread = threading.Thread(target=welcome)
+    thread.start()
+    with listener, pytest.raises(ValueError, match="may shrink"):
+        asking().connect(address)
+    thread.join()
+    os.close(file)
+
+
+@pytest.fixture
+def remote():
+    """An exchange over TCP with one block, and what connects to it."""
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    exchange = exchanges.BlockExchange(64, (64, 0), {"block_size": "16"}, address)
+    assert exchange.reserve(b"a", False)
+    assert exchange.fill(b"a", [np.full(64, 7, np.uint8)])
+    yield exchange, lambda: socket.create_connection(("127.0.0.1", port))
+    exchange.close()
+
+
+def test_a_greeting_has_few_bytes_and_one_deadline(remote, monkeypatch):
+    monkeypatch.setattr(exchanges, "_HELLO_S", 0.5)
+    _, connect = remote
+    with connect() as large, connect() as slow:
+        large.sendall((2**20).to_bytes(4, "little"))
+        assert large.recv(1) == b""
+        slow.settimeout(0.1)
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            slow.sendall((100).to_bytes(4, "little"))
+            while time.monotonic() < began + PATIENCE_S:  # each byte comes soon after the last one
+                slow.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    assert slow.recv(1) == b""
+                    break
+        assert time.monotonic() < began + 9  # the hundred bytes take ten seconds
+
+
+def test_memory_is_taken_for_what_came():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(peers.MAX_MESSAGE.to_bytes(4, "little") + b"xyz")
+        theirs.shutdown(socket.SHUT_WR)
+        tracemalloc.start()
+        with pytest.raises(EOFError):
+            peers.receive(ours)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+        tracemalloc.stop()
+
+
+def test_strangers_who_say_nothing_make_room(remote):
+    _, connect = remote
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect()) for _ in range(exchanges._MAX_GREETING)]
+        last = stack.enter_context(connect())
+        assert silent[0].recv(1) == b""
+        peers.send(last, peers.Hello({"block_size": "16"}))
+        assert isinstance(peers.receive(last), peers.Welcome)
+
+
+def test_a_reader_that_is_silent_over_tcp_holds_blocks_for_a_while(remote, monkeypatch):
+    monkeypatch.setattr(exchanges, "_DONE_S", 0.3)
+    exchange, connect = remote
+    with connect() as sock:
+        peers.send(sock, peers.Hello({"block_size": "16"}))
+        peers.receive(sock)
+        peers.send(sock, peers.Get([b"a"]))
+        assert peers.receive(sock).places == [0]
+        assert peers.read(sock, 64) == bytes([7]) * 64
+        assert exchange.reserve(b"b", False) is None
+        wait_for(lambda: exchange.reserve(b"b", False), "it stays pinned")
+        assert sock.recv(1) == b""
+
+
 def test_a_reader_that_dies_frees_what_it_read():
     layout = {"block_size": "16"}
     exchange = exchanges.BlockExchange(2 * 64, (64, 0), layout, here())
@@ -250,6 +379,15 @@ def test_a_reader_that_dies_frees_what_it_read():
         exchange.check()
     finally:
         exchange.close()
+
+
+def test_an_exchange_larger_than_free_memory_is_refused_by_name(made, monkeypatch):
+    monkeypatch.setattr(opening, "host_memory", lambda: (2**30, 2**24 + 2**20))
+    with engine(made):
+        pass
+    with pytest.raises(ConfigError, match="is more than the 17825792 bytes") as error:
+        engine(made, kv_handover_bytes=2**25)
+    assert error.value.field == "kv_handover_bytes"
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,7 @@ def test_only_replicas_with_the_adapter_are_asked():
     }
     asked = {}
     version = SimpleNamespace(
+        has_roles=False,
         guard=SimpleNamespace(out=lambda now: set()),
         replicas=replicas,
         router=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),

@@ -11,9 +11,10 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.fleet import head
-from slipstream.fleet.gateway import phases
+from slipstream.fleet.gateway import forward, phases
 from slipstream.fleet.gateway.router import ReplicaState, Router
 from tests.fleet.running import ENGINE, fleet_of, running, version
+from tests.waiting import PATIENCE_S
 
 POOLS = [
     {"name": "prompts", "role": "prefill", "replicas": 1},
@@ -92,7 +93,7 @@ def test_answers_hits_and_usage_are_those_of_one_engine(fleet, expected):
         "blocks were computed again",
     )
     with fleet.client() as client:  # the prompts' replica has its prefix
-        assert ask(client, 0)[1].prompt_tokens_details.cached_tokens in (0, 688)
+        assert ask(client, 0)[1].prompt_tokens_details.cached_tokens == 688
 
 
 def test_a_client_that_leaves_frees_both_sides(fleet):
@@ -107,6 +108,22 @@ def test_a_client_that_leaves_frees_both_sides(fleet):
         return all(s.num_running == s.num_waiting == 0 for s in loads)
 
     fleet.wait_for(free, "a replica goes on")
+
+
+def test_a_replica_that_hangs_with_a_prompt_is_given_up_soon(fleet, expected, monkeypatch):
+    monkeypatch.setattr(forward, "PREFILL_S", 0.2)
+    wait_all_serve(fleet)
+    which = member(fleet, "prefill")
+    before = fleet.head.gateway.forwarder.num_unhanded
+
+    async def hang(*_):
+        await asyncio.sleep(2 * PATIENCE_S)
+
+    monkeypatch.setattr(which.replica.pool, "ask", hang)
+    with fleet.client() as client:
+        text, _ = ask(client, 8, salt="hangs")
+    assert text == expected[8]
+    assert fleet.head.gateway.forwarder.num_unhanded == before + 1
 
 
 PHASES = ["prompt", "handed", "loading", "answering", "answered-without"]
@@ -260,6 +277,12 @@ def test_prompts_replicas_answer_only_if_no_other_can():
             {},
             "engine.block_size",
             "block_size is None in prompts and 32 in answers",
+        ),
+        (
+            [POOLS[0], {**POOLS[1], "engine": {"max_model_len": 512}}],
+            {},
+            "engine.max_model_len",
+            "max_model_len is 1024 in prompts and 512 in answers",
         ),
         ([POOLS[0], {**POOLS[1], "role": "both"}], {}, "role", "mixed"),
     ],

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.process.core_client import ChildLink
+from slipstream.engine.process.child_link import ChildLink
 from tests.server.test_server_errors import bodies, check_any
 from tests.waiting import PATIENCE_S
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.simulate.apart import note_apart, simulate_apart
 from slipstream.simulate.capacity import LatencyObjectives
@@ -53,11 +54,19 @@ def test_long_prompts_hold_no_answers_up(made):
     assert found.summary.tpot_s.p99 < 0.02 < together.summary.tpot_s.p99
 
 
-def plan(made, rate, limits):
+def plan(made, rate, limits, device="cpu", num_gpus=1, **args):
     objectives = LatencyObjectives(limits=limits, attainment=0.95)
     ledger = SimpleNamespace(block_bytes=1000, block_size=BLOCK, groups=(None,))
     hardware = SimpleNamespace(host_bytes_s=None, read_bytes_s=1e9)
-    planned = SimpleNamespace(simulated=made, ledger=ledger, hardware=hardware, drafts=None)
+    info = DeviceInfo(device=device, name="one", memory_bytes=1, free_bytes=1, best_dtype="float32")
+    planned = SimpleNamespace(
+        **dict(simulated=made, ledger=ledger, hardware=hardware, drafts=None, num_gpus=num_gpus),
+        args=EngineArgs(model="m", **args),
+        description=SimpleNamespace(
+            spec=SimpleNamespace(needs_full_prompt=False, kind="a decoder")
+        ),
+        config=SimpleNamespace(device=SimpleNamespace(info=info)),
+    )
     load = SimpleNamespace(
         rate=rate, objectives=objectives, at_rate=lambda replicas: mixed(80, 1 / rate)
     )
@@ -71,6 +80,20 @@ def test_the_note_says_whether_it_pays(made):
     assert note_apart(planned, load, 1) is None
     planned, load = plan(made, 1.0, {"ttft_s": 0.01})
     assert "no division of 3 replicas that was tried" in note_apart(planned, load, 3)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        dict(device="meta"),
+        dict(num_gpus=2),
+        dict(tensor_parallel_size=2),
+        dict(enable_prefix_caching=False),
+    ],
+)
+def test_what_the_engine_refuses_is_not_recommended(made, refused):
+    planned, load = plan(made, 1.0, {"ttft_s": 3.0, "tpot_s": 0.05}, **refused)
+    assert note_apart(planned, load, 3) is None
 
 
 def test_users_who_wait_are_refused(made):

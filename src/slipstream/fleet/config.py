@@ -523,6 +523,7 @@ IN_FLEET = "unix:fleet"
 _OF_BLOCKS = (
     *("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "seed", "kernels"),
     *("speculative_model", "speculative_config", "enable_lora", "lora_modules"),
+    "max_model_len",  # LongRoPE's factors follow it
 )
 """Settings that the blocks of a cache depend on: pools that hand over to each other have the same."""
 

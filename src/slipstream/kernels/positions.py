@@ -110,7 +110,7 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             mixed: Floats = base / np.float32(s.factor) * ramp + base * (one - ramp)
             return mixed, attended
         case LongRopeScaling() as s:
-            factors = s.long_factors if num_positions > s.original_max_position else s.short_factors
+            factors = s.long_factors if s.is_long(num_positions) else s.short_factors
             divisors: Floats = np.array(factors, dtype=np.float32)
             return np.divide(base, divisors), s.attention_factor
 

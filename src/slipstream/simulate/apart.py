@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slipstream.config.handover import check_handover
 from slipstream.errors import ConfigError
 from slipstream.simulate.engines import PlannedEngine
 from slipstream.simulate.simulator import SimulatedEngine, Simulation, simulate
@@ -88,9 +89,17 @@ def handover_s(engine: PlannedEngine) -> Callable[[int], float]:
 def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -> str | None:
     """Says whether prefill and decode apart carry the load with fewer than the `replicas` that carry it together.
 
-    None for a load without a rate, for one replica, and with drafts, which are not simulated.
+    None for a load without a rate, for one replica, with drafts, which are not simulated, and for engines that would refuse to
+    hand over.
     """
     if load.rate is None or replicas in (None, 1) or engine.drafts is not None:
+        return None
+    asked = replace(engine.args, kv_handover_address="tcp://0.0.0.0:0")
+    try:
+        check_handover(asked, engine.description.spec, engine.config.device.info)
+    except ConfigError:
+        return None
+    if engine.num_gpus > 1:
         return None
     assert replicas is not None
     for total in range(max(2, replicas - 1), replicas + 1):

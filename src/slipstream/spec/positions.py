@@ -96,6 +96,10 @@ class LongRopeScaling:
     original_max_position: int
     attention_factor: float
 
+    def is_long(self, num_positions: int) -> bool:
+        """Whether an engine whose longest context this is uses the long factors."""
+        return num_positions > self.original_max_position
+
     def __post_init__(self) -> None:
         require_positive(
             "rope_scaling",

@@ -56,6 +56,10 @@ class Executor(ABC):
     """Process ids of the ranks on this host."""
     canary: CanaryResult | None
     """Result of the checkpoint's canary at the start."""
+    weight_state: WeightState
+    """Version of the weights that run. The engine's core keeps it up to date."""
+    takes_tensors = False
+    """True if `change_weights` takes a GivenPiece: the model is in this process."""
 
     @abstractmethod
     def launch(self, plan: Plan) -> Launched:
@@ -104,16 +108,6 @@ class Executor(ABC):
     def expert_balance(self) -> ExpertBalance | None:
         """Balance of the experts; None if no experts are distributed over ranks."""
         return None
-
-    @property
-    @abstractmethod
-    def weight_state(self) -> WeightState:
-        """Version of the weights that run. The engine's core keeps it up to date."""
-
-    @property
-    def takes_tensors(self) -> bool:
-        """Whether `change_weights` takes a GivenPiece: the model is in this process."""
-        return False
 
     @abstractmethod
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:

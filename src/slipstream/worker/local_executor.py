@@ -30,11 +30,12 @@ from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
     from slipstream.messages.weight_ops import WeightsOp
-    from slipstream.messages.weights import GivenPiece, WeightState
+    from slipstream.messages.weights import GivenPiece
 
 
 class LocalExecutor(Executor):
     store: HostBlockStore | None
+    takes_tensors = True
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class LocalExecutor(Executor):
         ledger = self.ledger
         slot = ledger.state_bytes // max(1, ledger.num_states)
         self.store = open_tiers(self.config, description, self.runner, ledger.block_bytes, slot)
-        self.canary = None
+        self.canary, self.weight_state = None, loaded.weight_state
 
     @classmethod
     def build(
@@ -110,14 +111,6 @@ class LocalExecutor(Executor):
 
     def expert_load(self) -> ExpertTokens:
         return self.runner.expert_load()
-
-    @property
-    def weight_state(self) -> WeightState:
-        return self.runner.loaded.weight_state
-
-    @property
-    def takes_tensors(self) -> bool:
-        return True
 
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
         from slipstream.messages.weight_ops import WriteWeights

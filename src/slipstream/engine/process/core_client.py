@@ -1,6 +1,7 @@
 """The connection to an engine core in another process, and its restart after a crash.
 
-A `CoreLink` is our end of a socket to a core. A `ChildLink` is one to a core that we started. A `CoreClient` keeps one link up:
+A `CoreLink` is our end of a socket to a core. `child_link.py` has the one to a core that we started. A `CoreClient` keeps one
+link up:
 
 1. `adopt` waits until the core is ready.
 2. Its messages go to the owner as they come.
@@ -14,18 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol, cast
 
 import msgspec
 
-from slipstream.base.deaths import describe_exit, stdin_of
-from slipstream.config import EngineArgs
-from slipstream.engine.process.core_messages import Ready, Start, Stop, ToChild, ToParent
-from slipstream.engine.process.core_start import CoreSource, socket_folder, wait_or_kill
+from slipstream.engine.process.core_messages import Ready, ToChild, ToParent
+from slipstream.engine.process.core_start import CoreSource
 from slipstream.errors import EngineDeadError, SlipstreamError
 from slipstream.messages.start import Failed, Phase
 
@@ -125,60 +122,6 @@ class CoreLink(ABC):
         if self._look is not None:
             self._look.cancel()
         self._socket.close()
-
-
-class ChildLink(CoreLink):
-    """An engine process that we started. The caller must `end` it, whatever happens next."""
-
-    def __init__(self) -> None:
-        self._folder = socket_folder()
-        path = f"{self._folder.path}/engine"
-        # The process comes before the folder: if we are killed, it is there to remove it.
-        command = [sys.executable, "-m", "slipstream.engine.process.core_process", f"ipc://{path}"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        try:
-            self._folder.make()
-            super().__init__(path)
-        except BaseException:
-            self.process.kill()
-            self.process.wait()
-            self._folder.remove()
-            raise
-
-    @classmethod
-    async def start(cls, args: EngineArgs) -> ChildLink:
-        """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
-        raises."""
-        child = cls()
-        try:
-            while not child.send(Start(args)) and child.process.poll() is None:
-                await asyncio.sleep(0.005)
-        except BaseException:
-            await child.end(at_once=True)
-            raise
-        child._folder.remove()  # both ends are open: the socket's name is not needed any more
-        return child
-
-    def death(self) -> EngineDeadError | None:
-        code = self.process.poll()
-        return (
-            None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
-        )
-
-    async def end(self, *, at_once: bool = False) -> None:
-        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
-        or with `at_once`, the process is killed at once: one that starts reads no messages, and has nothing to finish."""
-        try:
-            if at_once:
-                self.process.kill()
-            elif self.process.poll() is None:
-                self.send(Stop())
-            await asyncio.to_thread(wait_or_kill, self.process, 5.0)
-        finally:
-            self.process.kill()  # nothing, if it has ended
-            stdin_of(self.process).close()
-            await super().end(at_once=at_once)
-            self._folder.remove()
 
 
 class Owner(Protocol):

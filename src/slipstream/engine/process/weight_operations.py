@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from slipstream.engine.process.core_operations import CoreOperations
@@ -15,9 +15,12 @@ from slipstream.engine.process.operation_messages import (
     PauseGeneration,
     ResumeGeneration,
 )
+from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.engine.weight_calls import as_message, declared, joining, piece_of
 from slipstream.messages.weight_ops import BeginWeights, DropWeights, LeaveWeightGroup, WeightsOp
 from slipstream.messages.weights import PauseMode, WeightsInfo
+
+_pieces = FairThreads("weights", 1, per_client=1)  # which write pieces for the engine's process
 
 
 class WeightOperations(CoreOperations):
@@ -42,7 +45,8 @@ class WeightOperations(CoreOperations):
     async def update_weights(self, request: Any) -> WeightsInfo:
         """Send a piece of the update (`engine/weight_calls.py` has the forms). It returns when the piece has come."""
         with ExitStack() as stack:
-            piece = await asyncio.to_thread(stack.enter_context, as_message(piece_of(request)))
+            message = as_message(piece_of(request))
+            piece = await _pieces.run(partial(stack.enter_context, message))
             return await self._change_weights(piece)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:

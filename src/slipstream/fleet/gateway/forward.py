@@ -93,6 +93,10 @@ of them may be the cause of the death, and the others would be lost with it."""
 REPLICA_DIED = "replica_died"
 """Error code of a batch line whose replica died."""
 
+PREFILL_S = 10.0
+"""Shortest limit of the wait for a prompt that another replica computes, in seconds. A replica that answers can compute it
+instead, so it is shorter than the wait for a first token."""
+
 _MAX_STORED = 100_000  # stored answers whose replica is remembered
 
 
@@ -359,7 +363,8 @@ class Forwarder:
         line = replica.key_line + b" " + about(call.record) + b"\r\n"
         body = msgspec.json.encode({"path": call.scope["path"], "body": msgspec.Raw(call.raw)})
         try:
-            async with asyncio.timeout(max(routing.first_token_s, 3 * decision.predicted_ttft_s)):
+            least = min(PREFILL_S, routing.first_token_s)
+            async with asyncio.timeout(max(least, 3 * decision.predicted_ttft_s)):
                 opened.answer = await replica.pool.ask(
                     b"POST", b"/fleet/prefill", [line, *call.headers], body
                 )

@@ -93,8 +93,9 @@ class InputBatch:
     @cached_property
     def shape(self) -> StepShape:
         """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
-        plan, _ = self.step
-        return plan.largest or shape_of(plan.scheduled)
+        if self.plan is None:
+            raise ValueError("the tokens are not a scheduled step")
+        return self.plan.largest or shape_of(self.plan.scheduled)
 
     @cached_property
     def is_greedy(self) -> bool:

@@ -146,7 +146,7 @@ class ProcessExecutor(Executor):
         # adapters that every rank has in its host memory
         self._adapters: AdapterPlaces | None = None
         self._balancer: ExpertBalancer | None = None  # for experts that are distributed over ranks
-        self._weight_state = WeightState()
+        self.weight_state = WeightState()
         self._group = RankProcesses()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
@@ -319,10 +319,6 @@ class ProcessExecutor(Executor):
         version = ",".join(sorted({answer.version for answer in answers}))
         self._adapters.add(request, version)
         return version
-
-    @property
-    def weight_state(self) -> WeightState:
-        return self._weight_state
 
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
         """Carry out an operation on every rank. If one refuses, it is undone on the others."""

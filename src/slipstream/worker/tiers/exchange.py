@@ -4,7 +4,7 @@
    asked for while it is being filled is waited for.
 2. The memory has slots for blocks, and for recurrent states. If all are taken, the least recently used block that nobody
    reads makes room. What nobody asked for in `TTL_S` is dropped.
-3. A block is pinned while an engine reads it, and no longer than its connection.
+3. A block is pinned while an engine reads it, and no longer than its connection; over TCP no longer than `_DONE_S`.
 4. On Linux the memory is a file without a name, which readers of this host map. It goes with the last process that has it.
 
 Any loss costs time only: who does not find a block computes it.
@@ -18,7 +18,6 @@ import logging
 import mmap
 import os
 import socket
-import struct
 import threading
 import time
 from collections import OrderedDict
@@ -41,8 +40,15 @@ FILL_S = 5.0
 """Longest wait for blocks that are being filled, in seconds."""
 
 _HELLO_S = 5.0
+"""Time for a whole greeting, in seconds, however it drips."""
+
+_DONE_S = 30.0
+"""Longest time for which a reader over TCP may hold blocks, in seconds. It gets copies, so it never reads a block that others
+took the place of. A reader of this host reads the memory itself: it holds blocks until it is done, or its process ends."""
+
 _TICK_S = 1.0
 _MAX_CONNECTIONS = 256
+_MAX_GREETING = 16  # connections that no engine has been welcomed on
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +100,7 @@ class BlockExchange:
             self._listener, memory = _listen(place), mmap.mmap(-1, self.limit_bytes)
         self._memory: Bytes = np.frombuffer(memory, np.uint8)
         self._connections: set[socket.socket] = set()
+        self._greeting: dict[socket.socket, None] = {}  # not yet welcomed, the oldest first
         self._is_open = True
         self._thread = threading.Thread(target=self._accept, name="kv-exchange", daemon=True)
         self._thread.start()
@@ -258,6 +265,12 @@ class BlockExchange:
                     connection.close()
                     continue
                 self._connections.add(connection)
+                self._greeting[connection] = None
+                if len(self._greeting) > _MAX_GREETING:
+                    oldest = next(iter(self._greeting))
+                    del self._greeting[oldest]
+                    with contextlib.suppress(OSError):  # its thread ends
+                        oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(
                 target=self._serve, args=(connection,), name="kv-given", daemon=True
             ).start()
@@ -265,31 +278,39 @@ class BlockExchange:
     def _serve(self, connection: socket.socket) -> None:
         pinned = list[_Entry | None]()
         try:
-            connection.settimeout(_HELLO_S)
             if not self._welcome(connection):
                 return
+            with self._changed:
+                self._greeting.pop(connection, None)
             connection.settimeout(None)
+            until = None
             while True:
-                message = peers.receive(connection)
+                if self._file == -1:  # who wants nothing for IDLE_S leaves by itself
+                    until = time.monotonic() + 2 * peers.IDLE_S if not pinned else until
+                message = peers.receive(connection, until=until)
                 self.unpin(pinned)
                 pinned = []
                 if isinstance(message, peers.Get):
                     pinned = self.pin(message.keys)
-                    self._give(connection, pinned)
+                    until = time.monotonic() + _DONE_S if self._file == -1 else None
+                    self._give(connection, pinned, until)
         except (OSError, EOFError, ValueError, msgspec.MsgspecError):
             pass  # it went, or is no engine
         finally:
             self.unpin(pinned)
             with self._changed:
                 self._connections.discard(connection)
+                self._greeting.pop(connection, None)
             connection.close()
 
     def _welcome(self, connection: socket.socket) -> bool:
         """Let an engine in whose blocks are laid out as here."""
-        if self._file != -1 and not _is_own(connection):
+        until = time.monotonic() + _HELLO_S
+        peers.limit_wait(connection, until)
+        if self._file != -1 and not peers.is_own(connection):
             peers.send(connection, peers.PeerRefused("its processes belong to another user"))
             return False
-        hello = peers.receive(connection)
+        hello = peers.receive(connection, limit=peers.MAX_HELLO, until=until)
         theirs = hello.layout if isinstance(hello, peers.Hello) else {}
         if why := differences(self._layout, theirs):
             peers.send(connection, peers.PeerRefused(why))
@@ -299,12 +320,18 @@ class BlockExchange:
         peers.send(connection, peers.Welcome(self.limit_bytes * shared), files)
         return True
 
-    def _give(self, connection: socket.socket, entries: Sequence[_Entry | None]) -> None:
+    def _give(
+        self, connection: socket.socket, entries: Sequence[_Entry | None], until: float | None
+    ) -> None:
         places = [MISSING if entry is None else entry.place for entry in entries]
+        if until is not None:
+            peers.limit_wait(connection, until)
         peers.send(connection, peers.Found(places))
         for entry in entries if self._file == -1 else ():
             if entry is not None:
                 size = self._sizes[entry.is_state]
+                if until is not None:
+                    peers.limit_wait(connection, until)
                 connection.sendall(self._memory[entry.place : entry.place + size].data)
         with self._changed:
             self.num_given += len(entries) - entries.count(None)
@@ -334,10 +361,3 @@ def _listen(place: tuple[str, int] | str) -> socket.socket:
             f"kv_handover_address={name!r} can't be listened at ({error.strerror}); name another",
             field="kv_handover_address",
         ) from error
-
-
-def _is_own(connection: socket.socket) -> bool:
-    """Whether the other end belongs to this process's user."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", data)
-    return bool(uid == os.getuid())

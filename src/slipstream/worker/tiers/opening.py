@@ -21,6 +21,7 @@ from slipstream.costs.memory import host_share, host_slots, staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.positions import LongRopeScaling
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier
 
@@ -43,8 +44,8 @@ def open_tiers(
     cache, disk = config.cache, None
     if cache.host_bytes is None and cache.disk_bytes is None and cache.handover is None:
         return None
+    free = host_memory()[1]
     if cache.host_bytes is not None:
-        free = host_memory()[1]
         if cache.host_bytes > free:
             raise ConfigError(
                 f"kv_host_bytes={cache.host_bytes} is more than the {free} bytes of the host's memory that are free; lower it",
@@ -57,6 +58,13 @@ def open_tiers(
                 "raise it",
                 field="kv_host_bytes",
             )
+        free -= cache.host_bytes
+    if cache.handover is not None and cache.handover.limit_bytes > free:
+        raise ConfigError(
+            f"kv_handover_bytes={cache.handover.limit_bytes} is more than the {max(free, 0)} bytes of the host's memory that "
+            "are left for it; lower it",
+            field="kv_handover_bytes",
+        )
     if cache.disk_bytes is not None:
         assert cache.disk_path is not None
         path, partition = Path(cache.disk_path), runner.loaded.partition
@@ -108,6 +116,11 @@ def block_layout(
         "runner": type(runner.loaded).__name__,
         "speculative_model": _digest(str(_draft_identity(config, runner))),
     }
+    positions = (getattr(a.position, "scaling", None) for a in description.spec.attentions)
+    scalings = [s for s in positions if isinstance(s, LongRopeScaling)]
+    if scalings:
+        used = {"long" if s.is_long(model.max_model_len) else "short" for s in scalings}
+        found["LongRoPE's factors, which follow max_model_len,"] = " and ".join(sorted(used))
     if runner.loaded.kv_scales:
         found["scales of the cache"] = _digest(
             str([scale.tolist() for pair in runner.loaded.kv_scales for scale in pair])

@@ -8,7 +8,7 @@
     Done()                         ──>  the places may be used again
 
 1. `unix:NAME` is a socket of this host (Linux, the abstract namespace: nothing is left of a process that is killed). Only
-   processes of the same user are answered. Its memory is mapped here, so a block is copied once.
+   processes of the same user are answered and asked. Its memory is mapped here, so a block is copied once.
 2. `tcp://HOST:PORT` is for other hosts. Whoever knows a block's hash gets its contents, so the network must be private.
 3. Messages are msgpack after their length. The end of a process breaks its connection: what is not copied yet has failed.
 4. A thread for each exchange fetches. It ends when the connection breaks, or nothing was wanted for `IDLE_S`.
@@ -17,11 +17,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import mmap
+import os
 import queue
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -41,6 +45,7 @@ REPLY_S = 10.0
 
 IDLE_S = 60.0
 MAX_MESSAGE = 2**26
+MAX_HELLO = 2**13
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,23 +100,44 @@ def send(sock: socket.socket, message: Message, files: Sequence[int] = ()) -> No
     sock.sendall(data)
 
 
-def receive(sock: socket.socket, files: list[int] | None = None) -> Message:
-    """Receive a message, and append the files that come along. EOFError at the end."""
+def receive(
+    sock: socket.socket,
+    files: list[int] | None = None,
+    limit: int = MAX_MESSAGE,
+    until: float | None = None,
+) -> Message:
+    """Receive a message of up to `limit` bytes, and append the files that come along. EOFError at the end.
+
+    `until`: when all of it must have come, on the monotonic clock. Without it each part may take the socket's timeout.
+    """
     size = bytearray()
     if files is not None:  # they come with the first byte
         first, found, *_ = socket.recv_fds(sock, 4, 1)
         size += first
         files += found
-    size += read(sock, 4 - len(size))
-    if (count := int.from_bytes(size, "little")) > MAX_MESSAGE:
+    size += read(sock, 4 - len(size), until)
+    if (count := int.from_bytes(size, "little")) > limit:
         raise ValueError(f"a message of {count} bytes")
-    return _decode(read(sock, count))
+    return _decode(read(sock, count, until))
 
 
-def read(sock: socket.socket, count: int) -> bytes:
-    data = bytearray(count)
-    read_into(sock, memoryview(data))
+def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
+    data = bytearray()
+    while len(data) < count:  # memory is taken for what came, not for what is announced
+        if until is not None:
+            limit_wait(sock, until)
+        part = sock.recv(min(count - len(data), 2**16))
+        if not part:
+            raise EOFError
+        data += part
     return bytes(data)
+
+
+def limit_wait(sock: socket.socket, until: float) -> None:
+    """Let the next call of the socket end by `until`. TimeoutError if that has passed."""
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
 
 
 def read_into(sock: socket.socket, view: memoryview) -> None:
@@ -119,6 +145,13 @@ def read_into(sock: socket.socket, view: memoryview) -> None:
         if not (count := sock.recv_into(view)):
             raise EOFError
         view = view[count:]
+
+
+def is_own(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket belongs to this process's user."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", data)
+    return bool(uid == os.getuid())
 
 
 class Peers:
@@ -159,10 +192,13 @@ class Peers:
         if isinstance(place, str):
             sock = socket.socket(socket.AF_UNIX)
             sock.settimeout(REPLY_S)
-            sock.connect("\0" + place)
         else:
             sock = socket.create_connection(place, REPLY_S)
         try:
+            if isinstance(place, str):
+                sock.connect("\0" + place)
+                if not is_own(sock):  # anyone may take the name of a process that is gone
+                    raise PermissionError("the socket belongs to another user")
             send(sock, self._hello)
             reply = receive(sock, files if isinstance(place, str) else None)
             if isinstance(reply, PeerRefused):
@@ -174,6 +210,8 @@ class Peers:
                 raise ValueError("no welcome")
             if not reply.num_bytes:
                 return sock, None
+            if not files or not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("its memory may shrink")  # which would kill this process
             return sock, mmap.mmap(files[0], reply.num_bytes, access=mmap.ACCESS_READ)
         except BaseException:
             sock.close()
