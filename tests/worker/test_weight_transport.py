@@ -153,6 +153,8 @@ def test_a_member_that_never_comes_is_an_error():
     port = free_port()
     with pytest.raises(EngineError, match="was not joined by all 2 in 1 s"):
         WeightGroup("127.0.0.1", port, 0, 2, timeout_s=1)
+    with pytest.raises(EngineError, match="was not joined by all 2 in 1 s"):
+        WeightGroup("127.0.0.1", free_port(), 1, 2, timeout_s=1)
     with pytest.raises(RequestError, match="rank 3 is not one of 2"):
         WeightGroup("127.0.0.1", port, 3, 2)
     with pytest.raises(RequestError, match="gloo or nccl"):

@@ -14,6 +14,7 @@ broadcasts by other means has to send them as well.
 from __future__ import annotations
 
 import datetime
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,8 @@ class WeightGroup:
         deadline, wait = self.deadline(), datetime.timedelta(seconds=timeout_s)
         distributed: Any = dist
         try:
+            if rank != 0:
+                _await_store(address, port, deadline)
             self._store = distributed.TCPStore(
                 address, port, world_size, is_master=rank == 0, timeout=wait, wait_for_workers=False
             )
@@ -74,7 +77,7 @@ class WeightGroup:
                 options = distributed.ProcessGroupNCCL.Options()
                 options._timeout = wait
                 self._group = distributed.ProcessGroupNCCL(own, rank, world_size, options)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
             raise EngineError(
                 f"the group {name!r} at {address}:{port} was not joined by all {world_size} in {timeout_s:.0f} s: {error}"
             ) from error
@@ -135,3 +138,15 @@ class WeightGroup:
 
 def _left(deadline: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(LEAST_S, deadline - time.monotonic()))
+
+
+def _await_store(address: str, port: int, deadline: float) -> None:
+    """Wait until rank 0 listens. TCPStore itself tries again for longer than it was told."""
+    while True:
+        try:
+            socket.create_connection((address, port), _left(deadline).total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
