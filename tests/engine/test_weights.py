@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.errors import AdapterError, CheckpointError, EngineError, RequestError
+from slipstream.messages.weight_ops import FolderPiece, undoing
 from slipstream.model.load import refill
 from tests import adapters, tiny_models
 
@@ -171,6 +174,84 @@ def test_whatever_is_wrong_before_the_write_leaves_the_old_weights(two, tmp_path
         with pytest.raises(CheckpointError, match="layers"):
             llm.update_weights({"path": str(other)})
         unchanged()
+
+
+def test_a_piece_that_is_refused_leaves_nothing_of_itself(two, tmp_path):
+    old, new = two()
+    tensors = tensors_of(new)
+    names = list(tensors)
+    file = tmp_path / "some.safetensors"
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        llm.start_weight_update()
+        with pytest.raises(CheckpointError):
+            llm.update_weights({"path": str(tmp_path / "mistyped")})
+        llm.update_weights({"tensors": {names[2]: tensors[names[2]]}})
+        with pytest.raises(RequestError, match="come already"):
+            llm.update_weights({"tensors": {n: tensors[n] for n in names[:3]}})
+        for dtype in (torch.int64, torch.bool, torch.float64, torch.float8_e5m2):
+            save_file({n: x.to(dtype) for n, x in tensors.items() if n != names[2]}, file)
+            with pytest.raises(RequestError, match="send one of"):
+                llm.update_weights({"path": str(file)})
+        llm.update_weights({"tensors": {n: x for n, x in tensors.items() if n != names[2]}})
+        llm.finish_weight_update()
+
+
+def test_a_piece_that_another_rank_could_not_take_is_undone(two):
+    old, new = two()
+    tensors = tensors_of(new)
+    (undo,) = undoing(FolderPiece(str(new)))
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        change = llm.core.executor.change_weights
+        llm.start_weight_update()
+        llm.update_weights({"path": str(new)})
+        change(undo)
+        names = list(tensors)
+        llm.update_weights({"tensors": {n: tensors[n] for n in names[:2]}})
+        llm.update_weights({"tensors": {n: tensors[n] for n in names[2:4]}})
+        change(undo)  # the last one alone
+        change(undo)
+        llm.update_weights({"tensors": {n: tensors[n] for n in names[2:]}})
+        llm.finish_weight_update()
+
+
+def test_a_file_that_is_cut_after_it_came_is_an_error(two, tmp_path):
+    old, new = two()
+    file = tmp_path / "all.safetensors"
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        for change in (
+            lambda: os.truncate(file, 100),
+            lambda: os.utime(file, ns=(1, 1)),
+            lambda: file.write_bytes(b"x"),
+        ):
+            save_file(tensors_of(new), file)
+            llm.start_weight_update()
+            llm.update_weights({"path": str(file)})
+            change()
+            with pytest.raises(CheckpointError, match="was changed"):
+                llm.finish_weight_update()
+            llm.abort_weight_update()
+        llm.start_weight_update()
+        with pytest.raises(CheckpointError, match="can't be read"):
+            llm.update_weights({"path": str(file)})
+        llm.abort_weight_update()
+
+
+def test_an_error_that_nobody_expected_is_an_engine_error_before_the_write(two, monkeypatch):
+    old, new = two()
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        before = answer(llm).outputs[0].token_ids
+        llm.start_weight_update()
+        llm.update_weights({"path": str(new)})
+
+        def full(self):
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(refill.Refill, "check", full)
+            with pytest.raises(EngineError, match="no room"):
+                llm.finish_weight_update()
+        assert answer(llm).outputs[0].token_ids == before
+        llm.finish_weight_update()
 
 
 def test_declared_tensors_are_checked_before_they_come(two):

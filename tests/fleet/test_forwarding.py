@@ -405,7 +405,7 @@ def test_only_replicas_with_the_adapter_are_asked():
         router=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
     )
     own = {"only": None, "adapter": "x", "tokens": [1], "session": None, "prefix_salt": ""}
-    call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, **own)
+    call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, handover=None, **own)
     Forwarder._decide(SimpleNamespace(), version, call, 0.0)
     assert asked["exclude"] == {"b"}
 

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.server.http.keys import Key, changing, new_secret
 from slipstream.server.state import ServerSettings
 from tests import tiny_models
 from tests.server.conftest import serving
@@ -20,6 +21,7 @@ BODY = {
     "temperature": 0,
     "ignore_eos": True,
 }
+USER = "0123456789ab"
 SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=1024, num_threads=1)
 
 
@@ -40,13 +42,18 @@ def server(folder):
     from slipstream.engine.async_llm import AsyncLLM
 
     args = EngineArgs(model=str(folder / "old"), **SETTINGS)
+    with changing(folder / "keys.json", may_create=True) as keys:
+        secret, salt, digest = new_secret(USER)
+        keys[USER] = Key(id=USER, salt=salt, digest=digest)
     how = dict(
         enable_weight_updates=True,
         weights_folder=str(folder),
         api_keys=("secret",),
+        keys_file=str(folder / "keys.json"),
         served_model_names=("policy",),
     )
     with serving(start=lambda: AsyncLLM.start(args), **how) as running:
+        running.users_key = secret
         yield running
 
 
@@ -74,8 +81,8 @@ def test_there_are_no_such_routes_unless_asked_for(shared):
 
 
 def test_the_setting_asks_for_keys():
-    with pytest.raises(ConfigError, match="set a key") as error:
-        ServerSettings(enable_weight_updates=True)
+    with pytest.raises(ConfigError, match="set keys_file") as error:
+        ServerSettings(enable_weight_updates=True, api_keys=("secret",))
     assert error.value.field == "enable_weight_updates"
     with pytest.raises(ConfigError, match="only with enable_weight_updates"):
         ServerSettings(weights_folder="x")
@@ -85,6 +92,23 @@ def test_an_admins_key_is_needed(server, http):
     with server.http() as other:
         assert other.post("/pause").status_code == 401
         assert other.get("/weights").status_code == 401
+    with server.http(headers={"authorization": f"Bearer {server.users_key}"}) as users:
+        for path in ("/pause", "/update_weights", "/finish_weight_update"):
+            assert users.post(path, json={}).status_code == 403
+        assert users.get("/weights").status_code == 403
+        assert users.get("/is_paused").status_code == 200
+        assert users.get("/get_weight_version").status_code == 200
+
+
+def test_a_link_in_a_folder_that_leads_out_is_refused(http, folder, tmp_path):
+    linked = folder / "linked"
+    shutil.copytree(folder / "new", linked)
+    shutil.copy(folder / "new" / "model.safetensors", tmp_path / "secret.safetensors")
+    (linked / "model.safetensors").unlink()
+    (linked / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    error = post(http, "/update_weights_from_disk", {"model_path": "linked"}, status=400)["error"]
+    assert error["param"] == "model_path"
+    shutil.rmtree(linked)
 
 
 def test_every_route_that_changes_something_is_an_admins(server):

@@ -1039,7 +1039,7 @@ def test_a_step_is_the_same_looked_up_on_either_side():
     ]
     given = table, [np.array(a, np.int64) for a in arrays]
     sizes = dict(
-        num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=40
+        num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=40, ahead=0
     )
     (ids, meta, more), (ids_too, meta_too, more_too) = (
         look(*given, **sizes) for look in (_gather_inputs_on_host, gather_inputs_after_upload)

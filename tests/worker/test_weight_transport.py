@@ -130,10 +130,31 @@ def test_two_ranks_get_all_and_agree(two):
         assert llm.start_weight_update().is_updating  # no rank kept the one before
 
 
+def test_another_size_than_expected_is_refused_before_it_is_received(two):
+    port, old = free_port(), two[0]
+    trainer = Trainer({"x": torch.zeros(1000)}, port, 2)
+    how = dict(master_address="127.0.0.1", master_port=port, backend="gloo", world_size=2)
+    with LLM(str(old), dtype="float32", **SIZES) as llm:
+        llm.init_weight_transfer_engine(how)
+        llm.start_weight_update()
+        for wrong, match in (
+            (dict(names=["x"], shapes=[[10**14]]), "numbers together"),
+            (dict(names=["x"], shapes=[[4]], source=1), "no other member"),
+            (dict(names=["x", "x"], shapes=[[4], [4]]), "there twice"),
+            (dict(names=["x"], shapes=[[10]]), "4000 bytes of float32 where 40"),
+            (dict(names=["x"], shapes=[[10]]), "no group"),
+        ):
+            with pytest.raises(RequestError, match=match):
+                llm.update_weights({**wrong, "dtypes": ["float32"] * len(wrong["names"])})
+    trainer.thread.join(60)
+
+
 def test_a_member_that_never_comes_is_an_error():
     port = free_port()
     with pytest.raises(EngineError, match="was not joined by all 2 in 1 s"):
         WeightGroup("127.0.0.1", port, 0, 2, timeout_s=1)
+    with pytest.raises(EngineError, match="was not joined by all 2 in 1 s"):
+        WeightGroup("127.0.0.1", free_port(), 1, 2, timeout_s=1)
     with pytest.raises(RequestError, match="rank 3 is not one of 2"):
         WeightGroup("127.0.0.1", port, 3, 2)
     with pytest.raises(RequestError, match="gloo or nccl"):
@@ -153,6 +174,9 @@ def test_an_init_info_is_a_group_or_nothing():
         ({"backend": "gloo", "world_size": 2}, "master_port"),
         ({"backend": "gloo", "master_port": "x", "world_size": 2}, "master_port"),
         ({"port": 1}, "port"),
+        ({"master_port": 70000, "world_size": 2}, "master_port"),
+        ({"master_port": 1, "world_size": 2**40}, "world_size"),
+        ({"master_port": 1, "world_size": 2, "rank_offset": 2}, "rank_offset"),
         (
             {"backend": "gloo", "master_port": 1, "world_size": 2, "master_address": 5},
             "master_address",

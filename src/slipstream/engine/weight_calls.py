@@ -34,6 +34,7 @@ from slipstream.messages.weights import GivenPiece
 GROUP = "weights"
 """Name of a group that has none, and of SGLang's default."""
 
+MAX_WORLD_SIZE = 65536
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -73,6 +74,15 @@ def joining(request: Any) -> JoinWeightGroup | None:
     address = info.get("master_address", "127.0.0.1")
     if not isinstance(address, str):
         raise RequestError("master_address must be a text", field="master_address")
+    if not 1 <= found["master_port"] <= 65535:
+        raise RequestError("master_port must be from 1 to 65535", field="master_port")
+    if not 2 <= found["world_size"] <= MAX_WORLD_SIZE:
+        message = (
+            f"world_size must be from 2 to {MAX_WORLD_SIZE}: the trainer and the engine's ranks"
+        )
+        raise RequestError(message, field="world_size")
+    if not 0 <= found["rank_offset"] < found["world_size"]:
+        raise RequestError("rank_offset must be less than world_size", field="rank_offset")
     return JoinWeightGroup(
         str(info.get("group_name", GROUP)),
         address,
@@ -142,7 +152,7 @@ def _refuse_unknown(info: Mapping[str, Any], known: set[str], what: str) -> None
 @contextmanager
 def as_message(piece: Piece | GivenPiece) -> Iterator[Piece]:
     """The piece as a message can have it. Tensors of this process go through a file in the system's
-    memory, which is removed when the engine has mapped it."""
+    memory, which is removed when the engine has opened it."""
     if not isinstance(piece, GivenPiece):
         yield piece
         return

@@ -73,7 +73,7 @@ class BeginWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 class FilePiece(msgspec.Struct, tag=True, frozen=True):
-    """Tensors in a safetensors file. It is mapped now, and read when the weights are made."""
+    """Tensors in a safetensors file. It is opened now, and read when the weights are made."""
 
     path: str
 
@@ -115,6 +115,10 @@ class DropWeights(msgspec.Struct, tag=True, frozen=True):
     """Forget an update that was not written."""
 
 
+class DropPiece(msgspec.Struct, tag=True, frozen=True):
+    """Forget the last piece: another rank could not take it."""
+
+
 class SumWeights(msgspec.Struct, tag=True, frozen=True):
     """Ask for the checksums of the weights that run."""
 
@@ -128,5 +132,20 @@ WeightsOp: TypeAlias = (
     | CheckWeights
     | WriteWeights
     | DropWeights
+    | DropPiece
     | SumWeights
 )
+
+
+def undoing(op: WeightsOp) -> tuple[WeightsOp, ...]:
+    """What makes the ranks equal again if only some of them could carry out `op`."""
+    match op:
+        case BeginWeights():
+            return (DropWeights(),)
+        case JoinWeightGroup():
+            return (LeaveWeightGroup(op.name),)
+        case BroadcastPiece():
+            return DropPiece(), LeaveWeightGroup(op.group)
+        case FilePiece() | FolderPiece() | IpcPiece():
+            return (DropPiece(),)
+    return ()

@@ -309,9 +309,10 @@ class ServerSettings:
                 "audit_prompts and audit_failure have an effect only with audit_log",
                 field="audit_log",
             )
-        if self.enable_weight_updates and not (self.api_keys or self.keys_file):
+        if self.enable_weight_updates and not self.keys_file:
             raise ConfigError(
-                "enable_weight_updates lets clients change every answer; set a key, too (api_key_file or keys_file)",
+                "enable_weight_updates lets clients change every answer; set keys_file, whose keys have roles: "
+                "slipstream keys add keys.json --name trainer --role admin",
                 field="enable_weight_updates",
             )
         if self.weights_folder is not None and not self.enable_weight_updates:

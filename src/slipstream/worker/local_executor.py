@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
-from slipstream.errors import AdapterError
+from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.messages.steps import Plan, StepTime, TokenMask
 from slipstream.params.lora_request import LoRARequest
@@ -113,9 +113,20 @@ class LocalExecutor(Executor):
         return self.runner.expert_load()
 
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
+        from slipstream.messages.weight_ops import WriteWeights
+
         self.runner.settle()
-        with self.runner.platform.values.inference():
-            return self.runner.loaded.weight_updates.do(op)
+        try:
+            with self.runner.platform.values.inference():
+                return self.runner.loaded.weight_updates.do(op)
+        except Exception as error:
+            if isinstance(error, SlipstreamError) or isinstance(op, WriteWeights):
+                raise
+            # nothing is written, so the engine goes on
+            raise EngineError(
+                f"{type(op).__name__} failed, and the weights have not changed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         if self.runner.adapters is None:

@@ -1,8 +1,9 @@
 """Routes that change the weights of a model that serves, and pause it, by vLLM's names and SGLang's.
 
 Whoever uses them decides what every client is answered. So there are none without
---enable-weight-updates, which asks for keys, and an admin's key is needed. Files are read within
---weights-folder alone, after links are followed. EmptyBody is unpickled.
+--enable-weight-updates, which asks for a file of keys with roles, and an admin's key is needed; but
+/is_paused and /get_weight_version are for users, too. Files are read within --weights-folder alone,
+after links are followed, those in a checkpoint's folder as well. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -302,7 +303,8 @@ class WeightRoutes:
             found = (root / str(path)).resolve()
         except (OSError, ValueError, RuntimeError):
             raise bad_request(f"{field} is no path", field) from None
-        if not found.is_relative_to(root):
+        inside = found.rglob("*") if found.is_dir() else ()  # follows no link to a folder
+        if not all(p.resolve().is_relative_to(root) for p in (found, *inside)):
             message = f"{field} leads out of the folder whose weights this server reads"
             raise bad_request(message, field)
         return str(found)

@@ -50,6 +50,7 @@ from slipstream.errors import (
     ConfigError,
     EngineError,
     OutOfMemoryError,
+    RequestError,
     SlipstreamError,
     install_command,
 )
@@ -58,7 +59,7 @@ from slipstream.messages.start import Phase, Started
 from slipstream.messages.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepPlan, StepResult, StepTime, TokenMask
 from slipstream.messages.texts import TextsPlan
-from slipstream.messages.weight_ops import BeginWeights, DropWeights, WeightsOp
+from slipstream.messages.weight_ops import JoinWeightGroup, WeightsOp, undoing
 from slipstream.messages.weights import GivenPiece, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription, read_spec
@@ -320,13 +321,18 @@ class ProcessExecutor(Executor):
         return version
 
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
-        """Carry out an operation on every rank. If one refuses, none goes on."""
+        """Carry out an operation on every rank. If one refuses, it is undone on the others."""
         assert not isinstance(op, GivenPiece), "the ranks are other processes"
-        answers = self._ask(ChangeRankWeights(op), len(self._ranks))
+        count = len(self._ranks)
+        if isinstance(op, JoinWeightGroup) and op.rank_offset + count > op.world_size:
+            message = f"world_size {op.world_size} has no place for {count} ranks from {op.rank_offset} on"
+            raise RequestError(message, field="world_size")
+        answers = self._ask(ChangeRankWeights(op), count)
         refusals = [answer.refused for answer in answers if answer.refused is not None]
         if refusals:
-            if len(refusals) < len(answers) and isinstance(op, BeginWeights):
-                self._ask(ChangeRankWeights(DropWeights()), len(self._ranks))
+            if len(refusals) < count:
+                for undo in undoing(op):
+                    self._ask(ChangeRankWeights(undo), count)
             raise refusals[0].as_error
         if all(answer.checksums is None for answer in answers):
             return None

@@ -5,11 +5,17 @@
 
 The group is apart from torch's default one, so a trainer may have its own ranks. Every member
 blocks until all have joined. Tensors travel as bytes, so that gloo takes every type.
+
+Two numbers go ahead of each tensor: its bytes, and the place of its type in `DTYPES`. A receiver
+that expects others refuses them; without that, gloo would end its process. A trainer that
+broadcasts by other means has to send them as well.
 """
 
 from __future__ import annotations
 
 import datetime
+import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import EngineError, RequestError
+from slipstream.messages.weight_ops import DTYPES
 
-JOIN_S = 50.0
-"""Seconds that a member waits for the others, and for a tensor: less than an engine may be silent."""
+JOIN_S = 40.0
+"""Seconds that a member waits for the others to join, all steps of it together, and for the tensors
+of a piece: less than an engine may be silent."""
+LEAST_S = 0.01
+"""The shortest time that a step is given. torch takes no wait below a millisecond."""
 
 
 class WeightGroup:
@@ -49,12 +59,17 @@ class WeightGroup:
             raise RequestError(message, field="rank_offset")
         self.rank, self.world_size, self.backend = rank, world_size, backend
         self.device = torch.device("cpu" if backend == "gloo" or device is None else device)
-        wait = datetime.timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        deadline, wait = self.deadline(), datetime.timedelta(seconds=timeout_s)
         distributed: Any = dist
         try:
+            if rank != 0:
+                _await_store(address, port, deadline)
             self._store = distributed.TCPStore(
                 address, port, world_size, is_master=rank == 0, timeout=wait, wait_for_workers=False
             )
+            wait = _left(deadline)
+            self._store.set_timeout(wait)
             own = distributed.PrefixStore(f"slipstream/{name}", self._store)
             if backend == "gloo":
                 self._group = distributed.ProcessGroupGloo(own, rank, world_size, wait)
@@ -62,32 +77,76 @@ class WeightGroup:
                 options = distributed.ProcessGroupNCCL.Options()
                 options._timeout = wait
                 self._group = distributed.ProcessGroupNCCL(own, rank, world_size, options)
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
             raise EngineError(
                 f"the group {name!r} at {address}:{port} was not joined by all {world_size} in {timeout_s:.0f} s: {error}"
             ) from error
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Send a tensor from the member `source`, or receive it in place."""
+    def deadline(self) -> float:
+        """The time (`time.monotonic`) by which what begins now must have ended."""
+        return time.monotonic() + self._timeout_s
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, deadline: float | None = None) -> None:
+        """Send a tensor from the member `source`, or receive it in place.
+
+        RequestError: the tensor that is sent has another size or type. Nothing more can be received
+        then.
+        """
+        deadline = self.deadline() if deadline is None else deadline
         sent = tensor.detach()
         if self.backend == "gloo":
             sent = sent.cpu()
-        sent = sent.contiguous()
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        try:
-            self._group.broadcast([sent.view(-1).view(torch.uint8)], options).wait()
-        except RuntimeError as error:
-            raise EngineError(f"a broadcast of weights failed: {error}") from error
+        data = sent.contiguous().view(-1).view(torch.uint8)
+        sent = data.view(sent.dtype).view(sent.shape)
+        kind = str(sent.dtype).removeprefix("torch.")
+        own = [data.numel(), DTYPES.index(kind) if kind in DTYPES else -1]
+        told = torch.tensor(own, dtype=torch.int64, device=sent.device)
+        self._send(told.view(torch.uint8), source, deadline)
+        if (came := told.tolist()) != own:
+            code = came[1]
+            sends = DTYPES[code] if 0 <= code < len(DTYPES) else "another type"
+            raise RequestError(
+                f"the trainer sends {came[0]} bytes of {sends} where {own[0]} of {kind} are expected; "
+                "join again, and send what the piece names",
+                field="shapes",
+            )
+        self._send(data, source, deadline)
         if self.rank != source and sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
-    def receive(self, shape: Sequence[int], dtype: str, source: int = 0) -> Tensor:
+    def _send(self, data: Tensor, source: int, deadline: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        options.timeout = _left(deadline)
+        try:
+            self._group.broadcast([data], options).wait()
+        except RuntimeError as error:
+            raise EngineError(f"a broadcast of weights failed: {error}") from error
+
+    def receive(
+        self, shape: Sequence[int], dtype: str, source: int = 0, *, deadline: float | None = None
+    ) -> Tensor:
         """Receive a tensor of this shape and type."""
         made = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self.device)
-        self.broadcast(made, source)
+        self.broadcast(made, source, deadline=deadline)
         return made
 
     def close(self) -> None:
         """Leave the group."""
         del self._group, self._store
+
+
+def _left(deadline: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(LEAST_S, deadline - time.monotonic()))
+
+
+def _await_store(address: str, port: int, deadline: float) -> None:
+    """Wait until rank 0 listens. TCPStore itself tries again for longer than it was told."""
+    while True:
+        try:
+            socket.create_connection((address, port), _left(deadline).total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)

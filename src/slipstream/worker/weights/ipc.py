@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slipstream.errors import RequestError
 from slipstream.messages.weight_ops import IpcPiece, TensorInfo
-from slipstream.model.stored.parts import Stored
 from slipstream.platform import Platform, platform_of
+from slipstream.worker.weights.pieces import Came
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ def own_handle(info: TensorInfo, handles: dict[str, bytes], uuid: str) -> Handle
         raise RequestError(message, field="ipc_handles") from None
 
 
-def opened(piece: IpcPiece, platform: Platform) -> Iterator[Stored]:
+def opened(piece: IpcPiece, platform: Platform) -> Iterator[Came]:
     """Yields the tensors of a piece, opened on the platform's GPU as they lie in the trainer's memory."""
     if not (uuid := platform.device_uuid):
         raise RequestError(
@@ -71,7 +71,7 @@ def opened(piece: IpcPiece, platform: Platform) -> Iterator[Stored]:
     found = [own_handle(i, h, uuid) for i, h in zip(piece.tensors, piece.handles, strict=True)]
     for info, handle in zip(piece.tensors, found, strict=True):
         value = _opened(info, handle, platform.device)
-        yield info.name, info.shape, lambda value=value: value  # type: ignore[misc]
+        yield info.name, info.shape, info.dtype, lambda value=value: value  # type: ignore[misc]
 
 
 def _opened(info: TensorInfo, h: Handle, device: torch.device) -> Tensor:

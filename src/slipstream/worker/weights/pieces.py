@@ -1,53 +1,128 @@
-"""Tensors of an update's pieces, as a checkpoint's: name, shape, and a function that reads one.
+"""Tensors of an update's pieces: name, shape, type, and a function that reads one.
 
 `as_value` makes a tensor or an array what the loader of this process takes. No torch of its own.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from slipstream.errors import CheckpointError, RequestError
-from slipstream.messages.weight_ops import DTYPES, BroadcastPiece
-from slipstream.model.load.checkpoint import safetensors_arrays
-from slipstream.model.stored.parts import Stored
+from slipstream.messages.weight_ops import BroadcastPiece
+from slipstream.spec.parameters import Shape
 
 if TYPE_CHECKING:
     from slipstream.worker.weights.group import WeightGroup
 
 AsValue = Callable[[Any], Any]
+Came: TypeAlias = tuple[str, Shape, str, Callable[[], Any]]
+"""A tensor that has come: its name, its shape, its type, and a function that reads it."""
+
+NUMPY = {
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype("float64"),
+    "BOOL": np.dtype("bool"),
+    "U8": np.dtype("uint8"),
+    "I8": np.dtype("int8"),
+    "I16": np.dtype("int16"),
+    "I32": np.dtype("int32"),
+    "I64": np.dtype("int64"),
+}
+"""NumPy's types by safetensors' names. A tensor of another type may be there, and can't be read."""
+MAX_HEADER_BYTES = 100_000_000
 
 
-def file_tensors(path: Path, as_value: AsValue) -> Iterator[Stored]:
-    """Yields a safetensors file's tensors. The file is mapped, and read when the weights are made;
-    removing it meanwhile is harmless."""
+def file_tensors(path: Path, as_value: AsValue) -> Iterator[Came]:
+    """Yields a safetensors file's tensors. The file stays open, and is read when the weights are made.
+
+    It is not mapped, so a file that is cut meanwhile is an error, and no signal. Removing it, or
+    renaming another into its place, is harmless.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file", field="path")
-    for name, shape, read in safetensors_arrays(path):
-        yield name, tuple(shape), _converted(read, as_value)
+    try:
+        opened = path.open("rb")
+        known = os.fstat(opened.fileno())
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length) if length <= MAX_HEADER_BYTES else b"")
+        first = 8 + length
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            kind, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+                raise ValueError(f"{name} has no shape or place")
+            if not begin <= end <= known.st_size - first:
+                raise ValueError(f"{name} lies outside the file, which is cut")
+            dtype = NUMPY.get(kind)
+            if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
+                raise ValueError(f"the bytes of {name} are not those of its shape")
+            read = partial(_read, opened, path, known, name, dtype, shape, first + begin)
+            yield (
+                name,
+                shape,
+                str(kind).lower() if dtype is None else dtype.name,
+                _converted(read, as_value),
+            )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", field="path") from error
 
 
-def kept_tensors(tensors: Mapping[str, Any], as_value: AsValue) -> Iterator[Stored]:
+def _read(
+    opened: BinaryIO,
+    path: Path,
+    known: os.stat_result,
+    name: str,
+    dtype: Any,
+    shape: Shape,
+    begin: int,
+) -> Any:
+    if dtype is None:
+        raise CheckpointError(f"{name} is of a type that can't be read", field=name)
+    made = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    done = 0
+    while done < made.size:
+        if not (count := os.preadv(opened.fileno(), [made.data[done:]], begin + done)):
+            break
+        done += count
+    now = os.fstat(opened.fileno())
+    if done < made.size or (now.st_size, now.st_mtime_ns) != (known.st_size, known.st_mtime_ns):
+        raise CheckpointError(
+            f"{path} was changed after it came; abort the update, and rename new files into place",
+            field="path",
+        )
+    return made.view(dtype).reshape(shape)
+
+
+def kept_tensors(tensors: Mapping[str, Any], as_value: AsValue) -> Iterator[Came]:
     """Yields copies of a process's own tensors or arrays, on the devices where they are."""
     for name, value in tensors.items():
-        kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
-        if kind not in DTYPES:
-            raise RequestError(f"{name} is of {kind}; send one of {', '.join(DTYPES)}", field=name)
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise RequestError(f"{name!r} is neither a tensor nor an array", field="tensors")
         kept = value.detach().clone() if hasattr(value, "data_ptr") else np.array(value)
-        yield name, tuple(kept.shape), _converted(lambda kept=kept: kept, as_value)  # type: ignore[misc]
+        kind = str(value.dtype).removeprefix("torch.")
+        yield name, tuple(kept.shape), kind, _converted(lambda kept=kept: kept, as_value)  # type: ignore[misc]
 
 
 def broadcast_tensors(
     piece: BroadcastPiece, group: WeightGroup, as_value: AsValue
-) -> Iterator[Stored]:
+) -> Iterator[Came]:
     """Yields the tensors that a trainer broadcasts. Each has come when it is yielded."""
+    deadline = group.deadline()
     for info in piece.tensors:
-        kept = group.receive(info.shape, info.dtype, source=piece.source)
-        yield info.name, info.shape, _converted(lambda kept=kept: kept, as_value)  # type: ignore[misc]
+        kept = group.receive(info.shape, info.dtype, source=piece.source, deadline=deadline)
+        yield info.name, info.shape, info.dtype, _converted(lambda kept=kept: kept, as_value)  # type: ignore[misc]
 
 
 def _converted(read: Callable[[], Any], as_value: AsValue) -> Callable[[], Any]:

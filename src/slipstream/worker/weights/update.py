@@ -2,7 +2,8 @@
 
 1. `BeginWeights` refuses a form that can't be written in place, and names that don't fit the model.
 2. Pieces are noted. Tensors of this process are copied, since a trainer goes on to change them;
-   files, and a trainer's GPU memory, are read when the weights are made.
+   files, and a trainer's GPU memory, are read when the weights are made. A piece comes whole, or
+   nothing of it is kept.
 3. `CheckWeights` makes all weights once without writing.
 4. `WriteWeights` makes them again, module by module, and writes them over those that run.
 
@@ -13,15 +14,18 @@ takes no requests then. No torch: it is loaded for pieces that need it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import CheckpointError, ConflictError, RequestError
 from slipstream.messages.weight_ops import (
+    DTYPES,
     BeginWeights,
     BroadcastPiece,
     CheckWeights,
+    DropPiece,
     DropWeights,
     FilePiece,
     FolderPiece,
@@ -34,11 +38,13 @@ from slipstream.messages.weight_ops import (
     WriteWeights,
 )
 from slipstream.messages.weights import GivenPiece
+from slipstream.model.load.checkpoint import finder, names_of
 from slipstream.model.load.refill import Refill, checksums, refusal
 from slipstream.model.stored.parts import Stored
 from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.parameters import Integers
 from slipstream.spec.scheme import SCHEMES, Scheme
-from slipstream.worker.weights.pieces import broadcast_tensors, file_tensors, kept_tensors
+from slipstream.worker.weights.pieces import Came, broadcast_tensors, file_tensors, kept_tensors
 
 if TYPE_CHECKING:
     from slipstream.worker.loaded_runner import LoadedRunner
@@ -55,6 +61,7 @@ class WeightUpdates:
         self._declared: dict[str, TensorInfo] = {}
         self._given: dict[str, Stored] = {}
         self._folder: Path | None = None
+        self._last: dict[str, Stored] | None = None  # tensors of the last piece; none of a folder
         self._refill: Refill | None = None
 
     def do(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
@@ -71,8 +78,9 @@ class WeightUpdates:
             case BeginWeights():
                 self._begin(op)
             case CheckWeights():
-                self._refill = self._made()
-                self._refill.check()
+                made = self._made()
+                made.check()
+                self._refill = made
             case WriteWeights():
                 assert self._refill is not None
                 self._refill.write()
@@ -81,6 +89,8 @@ class WeightUpdates:
                 return checksums(self._loaded.model.decoder)
             case DropWeights():
                 self._forget()
+            case DropPiece():
+                self._drop_piece()
             case SumWeights():
                 return checksums(self._loaded.model.decoder)
             case _:
@@ -140,6 +150,7 @@ class WeightUpdates:
         self._begun = op
 
     def _take(self, op: WeightsOp | GivenPiece) -> None:
+        self._last = None
         if self._begun is None:
             raise ConflictError("no update has begun; start_weight_update begins one")
         if self._folder is not None:
@@ -149,16 +160,24 @@ class WeightUpdates:
             case FolderPiece(path=path):
                 if self._given or self._begun.tensors is not None:
                     raise RequestError("a folder has all tensors, and can't follow others")
-                self._folder = Path(path)
-                self._described()  # an error now
+                self._described(Path(path))  # an error now
+                self._folder, self._last = Path(path), {}
                 return
             case FilePiece(path=path):
-                found: Iterable[Stored] = file_tensors(Path(path), as_value)
+                found: Iterable[Came] = file_tensors(Path(path), as_value)
             case GivenPiece(tensors=tensors):
                 found = kept_tensors(tensors, as_value)
             case BroadcastPiece():
                 self._expect(op.tensors)
-                found = broadcast_tensors(op, self._group(op.group), as_value)
+                group = self._group(op.group)
+                if not 0 <= op.source < group.world_size or op.source == group.rank:
+                    message = (
+                        f"source {op.source} is no other member of a group of {group.world_size}"
+                    )
+                    raise RequestError(message, field="source")
+                self._last = self._received(op, group)
+                self._given.update(self._last)
+                return
             case IpcPiece():
                 from slipstream.worker.weights.ipc import opened
 
@@ -166,14 +185,64 @@ class WeightUpdates:
                 found = opened(op, self._loaded.platform)
             case _:
                 raise AssertionError(op)
-        for name, shape, read in found:
+        self._last = self._collected(found)
+        self._given.update(self._last)
+
+    def _received(self, op: BroadcastPiece, group: WeightGroup) -> dict[str, Stored]:
+        """The tensors that a trainer broadcasts. After an error nobody knows what it sends next, so
+        the group is left."""
+        try:
+            return self._collected(broadcast_tensors(op, group, self._loaded.as_value))
+        except Exception:
+            del self._groups[op.group]
+            group.close()
+            raise
+
+    def _collected(self, found: Iterable[Came]) -> dict[str, Stored]:
+        """The tensors of a piece. RequestError names one that does not fit."""
+        came = list[Came]()
+        for name, shape, kind, read in found:
             self._check_new(name, shape)
-            self._given[name] = name, shape, read
+            came.append((name, shape, kind, read))
+        self._check_types([(name, kind) for name, _, kind, _ in came])
+        return {name: (name, shape, read) for name, shape, _, read in came}
+
+    def _drop_piece(self) -> None:
+        """Forget the last piece, if this rank has taken it: another rank has not."""
+        if self._last is not None:
+            self._folder = None
+            self._given = {n: x for n, x in self._given.items() if n not in self._last}
+            self._last = None
+
+    def _check_types(self, kinds: Sequence[tuple[str, str]]) -> None:
+        """Make sure that weights are numbers of `DTYPES`. Buffers that the model has no place for
+        may have any type."""
+        if all(kind in DTYPES for _, kind in kinds):
+            return
+        dense = self._dense
+        given = [(name, (), _unread(name)) for name, _ in kinds]
+        find = finder(dense, names_of(dense, given))
+        for name, kind in kinds:
+            if kind in DTYPES or (place := find(name)) is None:
+                continue
+            if isinstance(place.transform, Integers) and kind in ("int32", "int64"):
+                continue
+            message = f"{name} is of {kind}; send one of {', '.join(DTYPES)}, or a whole checkpoint"
+            raise RequestError(message, field=name)
 
     def _expect(self, tensors: Sequence[TensorInfo]) -> None:
         """Check tensors before a trainer's broadcast of them is received."""
+        names = set[str]()
         for info in tensors:
             self._check_new(info.name, info.shape)
+            if info.name in names:
+                raise RequestError(f"the tensor {info.name!r} is there twice", field="names")
+            names.add(info.name)
+        # twice: tied weights may come under both of their names
+        most = 2 * sum(map(math.prod, self._loaded.model.description.shapes.values()))
+        if (count := sum(math.prod(info.shape) for info in tensors)) > most:
+            message = f"the shapes have {count} numbers together, and the model about {most // 2}"
+            raise RequestError(message, field="shapes")
 
     def _check_new(self, name: str, shape: tuple[int, ...]) -> None:
         if name in self._given:
@@ -188,7 +257,7 @@ class WeightUpdates:
             raise RequestError(message, field="shapes")
 
     def _forget(self) -> None:
-        self._begun, self._folder, self._refill = None, None, None
+        self._begun, self._folder, self._refill, self._last = None, None, None, None
         self._declared, self._given = {}, {}
 
     # --- The weights, as a load would make them ---
@@ -197,7 +266,7 @@ class WeightUpdates:
         if self._begun is None:
             raise ConflictError("no update has begun; start_weight_update begins one")
         if self._folder is not None:
-            description, by = self._described()
+            description, by = self._described(self._folder)
             weights, scheme = self._loaded.weights_of(description, by, None)
         else:
             if missing := [name for name in self._declared if name not in self._given]:
@@ -209,20 +278,23 @@ class WeightUpdates:
 
     def _weights(self, given: Sequence[Stored]) -> tuple[Any, Scheme | None]:
         """The weights of a dense checkpoint in transformers' names, whose tensors are `given`."""
-        own = self._loaded.model.description
-        dense = dataclasses.replace(own, format="safetensors", quantization=None, gguf=None)
+        dense = self._dense
         return self._loaded.weights_of(dense, self._scheme(dense), given)
 
-    def _described(self) -> tuple[ModelDescription, Scheme | None]:
+    @property
+    def _dense(self) -> ModelDescription:
+        own = self._loaded.model.description
+        return dataclasses.replace(own, format="safetensors", quantization=None, gguf=None)
+
+    def _described(self, folder: Path) -> tuple[ModelDescription, Scheme | None]:
         """The folder's model, which must be the one that runs, and the scheme that quantizes it."""
-        assert self._folder is not None
         own = self._loaded.model.description
         most = None if own.images is not None else 0
-        found = read_spec(self._folder).taking_images(most)
+        found = read_spec(folder).taking_images(most)
         if found.spec != own.spec:
             field = _different(own.spec, found.spec)
             raise CheckpointError(
-                f"{self._folder} is another model: its {field} differs from what runs", field=field
+                f"{folder} is another model: its {field} differs from what runs", field=field
             )
         return found, self._scheme(found)
 
