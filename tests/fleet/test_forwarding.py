@@ -406,7 +406,7 @@ def test_only_replicas_with_the_adapter_are_asked():
     )
     own = {"only": None, "adapter": "x", "tokens": [1], "session": None, "prefix_salt": ""}
     call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, handover=None, **own)
-    Forwarder._decide(SimpleNamespace(), version, call, 0.0)
+    Forwarder._decide(SimpleNamespace(chains=lambda *a: []), version, call, 0.0)
     assert asked["exclude"] == {"b"}
 
 
