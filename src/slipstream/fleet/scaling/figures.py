@@ -79,6 +79,8 @@ def _joined(name: str, now: list[Any], gone: list[Any]) -> Any:
         return tuple(map(sum, zip_longest(*now, *gone, fillvalue=0)))
     if isinstance(first, bool):
         return bool(now) and all(now)
+    if isinstance(first, str):
+        return first if {*now} == {first} else ""
     if name in _MEANS:
         return sum(now) / len(now) if now else 0.0
     if name in _MOST:
