@@ -138,7 +138,7 @@ WeightsOp: TypeAlias = (
 
 
 def undoing(op: WeightsOp) -> tuple[WeightsOp, ...]:
-    """What makes the ranks equal again if only some of them could carry out `op`."""
+    """Message that makes the ranks equal again if only some of them could carry out `op`."""
     match op:
         case BeginWeights():
             return (DropWeights(),)
