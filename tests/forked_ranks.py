@@ -33,7 +33,7 @@ IMPORTED = (
 
 
 class Popen:
-    """Of `python -m MODULE ARGUMENTS`."""
+    """A process like that of `python -m MODULE ARGUMENTS`, forked from a warm one."""
 
     def __init__(self, command, *, stdin, pass_fds, env):
         assert (command[:2], stdin) == ([sys.executable, "-m"], PIPE)
@@ -96,7 +96,7 @@ _asking = threading.Lock()
 
 
 def parent() -> socket.socket:
-    """To the process that forks."""
+    """The socket to the process that forks."""
     global _parent
     _parent = _parent or start()[0]
     return _parent

@@ -135,7 +135,7 @@ def test_priority_goes_before_fairness():
 
 
 def test_a_pause_saves_nothing_up():
-    """Who comes back after a pause gets its share from then on, and not what it left out."""
+    """A key that comes back after a pause gets its share from then on, and not what it left out."""
     load = Load(small_scheduler(), {"steady": 1.0, "late": 1.0}, lambda n: (8, 8))
     for _ in range(40):
         load.add("steady")

@@ -205,8 +205,8 @@ def test_experts_that_are_stored_as_one_tensor(tmp_path, kernels):
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_a_model_that_takes_pictures_drafts(tmp_path, kernels):
-    """With the layer of its own, as Qwen 3.5 is published: below `model.language_model` but for `mtp`. Answers to pictures are
-    those without drafts, and drafts behind text are those of the model without its encoder."""
+    """The model drafts by its own layer, as Qwen 3.5 is published: below `model.language_model` but for `mtp`. Answers to
+    pictures are those without drafts, and drafts after text are those of the model without its encoder."""
     build_vision(tmp_path, "qwen3_5_moe", seed=3)
     config, stored = mtp_layers.read(tmp_path)
     new = mtp_layers.drawn({**config["text_config"], "model_type": "qwen3_5_moe_text"}, 0)
@@ -314,8 +314,8 @@ def test_a_layer_of_qwen_3_5_in_a_gguf_file(tmp_path):
 @pytest.mark.parametrize("by", ["token", "state"])
 @pytest.mark.parametrize("family", mtp_layers.FAMILIES)
 def test_a_layer_that_knows_the_answer_is_always_right(tmp_path, family, by):
-    """By the token of a pair or by its state: a draft from another position's would be wrong. Prompts come in chunks and again
-    behind prefix hits."""
+    """The layer knows the answer by the token of a pair or by its state: a draft from another position's would be wrong.
+    Prompts come in chunks, and again after prefix hits."""
     mtp_layers.build(tmp_path, family)
     mtp_layers.teach_to_count(tmp_path, by=by)
     starts, sampling = (5, 40, 111), SamplingParams(temperature=0, max_tokens=31, ignore_eos=True)

@@ -269,3 +269,17 @@ async def test_a_core_that_starts_again_after_an_update_takes_no_request_until_a
     again = await collect(engine.generate(PROMPT, SHORT))
     assert again.outputs[0].weight_versions == [("2", 6)]
     await engine.shutdown()
+
+
+async def test_a_model_without_such_weights_is_not_paused(tiny_encoder):
+    engine = await AsyncLLM.start(
+        EngineArgs(model=str(tiny_encoder), dtype="float32", device="cpu", num_threads=1)
+    )
+    try:
+        for mode in ("keep", "wait", "retract", "abort"):
+            with pytest.raises(RequestError, match="text alone"):
+                await engine.pause_generation(mode=mode)
+        async with asyncio.timeout(30):
+            await engine.embed(["hello"])
+    finally:
+        await engine.shutdown()

@@ -100,7 +100,7 @@ def speculating(path, request):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_answers_are_the_same(plain, speculating, name):
-    """With a seed this includes drawn answers: nothing is drawn that would not be drawn without drafts."""
+    """Answers that are drawn with a seed are the same, too: drafts draw nothing more."""
     expected, found = plain[name], speculating.generate(PROMPTS, SETTINGS[name])
     for theirs, ours in zip(expected, found, strict=True):
         for a, b in zip(theirs.outputs, ours.outputs, strict=True):

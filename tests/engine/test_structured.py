@@ -291,7 +291,7 @@ def test_choices_wait_for_their_grammar_though_the_first_is_aborted(llm):
 
 
 def test_a_request_that_is_refused_leaves_no_grammar(llm):
-    """And one that takes a name that is in use does not touch the grammar of the other."""
+    """A refused request that takes a name in use does not touch the grammar of the other."""
     list(answers(llm, sampling(StructuredOutputsParams(regex="x+y"), max_tokens=4)))  # compiled
     request = llm._input.prepare(
         "hello", sampling(StructuredOutputsParams(regex="(ab){4}"), temperature=0)

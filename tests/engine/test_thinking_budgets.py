@@ -293,7 +293,7 @@ def test_answers_are_the_same_however_they_are_computed(path, llm, more):
 
 
 def test_request_is_a_plain_one_after_its_reasoning(llm, monkeypatch):
-    """After the reasoning the request's steps need no masks, and it has a decode lease."""
+    """Steps after the reasoning need no masks, and the request has a decode lease."""
     masked, leased = [], []
     launch = ModelRunner._launch
 

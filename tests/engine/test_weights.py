@@ -387,6 +387,9 @@ def test_names_of_unknown_fields_are_told(two):
             llm.update_weights({"names": ["a"], "dtype_names": [], "shapes": []})
         with pytest.raises(RequestError, match="no group"):
             llm.update_weights({"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]})
+        for two_ways in ({"tensors": {}, "path": "x"}, {"path": "x", "names": ["a"]}):
+            with pytest.raises(RequestError, match="send one or the other"):
+                llm.update_weights(two_ways)
 
 
 BOUND = 1e-4

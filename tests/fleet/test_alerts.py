@@ -101,7 +101,7 @@ async def test_oldest_alert_is_dropped_when_too_many_wait(receiver, monkeypatch)
 
 @pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "odd"), httpx.InvalidURL("odd")])
 async def test_no_error_of_one_address_ends_the_others(receiver, monkeypatch, error):
-    """Nor the alerts that come behind it."""
+    """An error ends neither other addresses nor the alerts that follow."""
     url, got, _ = receiver
     monkeypatch.setattr(alerts, "RETRIES", 0)
     real = httpx.AsyncClient.post

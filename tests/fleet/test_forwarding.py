@@ -141,7 +141,7 @@ def test_a_replica_that_says_nothing_at_all_is_left_out(start):
 
 
 def test_the_first_of_two_answers_is_taken(start):
-    """And the other request ends at once, not when the answer does."""
+    """The other request ends at once, not when the answer does."""
     fleet, stubs = start(hedging={"after_s": 0.2, "share": 1.0})
     for stub in stubs:
         stub.hang_at = 0
@@ -433,7 +433,7 @@ def test_a_gateway_that_drains_is_healthy_and_not_ready():
 
 
 def test_the_root_names_what_the_fleet_serves(start):
-    """Of a replica's own `/` a client would hear of the first model alone."""
+    """The gateway answers `/` itself: a replica's own names its one model alone."""
     fleet, stubs = start()
     text = httpx.get(fleet.url, timeout=PATIENCE_S).text
     assert "serves tiny: OpenAI's API at /v1" in text

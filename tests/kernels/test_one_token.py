@@ -718,7 +718,7 @@ def test_experts_as_judged(tmp_path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_recurrent_layers_as_judged(tmp_path):
-    """Beside gated attention, with experts of which one always runs."""
+    """Recurrent layers stand next to gated attention, with experts of which one always runs."""
     sizes = {**HYBRID, **MANY, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 64}
     one_token_steps.build(tmp_path, "qwen3_5_moe_text", **sizes)
     judged(tmp_path, "fp8", torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file
 
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -13,6 +14,7 @@ from slipstream.server.http.keys import Key, changing, new_secret
 from slipstream.server.state import ServerSettings
 from tests import tiny_models
 from tests.server.conftest import serving
+from tests.worker.test_weight_transport import Trainer, free_port, told
 
 BODY = {
     "model": "policy",
@@ -287,3 +289,27 @@ def test_versions_are_printable_and_short(http, version):
     body = {"model_path": "old", "weight_version": version}
     error = post(http, "/update_weights_from_disk", body, 400)["error"]
     assert error["param"] == "weight_version"
+
+
+def test_a_trainer_broadcasts_by_sglangs_routes(http, folder):
+    post(http, "/update_weights_from_disk", {"model_path": "new"})
+    expected = asked(http)[0]
+    post(http, "/update_weights_from_disk", {"model_path": "old"})
+    assert asked(http)[0] != expected
+    tensors = load_file(folder / "new" / "model.safetensors")
+    port = free_port()
+    trainer = Trainer(tensors, port, 2)
+    group = dict(master_address="127.0.0.1", master_port=port, world_size=2, backend="gloo")
+    post(http, "/init_weights_update_group", group)
+    names = list(tensors)
+    for some, is_last in ((names[:5], False), (names[5:], True)):
+        piece = told({n: tensors[n] for n in some})
+        piece["dtypes"] = piece.pop("dtype_names")
+        post(http, "/update_weights_from_distributed", {**piece, "flush_cache": is_last})
+    trainer.join()
+    assert asked(http)[0] == expected
+    post(http, "/destroy_weights_update_group", {})
+    for flush in (True, False):  # the group is gone
+        error = post(http, "/update_weights_from_distributed", {**piece, "flush_cache": flush}, 400)
+        assert error["error"]["param"] == "group_name"
+        assert not http.get("/weights").json()["is_updating"]

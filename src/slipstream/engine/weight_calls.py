@@ -100,8 +100,8 @@ def declared(request: Any) -> tuple[TensorInfo, ...] | None:
     return tensor_infos(info) if info else None
 
 
-def piece_of(request: Any, *, may_give: bool = True) -> Piece | GivenPiece:
-    """The piece that an `update_info` describes. `may_give`: the caller may have tensors of its own."""
+def piece_of(request: Any) -> Piece | GivenPiece:
+    """The piece that an `update_info` describes."""
     info = unwrapped(request, "update_info")
     _refuse_unknown(
         info,
@@ -111,7 +111,11 @@ def piece_of(request: Any, *, may_give: bool = True) -> Piece | GivenPiece:
         },
         "update_info",
     )
-    if (tensors := info.get("tensors")) is not None and may_give:
+    for whole in ("tensors", "path"):
+        if info.get(whole) is not None and (more := sorted(info.keys() - {whole})):
+            message = f"a piece by {whole} has no {more[0]}; send one or the other"
+            raise RequestError(message, field=more[0])
+    if (tensors := info.get("tensors")) is not None:
         if not isinstance(tensors, Mapping):
             raise RequestError("tensors must be a mapping from names to tensors", field="tensors")
         return GivenPiece(dict(tensors))

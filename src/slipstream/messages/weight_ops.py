@@ -138,7 +138,7 @@ WeightsOp: TypeAlias = (
 
 
 def undoing(op: WeightsOp) -> tuple[WeightsOp, ...]:
-    """Message that makes the ranks equal again if only some of them could carry out `op`."""
+    """Operations that make the ranks equal again if only some of them could carry out `op`."""
     match op:
         case BeginWeights():
             return (DropWeights(),)

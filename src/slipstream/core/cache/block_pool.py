@@ -237,7 +237,7 @@ class BlockPool:
         flagged = self._is_cached[where]
         if flagged.all():
             return blocks, ()
-        return tuple(array("i", where[of].tobytes()) for of in (flagged, ~flagged))  # type: ignore[return-value]
+        return array("i", where[flagged].tobytes()), array("i", where[~flagged].tobytes())
 
     def _link(self, blocks: Sequence[int]) -> None:
         """Take free blocks in: cached ones at the list's tail, or into the order; others at the head."""

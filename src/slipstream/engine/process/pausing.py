@@ -124,7 +124,11 @@ class GenerationPauses(Operation):
             process.cache_watchers.begin(core)  # prefixes begin with another key
 
     def _handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
-        """Do what a message asks, and answer it. Returns queued requests that may run now."""
+        """Do what a message asks, and answer it. Returns queued requests that may run now.
+
+        RequestError: the model has no weights that change, and nothing was done.
+        """
+        weights = weights_of(core)
         freed: list[tuple[Adds, int]] = []
         checksums = False
         if isinstance(message, PauseGeneration):
@@ -143,10 +147,10 @@ class GenerationPauses(Operation):
                 raise ConflictError("requests run; pause with mode=abort or mode=wait first")
             core.scheduler.reset_prefix_cache()
         elif isinstance(message, FinishWeights):
-            weights_of(core).finish(core, message.version, self._deliver)
-            self._send_all(WeightsChanged(weights_of(core).version))
+            weights.finish(core, message.version, self._deliver)
+            self._send_all(WeightsChanged(weights.version))
         elif isinstance(message, ChangeWeights):
-            weights_of(core).change(message.op)
+            weights.change(message.op)
         elif isinstance(message, GetWeights):
             checksums = message.checksums
         self._answer(core, number, message.ticket, checksums=checksums)
@@ -161,8 +165,6 @@ class GenerationPauses(Operation):
             self._waiting.append((number, message.ticket))
             self.begin_if_idle(core)
             return True
-        if mode != "keep":
-            weights_of(core)  # only models that generate text have the other modes
         self._deliver(core.pause())
         if mode == "abort":
             self._deliver(weights_of(core).abort_all(core))

@@ -241,7 +241,8 @@ class WeightRoutes:
 
     async def from_disk(self, body: FromDiskBody) -> WeightsInfo:
         piece = {"path": self._within(body.model_path, "model_path")}
-        return await self._whole(piece, body.weight_version, abort=body.abort_all_requests)
+        await self.engine.start_weight_update()
+        return await self._take(piece, body, is_new=True, is_last=True)
 
     async def init_group(self, body: InitGroupBody) -> WeightsInfo:
         return await self.engine.init_weight_transfer_engine(msgspec.structs.asdict(body))
@@ -251,24 +252,30 @@ class WeightRoutes:
 
     async def from_group(self, body: FromGroupBody) -> WeightsInfo:
         names = ("names", "dtypes", "shapes", "group_name")
-        info = await self.engine.weights()
-        if not info.is_updating:
+        piece = {name: getattr(body, name) for name in names}
+        is_new = not (await self.engine.weights()).is_updating
+        if is_new:
             await self.engine.start_weight_update()
-        info = await self.engine.update_weights({name: getattr(body, name) for name in names})
-        if not body.flush_cache:
-            return info
-        return await self._finished(body.weight_version, abort=body.abort_all_requests)
+        return await self._take(piece, body, is_new=is_new, is_last=body.flush_cache)
 
-    async def _whole(
-        self, piece: dict[str, Any], version: str | None, *, abort: bool
+    async def _take(
+        self,
+        piece: dict[str, Any],
+        body: FromDiskBody | FromGroupBody,
+        *,
+        is_new: bool,
+        is_last: bool,
     ) -> WeightsInfo:
-        """An update in one call. What is wrong leaves none under way."""
-        await self.engine.start_weight_update()
+        """Send a piece of an update, and finish it with its last. An error leaves none under way
+        that the same call began (`is_new`)."""
         try:
-            await self.engine.update_weights(piece)
-            return await self._finished(version, abort=abort)
+            info = await self.engine.update_weights(piece)
+            if not is_last:
+                return info
+            return await self._finished(body.weight_version, abort=body.abort_all_requests)
         except Exception:
-            await self.engine.abort_weight_update()
+            if is_new:
+                await self.engine.abort_weight_update()
             raise
 
     async def _finished(self, version: str | None, *, abort: bool) -> WeightsInfo:
