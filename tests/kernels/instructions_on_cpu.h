@@ -195,6 +195,12 @@ inline u32 __ballot_sync(u32, bool x) {
 }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 inline u32 and_or(u32 x, u32 mask, u32 more) { return (x & mask) | more; }
+inline u32 permute(u32 a, u32 b, u32 selector) {
+    const u64 both = a | (u64)b << 32;
+    u32 y = 0;
+    for (int i = 0; i < 4; i++) y |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return y;
+}
 inline u32 warp_max(u32 x) {
     for (int i = 16; i; i >>= 1) x = std::max(x, __shfl_xor_sync(~0u, x, i));
     return x;
@@ -357,4 +363,13 @@ inline u32 transposed(u32 x) {
 }
 inline void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiplied<int, 4>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) { return (int)(signed char)(word >> 8 * j); });
+}
+template <bool SIGNED>
+inline void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (SIGNED) return mma(c, a0, a1, a2, a3, b0, b1);
+    const u32 by = 0x80808080u;  // bytes without a sign: 128 more than with one
+    int all[4] = {};
+    mma(c, a0 ^ by, a1 ^ by, a2 ^ by, a3 ^ by, b0, b1);
+    mma(all, by, by, by, by, b0, b1);
+    for (int i = 0; i < 4; i++) c[i] -= all[i];
 }

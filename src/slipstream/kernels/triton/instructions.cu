@@ -73,6 +73,8 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 more) {  // x & mask | more in one instru
     return y;
 }
 
+DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }  // by nibble: a byte of a, from 4 on of b
+
 // --- memory
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -222,4 +224,13 @@ DEVICE void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The same of bytes, a [16, 32] without a sign unless SIGNED, b [32, 8] with one.
+template <bool SIGNED>
+DEVICE void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (SIGNED) mma(c, a0, a1, a2, a3, b0, b1);
+    else
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

@@ -3,9 +3,10 @@
 // --- sizes that follow from one_token.py's definitions
 constexpr int G = H / HK;  // query heads of a kv head
 constexpr int GATE_ROWS = OUTPUT_GATE ? H * D : 0;  // the first rows of the weight of q, k, v: a gate of attention's output
-constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : GATE_ROWS + (H + 2 * HK) * D;  // rows of the weight of q (and k, v)
-constexpr int LATENT_ROWS = LATENT ? RANK + R : 16;                   // rows of the weight that makes latents
-constexpr int QKV_SIZE = QKV_ROWS + (LATENT ? LATENT_ROWS : 0);       // what the products before attention write
+constexpr bool SECOND = LATENT || FORM == CODED;  // there are two products before attention: GGUF's values may have another type
+constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : GATE_ROWS + (H + (SECOND ? 1 : 2) * HK) * D;  // rows of the weight of q (k, v)
+constexpr int LATENT_ROWS = LATENT ? RANK + R : SECOND ? HK * D : 16;  // rows of the weight that makes latents, or values
+constexpr int QKV_SIZE = QKV_ROWS + (SECOND ? LATENT_ROWS : 0);        // what the products before attention write
 constexpr int Q = H * D;                                              // what attention writes
 constexpr int DV = DELTA ? DELTA_HEADS * DELTA_V : 16;                // what the delta rule writes
 constexpr int DELTA_CHANNELS = 2 * DELTA_KEY_HEADS * DELTA_K + DV;    // of its convolution: q, k, v
@@ -18,19 +19,27 @@ __device__ constexpr bool is_float4(int form) { return form == MXFP4 || form == 
 constexpr float RAISED = is_float4(EXPERT_FORM) ? 18446744073709551616.0f : 1.0f;  // 2^64, times which their inputs are stored
 constexpr int SLAB = STEP_BYTES * 8;  // such a stage: 8 rows' codes, the other 8 rows', then both rows' scales
 __device__ constexpr int chunk_scales(int form) { return form == NVFP4 ? 64 : 32; }  // bytes of 8 rows of 128 inputs
-constexpr int STAGE_BYTES = max_of(is_float4(FORM) ? 0 : 16 * ROW_STRIDE + SCALE_BYTES,
+template <int FORM_ = Q4_K> __device__ constexpr int coded_stage() {  // the largest of the types in use
+    if constexpr (FORM_ < END_OF_CODED)
+        return max_of(ALL_FORMS >> (FORM_ - Q4_K) & 1 ? 2 * Units<FORM_>::SLAB : 0, coded_stage<FORM_ + 1>());
+    else return 0;
+}
+constexpr int STAGE_BYTES = max_of(FORM == CODED ? coded_stage() : is_float4(FORM) ? 0 : 16 * ROW_STRIDE + SCALE_BYTES,
                                    is_float4(EXPERT_FORM) ? 2 * SLAB / 512 * (512 + chunk_scales(EXPERT_FORM)) : 0);
 static_assert(EXPERT_FORM == FORM || (is_float4(EXPERT_FORM) && FORM == 0 && !FS),
               "a form of experts that one_token.py should refuse");
 static_assert(!is_float4(EXPERT_FORM) || (!HALF && PRODUCER_WARPS == 2), "4-bit floats are expanded to bfloat16");
 __device__ constexpr int row_bytes(int inputs, int form = FORM) {
-    return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : is_float4(form) ? (inputs + 127) / 128 * 64 : inputs;
+    return is_coded(form) || form == CODED ? inputs : form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : is_float4(form) ? (inputs + 127) / 128 * 64 : inputs;
 }
 constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's down products, all experts together
 constexpr int MAX_INPUTS = max_of(max_of(E, DELTA ? DV : 0), max_of(DOWN_INPUTS, Q));
 __device__ constexpr int input_bytes(int inputs) { return inputs * (FORM == 3 ? 1 : 2); }
-constexpr int INPUT_BYTES = input_bytes(MAX_INPUTS);
-constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : 0;
+constexpr int DIGIT_PLANE = MAX_INPUTS + 16;  // bytes of all inputs' high digits, or low ones, in different banks
+constexpr int INPUT_BYTES = FORM == CODED ? 2 * DIGIT_PLANE : input_bytes(MAX_INPUTS);
+// Sums of inputs. GGUF: [2, inputs / 32] by digit and group of 32; then of 16; then the scales of 256 inputs.
+constexpr int SUMS_OF_16 = 2 * MAX_INPUTS / 32 * 4, INPUT_SCALES = SUMS_OF_16 + 2 * MAX_INPUTS / 16 * 4;
+constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : FORM == CODED ? INPUT_SCALES + MAX_INPUTS / 256 * 4 : 0;
 
 // --- attention
 constexpr int KV_BYTES = CACHE == 16 ? 2 : 1;                   // bytes of a cached number
@@ -58,9 +67,12 @@ static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 
 // A layer's row of pointers, in the order of `POINTERS` in one_token.py.
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B,
        UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
-       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W,
+       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, LATENT_B, KEYS_W, VALUES_W,
        SINKS, WINDOW, TABLE, UP_FACTOR, DOWN_FACTOR, GATES_W, CONV_W, CONV_B, DECAY_W, TIME_W, DELTA_NORM_W, CONV_STATES, STATES,
-       QKV_ROW, OUT_ROW, UP_ROW, DOWN_ROW, LATENT_ROW, SHARED_UP_ROW, SHARED_DOWN_ROW, NUM_POINTERS };
+       QKV_ROW, OUT_ROW, UP_ROW, DOWN_ROW, LATENT_ROW, SHARED_UP_ROW, SHARED_DOWN_ROW, FORM_NUMBERS, NUM_POINTERS };
+// A product's number among GGUF's types (`with_form`). FORM_NUMBERS has four bits for each.
+enum { QKV_FORM = 0, LATENT_FORM = 4, OUT_FORM = 8, UP_FORM = 12, DOWN_FORM = 16 };
+DEVICE int form_number(u64 numbers, int of) { return (int)(numbers >> of & 15); }
 // Where a product's float32 for each row are, by the place of its scales. 4-bit floats have scales by groups as well.
 __device__ constexpr int row_scales(int form, int scales) {
     return !is_float4(form)          ? scales
@@ -299,10 +311,21 @@ struct Producer {
         ring.next();
     }
 
+    // Fill a stage with units of 8 rows of a GGUF type, the bits above the low four, and factors. Each producer copies 8 rows.
+    template <int FORM_>
+    DEVICE void copy_units(const u8* codes, const u8* high, const u8* factors, int units) {
+        typedef Units<FORM_> Own;
+        const u32 full = open_stage(units * (Own::CODES + Own::HIGH + Own::FACTORS)), to = stage_at() + which * Own::SLAB;
+        if (lane == 0) bulk_copy(to, codes, units * Own::CODES, full, evict_first);
+        if (Own::HIGH && lane == 1) bulk_copy(to + Own::HIGH_AT, high, units * Own::HIGH, full, evict_first);
+        if (lane == 2) bulk_copy(to + Own::FACTORS_AT_, factors, units * Own::FACTORS, full, evict_first);
+        ring.next();
+    }
+
     // Copy this CTA's tiles of a product [N, K], of which N counts the gates only. Scales of 4-bit codes lie in the order
     // of use: [tile, group, 16].
     template <int N, int K, bool GATES, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0, int FORM_ = FORM>
-    DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}) {
+    DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}, const u8* high = nullptr) {
         constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
         constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
         constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
@@ -310,7 +333,16 @@ struct Producer {
         for (int step = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta) * NUM_EXPERTS; step < end * NUM_EXPERTS; step++) {
             const int tile = step / NUM_EXPERTS;
             const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : step % NUM_EXPERTS);
-            if constexpr (is_float4(FORM_)) {
+            if constexpr (is_coded(FORM_)) {
+                typedef Units<FORM_> Own;
+                constexpr int UNITS = K / Own::INPUTS;
+                const long long first = (long long)weight_row<N, GATES>(expert, tile, which * 8) / 8 * UNITS;
+#pragma unroll 1
+                for (int at = 0; at < UNITS; at += Own::IN_STAGE)
+                    copy_units<FORM_>(weight + (first + at) * Own::CODES, high + (first + at) * Own::HIGH,
+                                      scales + (first + at) * Own::FACTORS, min(Own::IN_STAGE, UNITS - at));
+                continue;
+            } else if constexpr (is_float4(FORM_)) {
                 const int row = weight_row<N, GATES>(expert, tile % MATRIX_TILES, which * 8);
                 const u8* from = weight + (long long)row * BYTES_OF_ROW;
                 constexpr int SCALES = chunk_scales(FORM_);
@@ -352,15 +384,18 @@ template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int
           int FORM_ = FORM>
 struct Product {
     typedef typename Sum<FORM_>::type Total;
-    static constexpr bool FLOAT4 = is_float4(FORM_), GATES = END == ACTIVATE && GATED;
+    static constexpr bool FLOAT4 = is_float4(FORM_), UNITS = is_coded(FORM_), GATES = END == ACTIVATE && GATED;
     static constexpr bool SCALED = FORM_ == 1 || FORM_ == 3 || FORM_ == NVFP4 || (FLOAT4 && FORM_ == FORM);
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
     static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
-    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
+    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), STEP = UNITS ? STAGE_INPUTS : STEP_BYTES;
+    static constexpr int K_STEPS = (BYTES_OF_ROW + STEP - 1) / STEP;
     // 4-bit floats: two groups of warps take matrices in turn, so that one computes while the other waits at a tile's end.
     static constexpr int GROUPS = FLOAT4 ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
-    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 ? 1 : FLOAT4 ? 2 : TURNS;
+    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 || UNITS ? 1 : FLOAT4 ? 2 : TURNS;
     static constexpr int TILES_IN_TURN = OF == SUMMED ? 1 : GROUPS;  // groups share a tile of SUMMED: each has some experts
+
+    template <int OTHER> using With = Product<N, K, CODES, END, BIASED, OF, TILE_OFFSET, TILE_TOTAL, OTHER>;
 
     static DEVICE int group() { return GROUPS == 1 ? 0 : threadIdx.x / (GROUP_WARPS * 32); }
     static DEVICE int begin(int cta) { return first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta); }
@@ -420,11 +455,18 @@ struct Product {
                 for (int k_step = 0; k_step < K_STEPS; k_step++) {
                     const u32 full = smem + BARRIERS_AT + ring.stage * 16, stage = smem + RING_AT + ring.stage * STAGE_BYTES;
                     const u32 from = smem + input + nth * input_bytes(K);
-                    constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
+                    constexpr int TAIL = UNITS ? 0 : BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
                     if constexpr (FLOAT4) mma_chunks(sum, stage, from, memory, k_step, bytes);
-                    else
+                    else if constexpr (UNITS) {
+                        typedef Units<FORM_> Own;
+                        const int first = k_step * Own::IN_STAGE, sums = Own::GROUP_SIZE == 16 ? SUMS_OF_16 : 0;
+                        Own::multiply(sum[0], memory + RING_AT + ring.stage * STAGE_BYTES, memory + input, DIGIT_PLANE,
+                                      (const float*)(memory + SUMS_AT + sums), MAX_INPUTS / Own::GROUP_SIZE,
+                                      (const float*)(memory + SUMS_AT + INPUT_SCALES), first,
+                                      min(Own::IN_STAGE, K / Own::INPUTS - first));
+                    } else
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
                         const int column = (turn * WARPS + warp) * 64;  // so that a short last stage is shared by all warps
@@ -447,9 +489,14 @@ struct Product {
             }
             float* tiles = (float*)(memory + TILE_SUMS_AT) + ring.buffer * WARPS * 16;
             ring.buffer ^= 1;
+            if (UNITS) {  // lanes have groups and digits
+                low += __shfl_xor_sync(~0u, low, 1), high += __shfl_xor_sync(~0u, high, 1);
+                low += __shfl_xor_sync(~0u, low, 2), high += __shfl_xor_sync(~0u, high, 2);
+            }
             if (lane % 4 == 0) {
-                tiles[warp * 16 + lane / 4] = low;
-                tiles[warp * 16 + lane / 4 + 8] = high;
+                const int r = lane / 4, own_row = UNITS ? r % 2 * 8 + r / 2 : r;
+                tiles[warp * 16 + own_row] = low;
+                tiles[warp * 16 + own_row + (UNITS ? 4 : 8)] = high;
             }
             if (TILES_IN_TURN == 1) sync_consumers();
             else sync_group(group(), GROUP_WARPS * 32);
@@ -653,6 +700,35 @@ DEVICE void store_input(const float* y, float inverse_scale, int v, u8* input) {
     } else
         *(uint4*)(input + v * 16) = pack8(y);
 }
+// Store 8 numbers of GGUF's products as 16-bit integers, by digit, with sums of 16 and 32 numbers, and the scale of the warp's 256.
+DEVICE void store_digits(const float* y, int v, u8* memory, int input) {
+    float max_abs = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) max_abs = fmaxf(max_abs, fabsf(y[j]));
+    max_abs = warp_reduce<true>(max_abs);
+    const float inverse = max_abs > 0.0f ? 32512.0f / max_abs : 0.0f;  // 127 · 256
+    u32 digits[2][2] = {};
+    int high_sum = 0, low_sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int x = __float2int_rn(y[j] * inverse), high = (x + 128) >> 8, low = x - high * 256;
+        digits[0][j / 4] |= (u32)(high & 255) << 8 * (j % 4);
+        digits[1][j / 4] |= (u32)(low & 255) << 8 * (j % 4);
+        high_sum += high, low_sum += low;
+    }
+    u8* sums = memory + SUMS_AT;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // of 16, then of 32
+        high_sum += __shfl_xor_sync(~0u, high_sum, 1 + i), low_sum += __shfl_xor_sync(~0u, low_sum, 1 + i);
+        const int group = i ? 32 : 16;
+        float* own = (float*)(sums + (i ? 0 : SUMS_OF_16)) + v * 8 / group;
+        if (v * 8 % group == 0 && v < MAX_INPUTS / 8) own[0] = (float)high_sum, own[MAX_INPUTS / group] = (float)low_sum;
+    }
+    if (v >= MAX_INPUTS / 8) return;
+    if (v % 32 == 0) ((float*)(sums + INPUT_SCALES))[v / 32] = max_abs / 32512.0f;
+    *(uint2*)(memory + input + v * 8) = make_uint2(digits[0][0], digits[0][1]);
+    *(uint2*)(memory + input + DIGIT_PLANE + v * 8) = make_uint2(digits[1][0], digits[1][1]);
+}
 DEVICE float quant_scale(float max_abs) {
     return fmaxf(max_abs, SMALLEST) / (FORM == 1 ? 448.0f : 127.0f);
 }
@@ -734,7 +810,8 @@ DEVICE float load_input(Load load, const u16* weight, const u16* bias, float eps
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (v < VECTORS && v % 4 == 0) ((float*)(memory + SUMS_AT))[v / 4] = sum * -(HALF ? 1032.0f : 136.0f);
         }
-        if (v < VECTORS) store_input(y[i], 1.0f / scale, v, memory + input);
+        if (FORM == CODED) store_digits(y[i], v, memory, input);
+        else if (v < VECTORS) store_input(y[i], 1.0f / scale, v, memory + input);
     }
     sync_consumers();
     return scale;
