@@ -37,7 +37,7 @@ with socket.socket(socket.AF_UNIX) as s:
 
 
 JOIN = b"j"
-"""What a process of tests sends that wants a process to stay which another has started."""
+"""Message of a process of tests that wants to keep a process which another has started."""
 
 
 class Preloaded:

@@ -303,6 +303,13 @@ def test_what_a_verb_does_not_know_brings_its_own_usage(capsys, words, whose):
     assert "unrecognized arguments: " in err
 
 
+def test_a_usage_of_several_lines_is_cut_and_names_the_help(capsys):
+    assert main(["doctor", "--no-such-option"]) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith(" … (--help shows all)")
+    assert error.startswith("slipstream: ")
+
+
 def test_a_closed_pipe_is_quiet():
     """`slipstream … | head -0`"""
     read, write = os.pipe()

@@ -1,4 +1,5 @@
-"""What a simulated load must show to count as carried: the requests that count, their quantiles, a queue that stays bounded."""
+"""Conditions for a simulated load to count as carried: the requests that count, their quantiles, a
+queue that stays bounded."""
 
 from __future__ import annotations
 

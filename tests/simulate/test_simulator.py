@@ -93,8 +93,8 @@ def test_a_longer_step_of_a_graph_is_paid_for():
 
 
 def test_a_step_that_no_graph_holds_takes_as_long_as_its_launch():
-    """And the host does nothing else meanwhile: a token that is there waits for the launch of the next step. A step that takes
-    longer hides it."""
+    """The host does nothing else during a launch: a finished token waits for the launch of the
+    next step. A longer step hides the launch."""
     given = engine(Linear(HostCost(launch_s=0.025)), run_ahead=None)
 
     def captured(most):
