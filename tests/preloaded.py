@@ -41,7 +41,7 @@ KIND_S = 20.0
 """How long a command may take to end after its client."""
 
 JOIN = b"j"
-"""What a process of tests sends that wants a process to stay which another has started."""
+"""Message of a process of tests that wants to keep a process which another has started."""
 
 
 class Preloaded:
