@@ -94,8 +94,8 @@ def test_greedy_steps_end_in_graphs(drafts, tmp_path):
             ends, ran = llm.core.executor.runner.graphs._ends, []
             run = ends.run
 
-            def noted(count, room, run=run, ran=ran):
-                ran.append(tokens := run(count, room))
+            def noted(*args, run=run, ran=ran):
+                ran.append(tokens := run(*args))
                 return tokens
 
             ends.run = noted
