@@ -607,7 +607,10 @@ class GgufOnCpu(TritonOps):
 MIXES = {
     "Q4_K_M": {"attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K"},
     "others": {
-        **{"attn_v": "Q5_K", "attn": "Q8_0", "blk.0.ffn_down": "Q5_0", "ffn_down": "Q4_0"},
+        "attn_v": "Q5_K",
+        "attn": "Q8_0",
+        "blk.0.ffn_down": "Q5_0",
+        "ffn_down": "Q4_0",
         "ffn": "Q5_K",
     },
 }
@@ -618,9 +621,7 @@ MIXES = {
 def test_steps_in_gguf_types_equal_the_reference(tmp_path, mix):
     """Layers differ in types; a row of `down` has more than a stage of the ring."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    path = write_llama(
-        tmp_path, tied=False, kinds=MIXES[mix], intermediate_size=2304, **sizes
-    )
+    path = write_llama(tmp_path, tied=False, kinds=MIXES[mix], intermediate_size=2304, **sizes)
     found = []
     for ops, dtype in (
         (ReferenceOps(), torch.float32),

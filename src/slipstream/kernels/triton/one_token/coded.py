@@ -91,7 +91,7 @@ def _products(layer: LayerTensors, s: TokenShape) -> dict[str, CodedLinear | Non
 def _rows(w: CodedLinear | JoinedLinear, start: int, stop: int) -> CodedLinear | None:
     """Some rows as a weight that shares its memory; None if they have several types."""
     for part in w.parts if isinstance(w, JoinedLinear) else (w,):
-        if 0 <= start and stop <= part.rows:
+        if start >= 0 and stop <= part.rows:
             if start % SLAB or stop % SLAB:
                 return None
             slabs = slice(start // SLAB, stop // SLAB)
@@ -117,8 +117,12 @@ def tensors(layer: LayerTensors, s: TokenShape) -> LayerTensors:
         assert w is not None
         made |= {name: w.weight, f"{name}_scales": factors(w), f"{name}_rows": w.high}
         numbers |= CODED.index(w.type) << PRODUCTS[name]
-    if (bias := made.get("qkv_bias")) is not None:
-        made["latent_bias"] = bias[len(bias) - s.num_kv_heads * s.head_dim :].clone()
+    for name in ("qkv", "out", "up", "down"):
+        parts = getattr(layer[name], "parts", (layer[name],))
+        biases = [part.bias for part in parts if part.bias is not None]
+        made[f"{name}_bias"] = torch.cat(biases) if biases else None
+    if (bias := made["qkv_bias"]) is not None:
+        made["latent_bias"] = bias[-s.num_kv_heads * s.head_dim :]
     return {**made, "form_numbers": numbers}
 
 

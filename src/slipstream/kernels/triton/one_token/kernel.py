@@ -63,7 +63,15 @@ WARPS = 8
 """Consumer warps of a thread block."""
 PRODUCER_WARPS = 2
 """Warps that copy weights."""
-RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3), 4: (1024, 4), 5: (1024, 4), 6: (1024, 3)}
+RING = {
+    0: (1024, 3),
+    1: (1024, 3),
+    2: (2048, 2),
+    3: (1024, 3),
+    4: (1024, 4),
+    5: (1024, 4),
+    6: (1024, 3),
+}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
 in flight. Measured on an H200, except those of 4-bit floats."""
 MAX_SPLITS = 64
@@ -463,7 +471,9 @@ class OneTokenStep:
                 field="kv_cache_dtype",
             )
         grouped = isinstance(w, GroupedLinear)
-        forms = coded.masks(self.layers) if form_of(w) == CODED else dict.fromkeys(coded.PRODUCTS, 0)
+        forms = (
+            coded.masks(self.layers) if form_of(w) == CODED else dict.fromkeys(coded.PRODUCTS, 0)
+        )
         # the other formats do not read it
         size = w.group_size if isinstance(w, GroupedLinear) else 128
         form = form_of(w)
