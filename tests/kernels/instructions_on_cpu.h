@@ -201,6 +201,10 @@ inline u32 permute(u32 a, u32 b, u32 selector) {
     for (int i = 0; i < 4; i++) y |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return y;
 }
+inline int sum_bytes(u32 word, int more = 0) {
+    for (int i = 0; i < 4; i++) more += (signed char)(word >> 8 * i);
+    return more;
+}
 inline u32 warp_max(u32 x) {
     for (int i = 16; i; i >>= 1) x = std::max(x, __shfl_xor_sync(~0u, x, i));
     return x;

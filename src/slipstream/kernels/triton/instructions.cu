@@ -74,6 +74,7 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 more) {  // x & mask | more in one instru
 }
 
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }  // by nibble: a byte of a, from 4 on of b
+DEVICE int sum_bytes(u32 word, int more = 0) { return __dp4a((int)word, 0x01010101, more); }  // with their signs
 
 // --- memory
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]

@@ -27,7 +27,7 @@ CODED = ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0")
 """The types, in the order of the source's numbers."""
 PRODUCTS = {"qkv": 0, "latent": 4, "out": 8, "up": 12, "down": 16}
 """A product's four bits in `form_numbers`. `latent` has the rows of values."""
-STAGE_INPUTS = 2048
+UNITS_IN_STAGE = 8
 SLAB = 8
 """Rows whose codes lie together."""
 
@@ -40,8 +40,7 @@ def factor_bytes(kind: str) -> int:
 
 def _stage(kind: str) -> int:
     form = FORMS[kind]
-    units = STAGE_INPUTS // (8 * form.group)
-    slab = units * (8 * form.group * form.bits + factor_bytes(kind))
+    slab = UNITS_IN_STAGE * (8 * form.group * form.bits + factor_bytes(kind))
     return 2 * (-(-slab // 128) * 128 + 64)
 
 

@@ -388,10 +388,11 @@ struct Product {
     static constexpr bool SCALED = FORM_ == 1 || FORM_ == 3 || FORM_ == NVFP4 || (FLOAT4 && FORM_ == FORM);
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
     static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
-    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), STEP = UNITS ? STAGE_INPUTS : STEP_BYTES;
+    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), STEP = UNITS ? Units<FORM_>::INPUTS * UNITS_IN_STAGE : STEP_BYTES;
     static constexpr int K_STEPS = (BYTES_OF_ROW + STEP - 1) / STEP;
-    // 4-bit floats: two groups of warps take matrices in turn, so that one computes while the other waits at a tile's end.
-    static constexpr int GROUPS = FLOAT4 ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
+    // Experts of 4-bit floats: two groups of warps take matrices in turn, so that one computes while the other waits at a
+    // tile's end.
+    static constexpr int GROUPS = FLOAT4 && OF != ONE ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
     static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 || UNITS ? 1 : FLOAT4 ? 2 : TURNS;
     static constexpr int TILES_IN_TURN = OF == SUMMED ? 1 : GROUPS;  // groups share a tile of SUMMED: each has some experts
 
@@ -705,26 +706,33 @@ DEVICE void store_digits(const float* y, int v, u8* memory, int input) {
     float max_abs = 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; j++) max_abs = fmaxf(max_abs, fabsf(y[j]));
-    max_abs = warp_reduce<true>(max_abs);
+    max_abs = __uint_as_float(warp_max(__float_as_uint(max_abs)));
     const float inverse = max_abs > 0.0f ? 32512.0f / max_abs : 0.0f;  // 127 · 256
-    u32 digits[2][2] = {};
-    int high_sum = 0, low_sum = 0;
+    u32 low[8], high[8], digits[2][2];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const int x = __float2int_rn(y[j] * inverse), high = (x + 128) >> 8, low = x - high * 256;
-        digits[0][j / 4] |= (u32)(high & 255) << 8 * (j % 4);
-        digits[1][j / 4] |= (u32)(low & 255) << 8 * (j % 4);
-        high_sum += high, low_sum += low;
+    for (int j = 0; j < 8; j++) {  // an integer's lower 16 bits; its high digit is rounded, since the low one has a sign
+        low[j] = __float_as_uint(fmaf(y[j], inverse, 12582912.0f));
+        high[j] = low[j] + 128;
     }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 *h = high + 4 * i, *l = low + 4 * i;
+        digits[0][i] = permute(permute(h[0], h[1], 0x51), permute(h[2], h[3], 0x51), 0x5410);
+        digits[1][i] = permute(permute(l[0], l[1], 0x40), permute(l[2], l[3], 0x40), 0x5410);
+    }
+    // Both sums in a word: at most 32 · 128 each.
+    int both = sum_bytes(digits[0][0], sum_bytes(digits[0][1])) * 65536 + sum_bytes(digits[1][0], sum_bytes(digits[1][1]));
     u8* sums = memory + SUMS_AT;
+    const bool is_there = v < MAX_INPUTS / 8;
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // of 16, then of 32
-        high_sum += __shfl_xor_sync(~0u, high_sum, 1 + i), low_sum += __shfl_xor_sync(~0u, low_sum, 1 + i);
-        const int group = i ? 32 : 16;
+        both += __shfl_xor_sync(~0u, both, 1 + i);
+        const int group = i ? 32 : 16, low_sum = (short)both;
         float* own = (float*)(sums + (i ? 0 : SUMS_OF_16)) + v * 8 / group;
-        if (v * 8 % group == 0 && v < MAX_INPUTS / 8) own[0] = (float)high_sum, own[MAX_INPUTS / group] = (float)low_sum;
+        if (v * 8 % group == 0 && is_there)
+            own[0] = (float)((both - low_sum) >> 16), own[MAX_INPUTS / group] = (float)low_sum;
     }
-    if (v >= MAX_INPUTS / 8) return;
+    if (!is_there) return;
     if (v % 32 == 0) ((float*)(sums + INPUT_SCALES))[v / 32] = max_abs / 32512.0f;
     *(uint2*)(memory + input + v * 8) = make_uint2(digits[0][0], digits[0][1]);
     *(uint2*)(memory + input + DIGIT_PLANE + v * 8) = make_uint2(digits[1][0], digits[1][1]);

@@ -13,11 +13,11 @@
 constexpr int CODED = 6;  // the form of a model in such types
 enum { Q4_K = 8, Q5_K, Q6_K, Q4_0, Q5_0, Q8_0, END_OF_CODED };  // in the order of `CODED` in coded.py
 __device__ constexpr bool is_coded(int form) { return form >= Q4_K && form < END_OF_CODED; }
-constexpr int STAGE_INPUTS = 2048;  // inputs of a row in a stage of the ring
+constexpr int UNITS_IN_STAGE = 8;  // of each row
 
 template <int FORM_> struct Units {
     static constexpr int BITS = FORM_ == Q4_K || FORM_ == Q4_0 ? 4 : FORM_ == Q6_K ? 6 : FORM_ == Q8_0 ? 8 : 5;
-    static constexpr int GROUP_SIZE = FORM_ == Q6_K ? 16 : 32, INPUTS = 8 * GROUP_SIZE, IN_STAGE = STAGE_INPUTS / INPUTS;
+    static constexpr int GROUP_SIZE = FORM_ == Q6_K ? 16 : 32, INPUTS = 8 * GROUP_SIZE, IN_STAGE = UNITS_IN_STAGE;
     static constexpr bool HALVES = FORM_ == Q4_0 || FORM_ == Q5_0 || FORM_ == Q8_0;  // scales are float16
     static constexpr bool MINS = FORM_ == Q4_K || FORM_ == Q5_K;
     static constexpr int ZERO = FORM_ == Q4_0 ? 8 : FORM_ == Q5_0 ? 16 : FORM_ == Q6_K ? 32 : 0;  // codes of 8 bits are signed
