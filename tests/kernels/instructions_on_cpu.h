@@ -268,6 +268,10 @@ template <bool HALVES>
 inline u32 pack16(float low, float high) {
     return HALVES ? pack_halves(low, high) : to_bfloat(low) | (u32)to_bfloat(high) << 16;
 }
+inline u32 multiply_pair(u32 x, u32 y) {
+    const float low = of_bfloat((u16)x) * of_bfloat((u16)y), high = of_bfloat((u16)(x >> 16)) * of_bfloat((u16)(y >> 16));
+    return to_bfloat(low) | (u32)to_bfloat(high) << 16;
+}
 inline float exp2_fast(float x) { return exp2f(x); }
 
 // --- memory

@@ -61,6 +61,11 @@ DEVICE u32 pack16(float low, float high) {  // → float16 if HALVES, else bfloa
 DEVICE void unpack_half2(u32 pair, float& low, float& high) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
 }
+DEVICE u32 multiply_pair(u32 x, u32 y) {  // two bfloat16
+    u32 z;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -483,14 +483,14 @@ struct Product {
                 for (int i = 0; i < SUMS_OF; i++) own[0] += sum[i][0], own[1] += sum[i][2];
                 low += (float)own[0] * (OF == SUMMED ? factors[nth * 16 + lane / 4] : 1.0f);
                 high += (float)own[1] * (OF == SUMMED ? factors[nth * 16 + lane / 4 + 8] : 1.0f);
-                if (OF == SUMMED && BIASED && warp % GROUP_WARPS == 0) {
+                if (OF == SUMMED && BIASED && warp % GROUP_WARPS == 0 && (FORM_ != NVFP4 || lane % 4 == 0)) {
                     low += factors[(TOP + nth) * 16 + lane / 4];
                     high += factors[(TOP + nth) * 16 + lane / 4 + 8];
                 }
             }
             float* tiles = (float*)(memory + TILE_SUMS_AT) + ring.buffer * WARPS * 16;
             ring.buffer ^= 1;
-            if (UNITS) {  // lanes have groups and digits
+            if (UNITS || FORM_ == NVFP4) {  // lanes have groups, and digits
                 low += __shfl_xor_sync(~0u, low, 1), high += __shfl_xor_sync(~0u, high, 1);
                 low += __shfl_xor_sync(~0u, low, 2), high += __shfl_xor_sync(~0u, high, 2);
             }
@@ -573,17 +573,25 @@ struct Product {
     }
     // Multiply the first `bytes` of a stage of 4-bit floats: this warp's chunks of 128 inputs, two at a time so that they don't
     // wait for one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and
-    // a mask (`Float4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. MXFP4: a quarter
-    // is a group, whose sums times its power of two are those of the weight / `factor`, RAISED. NVFP4: four words are of the
-    // chunk's first half and four of its second, so each product of tensor cores is a group.
+    // a mask (`Float4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32.
+    //
+    // MXFP4: a quarter is a group, whose sums times its power of two are those of the weight / `factor`, RAISED.
+    //
+    // NVFP4: four words are of the chunk's first half and four of its second, so each product of tensor cores is a group. Column n
+    // of the inputs' operand is zero but in the product of group n, so that a chunk's sums are of its 8 groups, and a lane scales
+    // those of two.
     static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
         const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
         constexpr bool HALVES = FORM_ == NVFP4;
         constexpr int SCALES = chunk_scales(FORM_);
         const u32 own = stage + (HALVES ? lane / 4 * 64 + lane % 4 * 8 : lane * 16);
-        const u32 scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * (SCALES / 8);
+        const u32 scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * (SCALES / 8) + (HALVES ? lane % 4 / 2 * 4 : 0);
+        const int group = lane / 4;
+        u32 is_own[8];  // for a group's product two bfloat16, 1 or 0: multiplications are on another pipe than choices
+#pragma unroll
+        for (int g = 0; g < 8; g++) is_own[g] = group == g ? 0x3f803f80u : 0;
         for (int column = warp * 64; column < bytes; column += 2 * GROUP_WARPS * 64) {
-            u32 words[2][8], scales[2][2][HALVES ? 2 : 1], inputs[2];
+            u32 words[2][8], scales[2][2], inputs[2];
             bool has_end[2];  // the chunk at the row's end, which may have fewer than 128 inputs
 #pragma unroll
             for (int n = 0; n < 2; n++) {
@@ -597,32 +605,33 @@ struct Product {
                 } else
                     low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
                 const u32* exponents = (const u32*)(memory + scales_at + at / 64 * SCALES);
-#pragma unroll
-                for (int half = 0; half < (HALVES ? 2 : 1); half++) {
-                    scales[n][0][half] = is_there ? exponents[half] : 0;
-                    scales[n][1][half] = is_there ? exponents[SLAB / 512 * SCALES / 4 + half] : 0;
-                }
+                scales[n][0] = is_there ? exponents[0] : 0;
+                scales[n][1] = is_there ? exponents[SLAB / 512 * SCALES / 4] : 0;
                 const u32 all[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
                 for (int i = 0; i < 8; i++) words[n][i] = all[i];
                 const int chunk = k_step * (STEP_BYTES / 64) + at / 64;
-                inputs[n] = input + (chunk * 128 + lane % 4 * (HALVES ? 4 : 8)) * 2;
+                inputs[n] = input + (chunk * 128 + lane % 4 * (HALVES ? 4 : 8) + (HALVES ? group * 16 : 0)) * 2;
                 has_end[n] = chunk == K / 128;
                 if (HALVES && !is_there) words_are_zero(words[n]);
+            }
+            uint2 x_own[2];  // NVFP4: of the lane's column
+            float c_own[2][2][4] = {};
+            if constexpr (HALVES) {  // braces: NVRTC loses what follows a pragma behind `if constexpr`
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    x_own[n] = load_smem8(inputs[n]);
+                    if (K % 128 && has_end[n] && group >= 4) x_own[n] = uint2{0, 0};  // K is a multiple of 64
+                }
             }
 #pragma unroll
             for (int quarter = 0; quarter < 4; quarter++) {
                 uint4 x[2];
                 float c[2][4] = {};
                 u32 a[2][8];
+                if constexpr (!HALVES) {
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    if (HALVES) {
-                        const uint2 first = load_smem8(inputs[n] + quarter * 32);
-                        uint2 second = load_smem8(inputs[n] + quarter * 32 + 128);
-                        if (K % 128 && has_end[n]) second = uint2{0, 0};  // K is a multiple of 64
-                        x[n] = uint4{first.x, first.y, second.x, second.y};
-                    } else {
+                    for (int n = 0; n < 2; n++) {
                         x[n] = load_smem16(inputs[n] + quarter * 64);
                         if (K % 128 && quarter >= K % 128 / 32 && has_end[n]) x[n] = uint4{0, 0, 0, 0};
                     }
@@ -637,17 +646,14 @@ struct Product {
                                       : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
                     }
                 if constexpr (HALVES) {
-                    float d[2][4] = {};
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        mma(c[n], a[n][0], a[n][1], a[n][2], a[n][3], x[n].x, x[n].y);
-                        mma(d[n], a[n][4], a[n][5], a[n][6], a[n][7], x[n].z, x[n].w);
-                    }
+                    for (int half = 0; half < 2; half++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        sum[n][0] += c[n][0] * e5m3(scales[n][0][0], quarter) + d[n][0] * e5m3(scales[n][0][1], quarter);
-                        sum[n][2] += c[n][2] * e5m3(scales[n][1][0], quarter) + d[n][2] * e5m3(scales[n][1][1], quarter);
-                    }
+                        for (int n = 0; n < 2; n++) {
+                            const u32 is = is_own[4 * half + quarter];
+                            mma(c_own[n][half], a[n][4 * half], a[n][4 * half + 1], a[n][4 * half + 2], a[n][4 * half + 3],
+                                multiply_pair(x_own[n].x, is), multiply_pair(x_own[n].y, is));
+                        }
                     continue;
                 }
 #pragma unroll
@@ -658,9 +664,20 @@ struct Product {
                             half ? x[n].z : x[n].x, half ? x[n].w : x[n].y);
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    sum[n][0] += c[n][0] * power_of_two(scales[n][0][0], quarter);
-                    sum[n][2] += c[n][2] * power_of_two(scales[n][1][0], quarter);
+                    sum[n][0] += c[n][0] * power_of_two(scales[n][0], quarter);
+                    sum[n][2] += c[n][2] * power_of_two(scales[n][1], quarter);
                 }
+            }
+            if constexpr (HALVES) {
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int row = 0; row < 2; row++) {  // groups 2 · (lane % 4) and the next: a half of the word
+                        const u32 both = scales[n][row] >> lane % 2 * 16;
+#pragma unroll
+                        for (int i = 0; i < 2; i++)
+                            sum[n][2 * row] += (c_own[n][0][2 * row + i] + c_own[n][1][2 * row + i]) * e5m3(both, i);
+                    }
             }
         }
     }

@@ -72,7 +72,7 @@ template <int FORM_> struct Units {
             uint2 high[2][PARTS];
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
-                if (parity == 0 || BITS == 8)
+                if (parity == 0 || BITS == 8) {
 #pragma unroll
                     for (int row = 0; row < 2; row++)
 #pragma unroll
@@ -82,6 +82,7 @@ template <int FORM_> struct Units {
                             if (BITS == 6) high[row][part] = *(const uint2*)(bits + part * 32 + q * 8);
                             if (BITS == 5) high[row][part].x = *(const u32*)(bits + part * 16 + q * 4);
                         }
+                }
 #pragma unroll
                 for (int i = 0; i < 4; i++) c[parity][i] = above[parity][i] = MAGIC_BITS;
                 const u32 mask = BITS == 8 ? ~0u : parity ? 0xf0f0f0f0u : 0x0f0f0f0fu;
