@@ -161,10 +161,8 @@ def build(path: Path, family: str, **overrides: Any) -> None:
                 data = data.mT if family == "gpt_oss" and name.endswith("down_proj") else data
                 weight.data = data.reshape(weight.shape).bfloat16()
     for name in routers:
-        weight, norm = (
-            weights[name],
-            weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"],
-        )
+        weight = weights[name]
+        norm = weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"]
         if (bias := weights.get(name.replace("weight", "bias"))) is not None:
             bias.data *= 0.1
         multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]

@@ -159,10 +159,8 @@ def quantile(values: list[float], share: float) -> float:
 def added(ttfts: dict[str, list[float]], share: float) -> tuple[float, float, float]:
     """Time in ms that the gateway adds to this quantile of the TTFT, with the interval of 95 of
     100 bootstrap draws."""
-    rng, ways = (
-        np.random.default_rng(0),
-        [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")],
-    )
+    rng = np.random.default_rng(0)
+    ways = [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")]
     drawn = [np.quantile(rng.choice(way, (2000, len(way))), share, axis=1) for way in ways]
     least, most = np.quantile(drawn[0] - drawn[1], (0.025, 0.975))
     return (

@@ -52,10 +52,8 @@ THOUGHT = {
     "content": [{"type": "reasoning_text", "text": "a"}],
 }
 ITEMS = [{"role": "user", "content": "hello"}, THOUGHT, CALLED_ITEM, OUTPUT_ITEM]
-TOOL_A, TEXT_BLOCK = (
-    {"name": "look", "description": "d", "input_schema": SCHEMA},
-    {"type": "text", "text": "hello"},
-)
+TOOL_A = {"name": "look", "description": "d", "input_schema": SCHEMA}
+TEXT_BLOCK = {"type": "text", "text": "hello"}
 USE = {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT_BLOCK], "is_error": True}
 TURNS = [

@@ -198,10 +198,7 @@ GPU = DeviceInfo(
             },
             "kv_disk_bytes",
         ),
-        (
-            {"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2},
-            "kv_host_bytes",
-        ),
+        ({"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2}, "kv_host_bytes"),
         (
             {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"},
             "kv_disk_bytes",

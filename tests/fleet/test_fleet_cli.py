@@ -279,10 +279,7 @@ def test_unknown_fields_of_a_version(one, where, said):
 def test_a_home_folder_that_is_not_known(tiny, tmp_path):
     (tmp_path / "fleet.yaml").write_text(
         yaml.safe_dump(
-            {
-                "keys_file": "~no-such-user/keys",
-                "models": {"tiny": {"versions": [version(tiny)]}},
-            }
+            {"keys_file": "~no-such-user/keys", "models": {"tiny": {"versions": [version(tiny)]}}}
         )
     )
     with pytest.raises(

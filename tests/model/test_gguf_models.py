@@ -363,12 +363,7 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             },
         },
-        {
-            **RMS,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "rope.freq_base": 1e6,
-        },
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16, "rope.freq_base": 1e6},
     ),
     "gpt2": ("gpt2", "gpt2", {}, LAYER),
     "starcoder": (
@@ -749,12 +744,7 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"n_group": 1, "topk_group": 1, "max_window_layers": 3, "norm_topk_prob": True},
         {k: v for k, v in GLM4_MOE.items() if k != "rope.dimension_count"},
     ),
-    "olmo": (
-        "olmo",
-        "olmo",
-        {},
-        {**LAYER, "rope.dimension_count": 8, "attention.clamp_kqv": 0.7},
-    ),
+    "olmo": ("olmo", "olmo", {}, {**LAYER, "rope.dimension_count": 8, "attention.clamp_kqv": 0.7}),
     "gemma3n": (
         "gemma3n",
         "gemma3n_text",
@@ -891,10 +881,8 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     architecture, family, overrides, more = CASES[case]
     theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
     spec = read_spec(tmp_path / "hf").spec
-    a, number = (
-        spec.layers[0].attention,
-        {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture],
-    )
+    a = spec.layers[0].attention
+    number = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
         if alone := re.fullmatch(
@@ -905,10 +893,8 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         if (made := apart(architecture, name, value.numpy(), a)) is not None:
             tensors |= {written: (part, "F32") for written, part in made.items()}
             continue
-        value, name = (
-            value.squeeze(),
-            name.replace("e_score_correction_bias", "e_score_correction.bias"),
-        )
+        value = value.squeeze()
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         found = [
             table.get_name(n, (".weight", ".bias"))
             for n in (name, name.removeprefix("transformer."))
@@ -1029,13 +1015,7 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
     ),
     "falcon-mamba": (
         *("falcon_mamba", {}, "MAMBA"),
-        {
-            **SSM,
-            **NO_HEADS,
-            "ssm.state_size": 8,
-            "ssm.time_step_rank": 6,
-            "ssm.dt_b_c_rms": True,
-        },
+        {**SSM, **NO_HEADS, "ssm.state_size": 8, "ssm.time_step_rank": 6, "ssm.dt_b_c_rms": True},
     ),
     "mamba2": ("mamba2", {}, "MAMBA2", {**SSM2, **NO_HEADS}),
     "jamba": (

@@ -213,10 +213,8 @@ def test_a_sum_is_written_where_nothing_is_read_again():
 
     def lowered(*, again):
         ops = RecordingOps()
-        table, norm = (
-            NamedWeight("table", (9, 8)),
-            NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6),
-        )
+        table = NamedWeight("table", (9, 8))
+        norm = NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6)
         h = ops.embed(TOKENS, table)
         branch = ops.linear(h, NamedLinear(NamedWeight("w", (8, 8))))
         normed, total = ops.norm(branch, norm, residual=h)

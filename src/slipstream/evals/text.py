@@ -273,8 +273,7 @@ def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"text {source!r} needs the package datasets: {install_command('eval')}",
-            field="text",
+            f"text {source!r} needs the package datasets: {install_command('eval')}", field="text"
         ) from error
     return iter(load_dataset(name, config or None, split=split or "train", streaming=True))
 
@@ -310,10 +309,8 @@ def _turns(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     no answer."""
     turns: list[tuple[str, str]] = []
     for turn in given:
-        role, content = (
-            ROLES.get(str(turn.get("role", turn.get("from")))),
-            turn.get("content", turn.get("value")),
-        )
+        role = ROLES.get(str(turn.get("role", turn.get("from"))))
+        content = turn.get("content", turn.get("value"))
         last = turns[-1][0] if turns else None
         wanted = (
             ("system", "user")

@@ -468,10 +468,7 @@ _LABEL = f"{_A}(?:{_A}|{_H}{_A}|{_H}{{2}}{_A}|{_H}(?:{_A}{_H}|-{_A}){_H}{{0,58}}
 FORMATS: dict[str, tuple[str, int | None]] = {
     "date": (f"^{_DATE}$", None),
     "time": (f"^(?:{_TIME}|{_LEAP_SECOND})$", None),
-    "date-time": (
-        f"^(?:{_DATE}[tT]{_TIME}|{_YEAR}-(?:06-30|12-31)[tT]{_LEAP_SECOND})$",
-        None,
-    ),
+    "date-time": (f"^(?:{_DATE}[tT]{_TIME}|{_YEAR}-(?:06-30|12-31)[tT]{_LEAP_SECOND})$", None),
     "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", 253),
 }
 """Replacement of each format: a pattern, and the longest string, None without a limit."""

@@ -520,11 +520,9 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     weights.require("actorder", "static", "weight")
     weights.require("strategy", "group", "channel", "tensor", "block", "tensor_group")
     weights.require("type", "int", "float")
-    bits, strategy, size = (
-        weights.take("num_bits", int),
-        weights.take("strategy", str),
-        weights.maybe("group_size", int),
-    )
+    bits = weights.take("num_bits", int)
+    strategy = weights.take("strategy", str)
+    size = weights.maybe("group_size", int)
     symmetric, is_int = weights.take("symmetric", bool, True), weights.take("type", str) == "int"
     if strategy == "block":
         return targets, _block(group, weights, given, f"{prefix}input_activations.")

@@ -478,10 +478,8 @@ class Lowering:
         )
 
     def _place(self, op: Op) -> None:
-        x, out = (
-            self.stored(op.x),
-            self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1]),
-        )
+        x = self.stored(op.x)
+        out = self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1])
         self.put(op.out, Stored(out))
         self.emit.place(x.number, 0, out.number, op.arguments["column"], op.x.width)
 
