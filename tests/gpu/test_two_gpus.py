@@ -144,20 +144,12 @@ def test_experts_move_between_steps(tmp_path, monkeypatch, family, settings, spl
 
 
 SHAPE_OF_EXPERTS = {
-    "qwen3_moe": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "moe_intermediate_size": 128,
-    },
+    "qwen3_moe": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32,
+        "moe_intermediate_size": 128},
     "deepseek_v3": {},
-    "gpt_oss": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "intermediate_size": 128,
-    },
-}
+    "gpt_oss": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32,
+        "intermediate_size": 128},
+}  # fmt: skip
 
 
 MIXTURES = {

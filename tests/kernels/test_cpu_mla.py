@@ -181,23 +181,13 @@ YARN = {
 }
 MODELS = {
     "v2": ("deepseek_v2", {}),
-    "v2 with latent queries, groups, biases and yarn": (
-        "deepseek_v2",
-        dict(
-            q_lora_rank=16,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            attention_bias=True,
-        )
-        | dict(rope_parameters=YARN),
-    ),
+    "v2 with latent queries, groups, biases and yarn": ("deepseek_v2", dict(q_lora_rank=16,
+        topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        attention_bias=True) | dict(rope_parameters=YARN)),
     "v3": ("deepseek_v3", {}),
-    "v3 with turned halves": (
-        "deepseek_v3",
-        dict(q_lora_rank=None, rope_interleave=False, rope_parameters=YARN),
-    ),
-}
+    "v3 with turned halves": ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False,
+        rope_parameters=YARN)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
