@@ -85,6 +85,7 @@ FAULTS = [
     Fault("usage.prompt", reply=growing(r'("prompt_tokens": ?)(\d+)')),
     Fault("usage.prompt", reply=replies(r'"prompt_tokens": ?\d+', '"prompt_tokens":5')),
     Fault("usage.cached", reply=replies(r'"cached_tokens": ?\d+', '"cached_tokens":1')),
+    Fault("usage.cached", reply=replies(r'"cached_tokens": ?\d+', '"cached_tokens":9999')),
     Fault("usage.cached", "messages", reply=replies('"cache_read_input_tokens": ?', '"cache_read_input_tokens":-')),
     Fault("usage.count_tokens", "messages", ask=without("system"), reply=growing(r'(^\{"input_tokens": ?)(\d+)')),
     Fault("schemas.hold", ask=without("response_format")),

@@ -134,22 +134,118 @@ def test_feature_gives_the_text_of_transformers(template):
 
 TURN = "{% if add_generation_prompt %}"
 FORMATS = {
-    "chatml": ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}" "{% endfor %}" + TURN + "{{ '<|im_start|>assistant\n' }}{% endif %}"),
-    "llama2": ("{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set sys = messages[0].content %}" "{% else %}{% set rest = messages %}{% set sys = false %}{% endif %}{% for m in rest %}" "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}" "{% if loop.index0 == 0 and sys != false %}{% set c = '<<SYS>>\n' + sys + '\n<</SYS>>\n\n' + m.content %}" "{% else %}{% set c = m.content %}{% endif %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + c.strip() + ' [/INST]' }}" "{% else %}{{ ' ' + c.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"),
-    "llama3": ("{{- bos_token }}{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}" "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- for m in messages %}" "{%- if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}" "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}" "{%- elif 'tool_calls' in m %}{%- if not m.tool_calls|length == 1 %}{{- raise_exception('one') }}{%- endif %}" '{%- set t = m.tool_calls[0].function %}{{- \'{"name": "\' + t.name + \'", "parameters": \' }}{{- t.arguments | tojson }}' "{{- '}' }}{%- else %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}" "{%- if m.content is mapping or m.content is iterable %}{{- m.content | tojson }}{%- else %}{{- m.content }}{%- endif %}" "{%- endif %}{%- endfor %}"),
-    "mistral": ("{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}" "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}" "{%- set users = loop_messages | selectattr('role', 'equalto', 'user') | list %}{%- set ns = namespace(index=0) %}" "{{- bos_token }}{%- for m in loop_messages %}{%- if m.role == 'user' %}{%- if tools is not none and (m == users[-1]) %}" "{{- '[AVAILABLE_TOOLS]' + (tools|tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}" "{%- if loop.last and system is defined %}{{- '[INST]' + system + '\n\n' + m.content + '[/INST]' }}{%- else %}" "{{- '[INST]' + m.content + '[/INST]' }}{%- endif %}{%- elif m.tool_calls is defined and m.tool_calls is not none %}" "{{- '[TOOL_CALLS][' }}{%- for c in m.tool_calls %}{%- set out = c.function|tojson %}{{- out[:-1] }}" "{%- if c.id is not defined %}{{- raise_exception('id') }}{%- endif %}{{- ', \"id\": \"' + c.id + '\"}' }}" "{%- if not loop.last %}{{- ', ' }}{%- else %}{{- ']' + eos_token }}{%- endif %}{%- endfor %}" "{%- elif m.role == 'assistant' %}{{- ' ' + m.content|trim + eos_token }}{%- else %}" "{%- set content = m.content.content if m.content.content is defined else m.content %}" "{{- '[TOOL_RESULTS]' + content|string }}" "{%- endif %}{%- set ns.index = ns.index + 1 %}{%- endfor %}{{ ns.index }}"),
-    "gemma": ("{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}" "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}" "{% set role = 'model' if m.role == 'assistant' else m.role %}" "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}" "{% if m.content is string %}{{ m.content | trim }}{% elif m.content is iterable %}" "{% for p in m.content %}{{ p.text | trim }}" "{% endfor %}{% else %}{{ raise_exception('Invalid') }}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"),
-    "qwen3": ("{%- set ns = namespace(multi=true, last=messages|length - 1) %}{%- for m in messages[::-1] %}" "{%- set i = (messages|length - 1) - loop.index0 %}{%- if ns.multi and m.role == 'user' and m.content is string and not" "(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}{%- set ns.multi = false %}" "{%- set ns.last = i %}{%- endif %}{%- endfor %}{%- for m in messages %}{%- set reasoning = '' %}" "{%- if m.reasoning_content is string %}{%- set reasoning = m.reasoning_content %}{%- elif '</think>' in m.content %}" "{%- set reasoning = m.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}{%- endif %}" "{{- m.role ~ ns.last ~ reasoning }}{%- for t in m.tool_calls %}{{- t.name }}" "{{- t.function.arguments | tojson }}{%- endfor %}" "{%- endfor %}" + TURN + "{%- if enable_thinking is defined and enable_thinking is false %}no{%- endif %}{%- endif %}"),
-    "deepseek": ("{% set ns = namespace(is_first=false, is_tool=false, system_prompt='') %}{%- for m in messages %}" "{%- if m['role'] == 'system' %}{% set ns.system_prompt = m['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}" "{{ ns.system_prompt }}{%- for m in messages %}{%- if m['role'] == 'assistant' and m['content'] is none %}N{%- endif %}" "{%- if m['role'] == 'assistant' and m['content'] is not none %}" "{% set content = m['content'] %}{% if '</think>' in content %}" "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<A>' + content + '<E>' }}{%- endif %}{%- endfor -%}"),
-    "glm4": ("[gMASK]<sop>{% for item in messages %}{% if item['tools'] is defined and item['tools'] is not none %}T{% endif %}" "{% if item['content'] %}<|{{ item['role'] }}|>{{ item['metadata'] }}\n{{ item['content'] }}{% endif %}{% endfor %}" "{% if add_generation_prompt %}<|assistant|>{% endif %}"),
-    "phi": ("{% for m in messages %}{% if m['role'] == 'system' and m['content'] %}" "{{'<|system|>\n' + m['content'] + '<|end|>\n'}}" "{% elif m['role'] == 'user' %}{{'<|user|>\n' + m['content'] + '<|end|>\n'}}{% endif %}{% endfor %}" "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"),
-    "granite": ("{%- if tools %}{{- 'tools' + tools | tojson(indent=4) }}{%- endif %}{%- if documents %}" "{%- for d in documents %}" "{{- 'Document ' + loop.index | string + '\n' + d['text'] }}{%- if not loop.last %}{{- '\n\n' }}{%- endif %}{%- endfor %}" "{%- endif %}{%- for m in messages %}{{- '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + m['content'] }}{%- endfor %}" "{%- if controls is defined %}{{- controls | tojson }}{%- endif %}"),
-    "command-r": ("{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% else %}" "{% set loop_messages = messages %}{% endif %}{% macro kind(t) %}{{ {'string': 'str', 'integer': 'int'}[t] }}{% endmacro %}" "{%- macro args(p) %}{%- for name, field in p.properties.items() %}{{ name }}: {{ kind(field.type) }}" "{% if not loop.last %}, {% endif %}{%- endfor %}{%- endmacro %}{% for t in tools %}" "{% if loop.index0 != 0 %}{{ '\n\n' }}{% endif %}" "def {{ t.function.name }}({{ args(t.function.parameters) }}){% endfor %}{% for m in loop_messages %}" "{{ '<|' + m.role|upper + '_TOKEN|>' + m.content.strip() }}{% endfor %}"),
-    "gpt-oss": ("{%- macro render(spec, required) -%}{%- if spec.type == 'array' -%}" "{{- render(spec['items'], required) + '[]' -}}" "{%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type is not mapping and " "spec.type[0] is defined -%}{{- spec.type | join(' | ') }}{%- elif spec.enum -%}" "{{- '\"' + spec.enum|join('\" | \"') + '\"' -}}" "{%- else -%}{{- spec.type or 'any' -}}{%- endif -%}{%- endmacro -%}{%- for t in tools %}{%- set t = t.function %}" "{{- 'type ' + t.name + ' = (_: {\n' }}{%- for n, s in t.parameters.properties.items() %}{{- n }}" "{%- if n not in (t.parameters.required or []) %}{{- '?' }}{%- endif %}{{- ': ' + render(s, t.parameters.required or []) }}" "{%- if s.default is defined %}D{%- endif %}{%- endfor %}{%- endfor %}" "{%- set last = namespace(name=none) %}{%- for m in messages %}" "{%- if m.role == 'assistant' %}{%- if 'tool_calls' in m %}" "{%- set c = m.tool_calls[0].function %}{%- set last.name = c.name %}" "{{- '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary ' }}" "{{- (c.content_type if c.content_type is defined else 'json') + '<|message|>' }}{{- c.arguments|tojson + '<|call|>' }}" "{%- elif loop.last and not add_generation_prompt %}{{- m.content + '<|return|>' }}" "{%- else %}{{- m.content + '<|end|>' }}{%- endif %}" "{%- elif m.role == 'tool' %}{%- if last.name is none %}{{- raise_exception('no call') }}{%- endif %}" "{{- '<|start|>functions.' + last.name + '<|message|>' + m.content|tojson }}{%- endif %}{%- endfor -%}"),
-    "smollm3": ("{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}" "{%- set mode = '/think' if enable_thinking else '/no_think' -%}{%- set ns = namespace(system=messages[0].content) -%}" "{%- if '/no_think' in ns.system -%}{%- set custom = ns.system.replace('/no_think', '').rstrip() -%}{%- endif -%}" "{{- custom ~ mode }}{%- if xml_tools or tools -%}" "{%- for t in (xml_tools or tools)[:10] %}{{- t | string }}{%- endfor -%}{%- endif -%}" "{%- for m in messages -%}{%- set content = m.content if m.content is string else '' -%}{%- generation -%}" "{{- content }}{%- endgeneration -%}{%- endfor -%}"),
-    "hermes": ("{%- macro to_type(s) %}{%- set m = {'integer': 'int'} %}{%- if s.type == 'array' %}list{%- elif s.type in m %}" "{{- m[s.type] }}{%- else %}{{- s.type }}{%- endif %}{%- endmacro %}{%- for t in tools %}" "{%- set f = t.function|default(t) %}" "{{- f.name ~ '(' }}{%- for n, s in (f.parameters.properties|items) %}{{- n ~ ': ' ~ to_type(s) }}{%- endfor %}{{- ')' }}" "{{- f.return|default(none) }}{%- endfor %}"),
-    "llama4": ("{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- if messages[0]['content'] is string %}" "{%- set sys = messages[0]['content']|trim %}{%- else %}{%- set sys = messages[0]['content'][0]['text']|trim %}{%- endif %}" "{%- set messages = messages[1:] %}{%- else %}{%- set sys = '' %}{%- endif %}{{- sys }}{%- for m in messages %}" "{%- if m['content'] is string %}{{- m['content'] }}{%- else %}{%- for c in m['content'] %}{%- if c['type'] == 'image' %}" "{{- '<|image|>' }}{%- elif c['type'] == 'text' %}{{- c['text'] | trim }}{%- endif %}{%- endfor %}{%- endif %}" "{%- if m.tool_calls|length > 0 %}{{- m.tool_calls|map(attribute='function')|map(attribute='name')|join(',') }}{%- endif %}" "{%- endfor %}"),
-}  # fmt: skip
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}" + TURN + "{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama2": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set sys = messages[0].content %}"
+    "{% else %}{% set rest = messages %}{% set sys = false %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{% if loop.index0 == 0 and sys != false %}{% set c = '<<SYS>>\n' + sys + '\n<</SYS>>\n\n' + m.content %}"
+    "{% else %}{% set c = m.content %}{% endif %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + c.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + c.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+    "llama3": "{{- bos_token }}{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
+    "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- for m in messages %}"
+    "{%- if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{%- elif 'tool_calls' in m %}{%- if not m.tool_calls|length == 1 %}{{- raise_exception('one') }}{%- endif %}"
+    '{%- set t = m.tool_calls[0].function %}{{- \'{"name": "\' + t.name + \'", "parameters": \' }}{{- t.arguments | tojson }}'
+    "{{- '}' }}{%- else %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
+    "{%- if m.content is mapping or m.content is iterable %}{{- m.content | tojson }}{%- else %}{{- m.content }}{%- endif %}"
+    "{%- endif %}{%- endfor %}",
+    "mistral": "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
+    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}"
+    "{%- set users = loop_messages | selectattr('role', 'equalto', 'user') | list %}{%- set ns = namespace(index=0) %}"
+    "{{- bos_token }}{%- for m in loop_messages %}{%- if m.role == 'user' %}{%- if tools is not none and (m == users[-1]) %}"
+    "{{- '[AVAILABLE_TOOLS]' + (tools|tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{%- if loop.last and system is defined %}{{- '[INST]' + system + '\n\n' + m.content + '[/INST]' }}{%- else %}"
+    "{{- '[INST]' + m.content + '[/INST]' }}{%- endif %}{%- elif m.tool_calls is defined and m.tool_calls is not none %}"
+    "{{- '[TOOL_CALLS][' }}{%- for c in m.tool_calls %}{%- set out = c.function|tojson %}{{- out[:-1] }}"
+    "{%- if c.id is not defined %}{{- raise_exception('id') }}{%- endif %}{{- ', \"id\": \"' + c.id + '\"}' }}"
+    "{%- if not loop.last %}{{- ', ' }}{%- else %}{{- ']' + eos_token }}{%- endif %}{%- endfor %}"
+    "{%- elif m.role == 'assistant' %}{{- ' ' + m.content|trim + eos_token }}{%- else %}"
+    "{%- set content = m.content.content if m.content.content is defined else m.content %}"
+    "{{- '[TOOL_RESULTS]' + content|string }}"
+    "{%- endif %}{%- set ns.index = ns.index + 1 %}{%- endfor %}{{ ns.index }}",
+    "gemma": "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+    "{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}"
+    "{% if m.content is string %}{{ m.content | trim }}{% elif m.content is iterable %}"
+    "{% for p in m.content %}{{ p.text | trim }}"
+    "{% endfor %}{% else %}{{ raise_exception('Invalid') }}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}",
+    "qwen3": "{%- set ns = namespace(multi=true, last=messages|length - 1) %}{%- for m in messages[::-1] %}"
+    "{%- set i = (messages|length - 1) - loop.index0 %}{%- if ns.multi and m.role == 'user' and m.content is string and not"
+    "(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}{%- set ns.multi = false %}"
+    "{%- set ns.last = i %}{%- endif %}{%- endfor %}{%- for m in messages %}{%- set reasoning = '' %}"
+    "{%- if m.reasoning_content is string %}{%- set reasoning = m.reasoning_content %}{%- elif '</think>' in m.content %}"
+    "{%- set reasoning = m.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- m.role ~ ns.last ~ reasoning }}{%- for t in m.tool_calls %}{{- t.name }}"
+    "{{- t.function.arguments | tojson }}{%- endfor %}"
+    "{%- endfor %}"
+    + TURN
+    + "{%- if enable_thinking is defined and enable_thinking is false %}no{%- endif %}{%- endif %}",
+    "deepseek": "{% set ns = namespace(is_first=false, is_tool=false, system_prompt='') %}{%- for m in messages %}"
+    "{%- if m['role'] == 'system' %}{% set ns.system_prompt = m['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}"
+    "{{ ns.system_prompt }}{%- for m in messages %}{%- if m['role'] == 'assistant' and m['content'] is none %}N{%- endif %}"
+    "{%- if m['role'] == 'assistant' and m['content'] is not none %}"
+    "{% set content = m['content'] %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<A>' + content + '<E>' }}{%- endif %}{%- endfor -%}",
+    "glm4": "[gMASK]<sop>{% for item in messages %}{% if item['tools'] is defined and item['tools'] is not none %}T{% endif %}"
+    "{% if item['content'] %}<|{{ item['role'] }}|>{{ item['metadata'] }}\n{{ item['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "phi": "{% for m in messages %}{% if m['role'] == 'system' and m['content'] %}"
+    "{{'<|system|>\n' + m['content'] + '<|end|>\n'}}"
+    "{% elif m['role'] == 'user' %}{{'<|user|>\n' + m['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "granite": "{%- if tools %}{{- 'tools' + tools | tojson(indent=4) }}{%- endif %}{%- if documents %}"
+    "{%- for d in documents %}"
+    "{{- 'Document ' + loop.index | string + '\n' + d['text'] }}{%- if not loop.last %}{{- '\n\n' }}{%- endif %}{%- endfor %}"
+    "{%- endif %}{%- for m in messages %}{{- '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + m['content'] }}{%- endfor %}"
+    "{%- if controls is defined %}{{- controls | tojson }}{%- endif %}",
+    "command-r": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% else %}"
+    "{% set loop_messages = messages %}{% endif %}{% macro kind(t) %}{{ {'string': 'str', 'integer': 'int'}[t] }}{% endmacro %}"
+    "{%- macro args(p) %}{%- for name, field in p.properties.items() %}{{ name }}: {{ kind(field.type) }}"
+    "{% if not loop.last %}, {% endif %}{%- endfor %}{%- endmacro %}{% for t in tools %}"
+    "{% if loop.index0 != 0 %}{{ '\n\n' }}{% endif %}"
+    "def {{ t.function.name }}({{ args(t.function.parameters) }}){% endfor %}{% for m in loop_messages %}"
+    "{{ '<|' + m.role|upper + '_TOKEN|>' + m.content.strip() }}{% endfor %}",
+    "gpt-oss": "{%- macro render(spec, required) -%}{%- if spec.type == 'array' -%}"
+    "{{- render(spec['items'], required) + '[]' -}}"
+    "{%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type is not mapping and "
+    "spec.type[0] is defined -%}{{- spec.type | join(' | ') }}{%- elif spec.enum -%}"
+    "{{- '\"' + spec.enum|join('\" | \"') + '\"' -}}"
+    "{%- else -%}{{- spec.type or 'any' -}}{%- endif -%}{%- endmacro -%}{%- for t in tools %}{%- set t = t.function %}"
+    "{{- 'type ' + t.name + ' = (_: {\n' }}{%- for n, s in t.parameters.properties.items() %}{{- n }}"
+    "{%- if n not in (t.parameters.required or []) %}{{- '?' }}{%- endif %}{{- ': ' + render(s, t.parameters.required or []) }}"
+    "{%- if s.default is defined %}D{%- endif %}{%- endfor %}{%- endfor %}"
+    "{%- set last = namespace(name=none) %}{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}{%- if 'tool_calls' in m %}"
+    "{%- set c = m.tool_calls[0].function %}{%- set last.name = c.name %}"
+    "{{- '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary ' }}"
+    "{{- (c.content_type if c.content_type is defined else 'json') + '<|message|>' }}{{- c.arguments|tojson + '<|call|>' }}"
+    "{%- elif loop.last and not add_generation_prompt %}{{- m.content + '<|return|>' }}"
+    "{%- else %}{{- m.content + '<|end|>' }}{%- endif %}"
+    "{%- elif m.role == 'tool' %}{%- if last.name is none %}{{- raise_exception('no call') }}{%- endif %}"
+    "{{- '<|start|>functions.' + last.name + '<|message|>' + m.content|tojson }}{%- endif %}{%- endfor -%}",
+    "smollm3": "{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}"
+    "{%- set mode = '/think' if enable_thinking else '/no_think' -%}{%- set ns = namespace(system=messages[0].content) -%}"
+    "{%- if '/no_think' in ns.system -%}{%- set custom = ns.system.replace('/no_think', '').rstrip() -%}{%- endif -%}"
+    "{{- custom ~ mode }}{%- if xml_tools or tools -%}"
+    "{%- for t in (xml_tools or tools)[:10] %}{{- t | string }}{%- endfor -%}{%- endif -%}"
+    "{%- for m in messages -%}{%- set content = m.content if m.content is string else '' -%}{%- generation -%}"
+    "{{- content }}{%- endgeneration -%}{%- endfor -%}",
+    "hermes": "{%- macro to_type(s) %}{%- set m = {'integer': 'int'} %}{%- if s.type == 'array' %}list{%- elif s.type in m %}"
+    "{{- m[s.type] }}{%- else %}{{- s.type }}{%- endif %}{%- endmacro %}{%- for t in tools %}"
+    "{%- set f = t.function|default(t) %}"
+    "{{- f.name ~ '(' }}{%- for n, s in (f.parameters.properties|items) %}{{- n ~ ': ' ~ to_type(s) }}{%- endfor %}{{- ')' }}"
+    "{{- f.return|default(none) }}{%- endfor %}",
+    "llama4": "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- if messages[0]['content'] is string %}"
+    "{%- set sys = messages[0]['content']|trim %}{%- else %}{%- set sys = messages[0]['content'][0]['text']|trim %}{%- endif %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set sys = '' %}{%- endif %}{{- sys }}{%- for m in messages %}"
+    "{%- if m['content'] is string %}{{- m['content'] }}{%- else %}{%- for c in m['content'] %}{%- if c['type'] == 'image' %}"
+    "{{- '<|image|>' }}{%- elif c['type'] == 'text' %}{{- c['text'] | trim }}{%- endif %}{%- endfor %}{%- endif %}"
+    "{%- if m.tool_calls|length > 0 %}{{- m.tool_calls|map(attribute='function')|map(attribute='name')|join(',') }}{%- endif %}"
+    "{%- endfor %}",
+}
 
 
 @pytest.mark.parametrize("messages", [MESSAGES, PLAIN, PLAIN[:1]], ids=["tools", "plain", "one"])
