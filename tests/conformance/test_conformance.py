@@ -227,7 +227,7 @@ def test_refusals_with_retry_after_are_no_fault(serve):
 def test_a_whole_answer_that_differs_once_is_asked_for_again(serve):
     """A server whose prefix cache fills may give another greedy answer the first time."""
     server = serve(FakeEngine())
-    differs = Fault("", reply=another_first(CONTENT, '"content": "x"'))
+    differs = Fault("", reply=another_first("lighthouse", CONTENT, '"content": "x"'))
     (found,) = results(server.url, fault=differs, only=["streams.text"], protocols=["chat"])
     assert found.outcome == PASS, found.why
 
