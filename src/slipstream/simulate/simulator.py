@@ -428,7 +428,8 @@ _NEVER = (1 << 62, 0.0)
 
 
 def _token(part: Part) -> int:
-    """The token that stands for all of a part's. Negative ones are those of plain requests."""
+    """Returns the token that stands for every token of a part. Negative tokens belong to requests
+    without a session."""
     return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1
 
 

@@ -101,7 +101,7 @@ class Attention:
         return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
 
     def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
-        """The rows with values as wide as keys."""
+        """Returns the rows with values padded to the width of keys."""
         s = self.spec
         if s.value_dim is None:
             return qkv

@@ -352,7 +352,8 @@ def _modelopt_format(read: ConfigReader, algo: str | None = None) -> WeightForma
 
 
 def _of_wildcards(name: str) -> str:
-    """The target of a name of ModelOpt's, which may have * in it, or names all modules below it."""
+    """Translates a name of ModelOpt to a target. The name may have wildcards; without them it
+    stands for the module and all modules below it."""
     if name in ("lm_head", "lm_head*", "*lm_head*"):
         return "lm_head"
     if any(x in name for x in "*?["):

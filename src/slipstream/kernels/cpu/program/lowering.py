@@ -155,7 +155,8 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a buffer from `start` on. As a sigmoid's value, their sigmoids, not yet computed."""
+    """Columns of a buffer from `start` on. As the value of a sigmoid they stand for their
+    sigmoids, which are computed later."""
 
     buffer: Buffer
     start: int = 0
