@@ -194,7 +194,18 @@ class DealtRequests(_Form):
         return Shard(rank, self.size, tensor=False, experts=True)
 
 
-Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests
+@dataclass(frozen=True, slots=True)
+class ContextParallel(_Form):
+    """Ranks that hold some of the tokens' keys and values of each request, and all weights."""
+
+    size: int
+    num_caches: ClassVar[int] = 1
+
+    def share(self, rank: int) -> Shard:
+        return Shard(0, 1, tensor=False)
+
+
+Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 
 
 @dataclass(frozen=True, slots=True)

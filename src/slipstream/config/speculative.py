@@ -7,6 +7,7 @@ import difflib
 from typing import Any
 
 from slipstream.config.forms import (
+    ContextParallel,
     DealtRequests,
     HeadDrafts,
     HostAndGpu,
@@ -157,6 +158,11 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
             isinstance(config.parallel.stage, DealtRequests),
             f"expert_parallel_size={size} without tensor_parallel_size distributes requests, which does not cover {method}; "
             f"{others}, or set tensor_parallel_size={size}, too",
+        ),
+        (
+            "speculative_config",
+            isinstance(config.parallel, ContextParallel),
+            f"context_parallel_size={size} does not cover {method}; {others}",
         ),
         (
             "speculative_config",

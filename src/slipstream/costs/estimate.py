@@ -133,7 +133,7 @@ def estimate(
     info = info or this_device(args.device)
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
-    block = block_bytes(spec, config.cache.block_size, KV_BYTES[config.cache.dtype])
+    block = block_bytes(spec, config.cache.rank_block_size, KV_BYTES[config.cache.dtype])
     weights = resident_weights_bytes(config, description)
     if draft is not None:
         check_draft_model(draft.spec, spec, config.model.max_model_len)

@@ -274,6 +274,15 @@ class RankGroup:
         gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=self._handle)
         return out
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
+        each = len(x) // self.size
+        if x.device.type == "cpu":  # not all of gloo's versions have it
+            return self.all_gather(x)[:, self.rank * each : (self.rank + 1) * each]
+        out = torch.empty(self.size, each, *x.shape[1:], dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(out.flatten(0, 1), x.contiguous(), group=self._handle)
+        return out
+
     def swap(self, x: Tensor, other: int) -> None:
         """Exchange x with rank `other`'s, in place and after this device's earlier work. Only these
         two make the call."""

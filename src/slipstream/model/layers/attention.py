@@ -52,6 +52,8 @@ class Attention:
     query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
     disentangled: DisentangledParams | None = None
+    context: RankGroup | None = None
+    """The ranks that have the other tokens' keys, and in a long step the other tokens' rows."""
     spread: Linear | None = None
     """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
 
@@ -79,7 +81,12 @@ class Attention:
         return self._attended(ops, qkv, kv, meta)
 
     def _attended(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        s = self.spec
+        s, context, has_own = self.spec, self.context, False
+        if context is not None:
+            has_own = len(qkv) < len(meta.positions)
+            if has_own:
+                qkv = ops.gather_tokens(qkv, context, len(meta.positions))
+            meta = ops.own_keys(meta, kv.block_size, context)
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
         if self.q_norm is not None and self.k_norm is not None:
@@ -95,7 +102,12 @@ class Attention:
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
         q = ops.rope_and_cache(self._filled(ops, qkv), kv, meta, self.heads)
-        found = ops.attention(q, kv, meta, self.params).flatten(1)
+        if context is None:
+            found = ops.attention(q, kv, meta, self.params).flatten(1)
+        else:
+            found = ops.attention_over_ranks(
+                q, kv, meta, self.params, context, of_own_tokens=has_own
+            ).flatten(1)
         if s.value_dim is None:
             return found
         return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
@@ -158,6 +170,7 @@ class LatentAttention:
     params: MLAParams
     query_scale: Tensor | None = None  # float32 [positions]
     index: Index | None = None
+    context: RankGroup | None = None  # as `Attention`'s
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -172,14 +185,36 @@ class LatentAttention:
             rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=inputs)[0]
         if self.index is not None:
             meta.derived["chosen keys"] = self.index(ops, x, rows, kv, meta)
-        q = ops.linear(rows, self.q)
+        q, row = ops.linear(rows, self.q), ops.linear(x, self.latent)
+        if self.context is not None:
+            return self._over_ranks(ops, q, row, kv, meta, self.context)
         if self.query_scale is not None:
             q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
         q = q.unflatten(1, (self.spec.num_heads, -1))
-        row = ops.linear(x, self.latent)
         if self.spec.index is None:
             return ops.mla_attention(q, row, kv, meta, self.params)
         return ops.mla_attention(q, row, kv, meta, self.params, meta.derived["chosen keys"])
+
+    def _over_ranks(
+        self,
+        ops: OpSet,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        context: RankGroup,
+    ) -> Tensor:
+        """`mixed` from the products, over keys that ranks share out."""
+        num_tokens, own = len(meta.positions), len(q) < len(meta.positions)
+        meta = ops.own_keys(meta, kv.block_size, context)
+        if own:
+            q, row = (ops.gather_tokens(x, context, num_tokens) for x in (q, row))
+        if self.query_scale is not None:
+            q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
+        q = ops.mla_queries(q.unflatten(1, (self.spec.num_heads, -1)), row, kv, meta, self.params)
+        params = AttentionParams(scale=self.params.scale)
+        seen = ops.attention_over_ranks(q, kv, meta, params, context, of_own_tokens=own)
+        return ops.mla_values(seen, self.params)
 
     @property
     def inputs(self) -> InputFormat | None:

@@ -22,7 +22,13 @@ from slipstream.config import (
     split_setting,
 )
 from slipstream.config.engine_folder import packed_folder
-from slipstream.config.forms import LearnedDrafts, ModelDrafts, MTPDrafts, TensorParallel
+from slipstream.config.forms import (
+    ContextParallel,
+    LearnedDrafts,
+    ModelDrafts,
+    MTPDrafts,
+    TensorParallel,
+)
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import peer_copy_tokens
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError, install_command
@@ -211,7 +217,8 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
         group,
         pipe,
         every,
-        isinstance(how, TensorParallel) and how.sequence,
+        group if isinstance(how, ContextParallel) else None,
+        isinstance(how, ContextParallel) or (isinstance(how, TensorParallel) and how.sequence),
     )
 
 
