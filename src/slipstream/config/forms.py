@@ -147,6 +147,11 @@ class _Form:
     def num_ranks(self) -> int:
         return self.stage.size * self.num_stages
 
+    @property
+    def num_shares(self) -> int:
+        """Parts that the weights are cut into."""
+        return self.num_ranks
+
     def shard(self, rank: int) -> Shard:
         """A rank's part of the model. Each stage has an equal number of consecutive ranks."""
         number, own = divmod(rank, self.stage.size)
@@ -200,6 +205,7 @@ class ContextParallel(_Form):
 
     size: int
     num_caches: ClassVar[int] = 1
+    num_shares: ClassVar[int] = 1  # type: ignore[misc]
 
     def share(self, rank: int) -> Shard:
         return Shard(0, 1, tensor=False)

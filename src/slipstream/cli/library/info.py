@@ -213,6 +213,10 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     if first.experts:
         also = ", and requests with their keys and values" if first.deals_requests else ""
         lines.append(f"whole experts over {first.size} ranks{also}")
+    if isinstance(how, ContextParallel):
+        lines.append(
+            f"each request's keys and values by tokens, and long steps' tokens, over {how.size} ranks; all weights on each"
+        )
     if how.stages:
         lines.append(f"layers over {how.num_stages} stages: {', '.join(map(str, how.stages))}")
     lines += uneven_parts(spec, first)

@@ -348,13 +348,15 @@ class Layer:
         token once."""
         if self.expert_counts is None:
             return None
-        if (ranks := self.context) is not None:
-            if len(x) < len(meta.positions):
-                own = ops.own_tokens(meta.slot_mapping, ranks)
-                meta = dataclasses.replace(meta, slot_mapping=own)
-            elif ranks.rank:
-                return None
-        return ops.expert_load(self.expert_counts, kv, meta)
+        if (ranks := self.context) is None:
+            return ops.expert_load(self.expert_counts, kv, meta)
+        if len(x) < len(meta.positions):
+            own = ops.own_tokens(meta.slot_mapping, ranks)
+            meta = dataclasses.replace(meta, slot_mapping=own)
+        elif ranks.rank:
+            return None
+        load = ops.expert_load(self.expert_counts, kv, meta)
+        return dataclasses.replace(load, block_size=kv.block_size * ranks.size)
 
     def _before(
         self,
