@@ -205,7 +205,7 @@ class ContextParallel(_Form):
 
     size: int
     num_caches: ClassVar[int] = 1
-    num_shares: ClassVar[int] = 1  # type: ignore[misc]
+    num_shares: ClassVar[int] = 1
 
     def share(self, rank: int) -> Shard:
         return Shard(0, 1, tensor=False)
