@@ -168,9 +168,12 @@ def on_ranks(
     def run(group: ThreadGroup) -> T:
         group.beside = SumsOfThreads(group, piece) if piece else None
         shard = Shard(group.rank, size, tensor=tensor, experts=experts, units=units)
-        if context:
+        if context and not tensor:
             shard = Shard(0, 1, tensor=False)
-        of_tokens = {"context": group if context else None, "sequence": sequence or context}
+        of_tokens = {
+            "context": group if context else None,
+            "sequence": sequence or (context and not tensor),
+        }
         partition = Partition(shard, group, **of_tokens)  # type: ignore[arg-type]
         ops = select_ops(CPU, kernels)
         model = load_model(

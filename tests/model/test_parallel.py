@@ -110,8 +110,23 @@ def test_every_decoder_shares_keys_out_by_tokens_or_refuses(tmp_path, family, si
         assert refused.field == "context_parallel_size"
         assert family not in BY_CONTEXT
         return
-    wanted, how = run(load(tmp_path), TOKENS), dict(size=size, context=True)
+    wanted, how = run(load(tmp_path), TOKENS), dict(size=size, context=True, tensor=False)
     for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 2 * size), **how):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["gpt_bigcode", "deepseek_v3", "mistral4"])
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_ranks_share_out_what_they_would_copy(
+    tmp_path, family, kernels, sequence, monkeypatch
+):
+    """Latents and one kv head, of all heads over each rank's keys, also where residuals are shared out."""
+    monkeypatch.setattr(layer, "SEQUENCE_TOKENS", 4)
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+    how = dict(size=2, context=True, kernels=kernels, sequence=sequence)
+    for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 4), **how):
         close(found, wanted)
 
 
@@ -119,7 +134,7 @@ def test_every_decoder_shares_keys_out_by_tokens_or_refuses(tmp_path, family, si
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
 def test_keys_shared_out_by_tokens_with_the_kernels_of_a_cpu(tmp_path, family, kernels):
     build(tmp_path, family)
-    wanted, how = run(load(tmp_path), TOKENS), dict(kernels=kernels, context=True)
+    wanted, how = run(load(tmp_path), TOKENS), dict(kernels=kernels, context=True, tensor=False)
     for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 8), **how):
         close(found, wanted)
 

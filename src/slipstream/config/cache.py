@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.formats import on_cpu
 from slipstream.config.forms import (
-    ContextParallel,
     DealtRequests,
     HostAndGpu,
     ParallelConfig,
@@ -238,7 +237,7 @@ def check_tiers(
         ),
         (
             given[0],
-            isinstance(parallel, ContextParallel),
+            args.context_parallel_size > 1,
             "tiers were not tried with context_parallel_size; leave it out",
         ),
         (

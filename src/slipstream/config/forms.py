@@ -179,6 +179,7 @@ class TensorParallel(_Form):
     whole_experts: bool = False  # each rank has some of the experts, and not a part of each
     sequence: bool = False  # the residual of long steps is split by tokens
     units: SplitUnits = ONE_UNIT
+    context: int = 1  # ranks with the same kv head, each of which has some tokens' keys
     num_caches: ClassVar[int] = 1
 
     def share(self, rank: int) -> Shard:

@@ -85,12 +85,14 @@ def parallel_section(
         return HostAndGpu(int(args.cpu_layers), spec.num_layers - int(args.cpu_layers))
     if args.context_parallel_size > 1:
         _check_context(args, spec)
-        return ContextParallel(args.context_parallel_size)
+        if tensor == 1:
+            return ContextParallel(args.context_parallel_size)
     check_split(spec, tensor=tensor, experts=experts)
     form: OneDevice | TensorParallel | DealtRequests = OneDevice()
     if tensor > 1:
         units = _units(args, model, device, quantization)
-        form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units)
+        context = args.context_parallel_size
+        form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units, context)
     elif experts > 1:
         _check_dealt_requests(args, spec)
         form = DealtRequests(experts)
@@ -154,6 +156,15 @@ def _check_context(args: EngineArgs, spec: ModelSpec) -> None:
         found.append(("adapters", "enable_lora", "leave it out"))
     if args.kv_cache_dtype == "int4":
         found.append(("a cache of 4 bits", "kv_cache_dtype", "use 'fp8' or 'int8'"))
+    if (tensor := args.tensor_parallel_size) > 1 and not found:
+        for a in spec.attentions:
+            copies = tensor if isinstance(a, LatentAttentionSpec) else tensor // a.num_kv_heads
+            if tensor % a.num_kv_heads or copies % size:
+                raise ConfigError(
+                    f"context_parallel_size={size}: tensor_parallel_size={tensor} holds each of {a.num_kv_heads} kv heads "
+                    f"{max(1, copies)} times, and it must divide that; lower it, or leave out tensor_parallel_size",
+                    field="context_parallel_size",
+                )
     for what, field, remedy in found[:1]:
         raise ConfigError(
             f"{field}: context_parallel_size={size} does not cover {what}; {remedy}", field=field

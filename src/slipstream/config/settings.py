@@ -213,7 +213,8 @@ class EngineArgs:
     )
     context_parallel_size: int = setting(
         1,
-        "devices over which each request's keys and values, and the tokens of long steps, are shared out; each has all weights",
+        "devices over which each request's keys and values are shared out by tokens, and long steps' tokens, too; with "
+        "tensor_parallel_size those that would hold copies of a kv head",
     )
     sequence_parallel: bool = setting(
         False,
@@ -345,14 +346,19 @@ def num_ranks(args: EngineArgs) -> int:
             field="expert_parallel_size",
         )
     if (context := args.context_parallel_size) > 1:
-        for name in PARALLEL_SIZES[:-1]:
+        for name in PARALLEL_SIZES[1:-1] if tensor == 1 else ("pipeline_parallel_size",):
             if (size := getattr(args, name)) > 1:
                 raise ConfigError(
-                    f"context_parallel_size={context} with {name}={size}: each rank of a context has all weights; leave one "
-                    "of them at 1",
+                    f"context_parallel_size={context} does not go with {name}={size}; leave one of them at 1",
                     field="context_parallel_size",
                 )
-        return context
+        if tensor > 1 and tensor % context:
+            raise ConfigError(
+                f"context_parallel_size={context} with tensor_parallel_size={tensor}: the same ranks have both, so it must "
+                "divide that",
+                field="context_parallel_size",
+            )
+        return max(context, tensor)
     # A host's CPU and a GPU are two stages.
     return max(tensor, experts) * (args.pipeline_parallel_size if args.cpu_layers is None else 2)
 

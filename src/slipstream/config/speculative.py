@@ -7,7 +7,6 @@ import difflib
 from typing import Any
 
 from slipstream.config.forms import (
-    ContextParallel,
     DealtRequests,
     HeadDrafts,
     HostAndGpu,
@@ -161,8 +160,8 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ),
         (
             "speculative_config",
-            isinstance(config.parallel, ContextParallel),
-            f"context_parallel_size={size} does not cover {method}; {others}",
+            args.context_parallel_size > 1,
+            f"context_parallel_size={args.context_parallel_size} does not cover {method}; {others}",
         ),
         (
             "speculative_config",

@@ -3,7 +3,8 @@
 1. Block i of a sequence is on rank i mod n, so at any length the ranks have about the same number of
    keys. A block of the pool stands for n consecutive ones, of which each rank has the one at its
    number. So the engine's block tables are those of one device with blocks n times as long.
-2. All ranks have all queries. Each attends to its own keys (`attention_part`), and its results are
+2. All ranks have all queries, or gather them: those of all tokens, or where they are tensor parallel
+   those of all heads. Each attends to its own keys (`attention_part`), and its results are
    weighted by the sums of its softmax (`merge_parts`; Dao et al. 2023, flash-decoding). No key is sent.
 3. Prompts need nothing else: a token sees the keys of earlier blocks and, on one rank, a part of its
    own. Each rank has an n-th of the work at any position.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from torch import Tensor
 from slipstream.kernels.layouts import AttentionParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.platform.collectives import RankGroup
+
+Own: TypeAlias = Literal["tokens", "heads"] | None
+"""What of queries and results a rank has of its own; None: all have all."""
 
 
 class ContextOps(ABC):
@@ -51,15 +56,21 @@ class ContextOps(ABC):
         params: AttentionParams,
         group: RankGroup,
         *,
-        of_own_tokens: bool = False,
+        own: Own = None,
     ) -> Tensor:
         """`attention` over the keys of all ranks of `group`: q [T, H, D] → [T, H, W]. `meta` is from
         `own_keys`.
 
-        `of_own_tokens`: this rank's [⌈T / n⌉, H, W] (`RankOps.own_tokens`).
+        `own`: "tokens" gives this rank's, [⌈T / n⌉, H, W] (`RankOps.own_tokens`). "heads": q has
+        this rank's heads, all of which read the same kv heads.
         """
+        if own == "heads":
+            heads = group.all_gather(q).transpose(0, 1)  # [T, n, H, D]
+            part = self.attention_part(heads.flatten(1, 2), kv, meta, params)
+            each = part.unflatten(1, (group.size, -1)).transpose(0, 1)
+            return self.merge_parts(group.all_to_all(each.flatten(0, 1)))
         part = self.attention_part(q, kv, meta, params)
-        if not of_own_tokens:
+        if own is None:
             return self.merge_parts(group.all_gather(part))
         if missing := -len(part) % group.size:
             part = torch.cat((part, part.new_zeros(missing, *part.shape[1:])))

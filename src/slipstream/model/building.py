@@ -178,7 +178,9 @@ def build_layer(
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
         scale = tables.query_scale(s.query_scale)
         found = index(s.index) if isinstance(s.index, IndexSpec) else None
-        return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale, found, context)
+        return LatentAttention(
+            s, q_latent, q, latent, out, q_norm, params, scale, found, summed_ranks, context
+        )
 
     def compressed(s: CompressedAttentionSpec) -> CompressedAttention:
         def take(part: str) -> Any:
@@ -296,7 +298,9 @@ def build_layer(
         attention_ranks=summed_ranks,
         mlp_ranks=summed_ranks,
         expert_ranks=ranks if deals_requests else None,
-        shares_tokens=partition is not None and partition.sequence and context is None,
+        shares_tokens=partition is not None
+        and partition.sequence
+        and (context is None or summed_ranks is not None),
         context=context,
     )
 

@@ -286,7 +286,7 @@ class Decoder:
             own: Any = run_layers(
                 self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
             )
-            if self.partition is not None and self.partition.context is not None:
+            if self.partition is not None and not self.partition.shard.tensor:
                 hidden = self.ops.gather_tokens(self.finished(*own), ranks, num_tokens)
                 return hidden, hidden
             together: Any = (

@@ -202,14 +202,20 @@ class RankGroup:
         stage, links to other stages)."""
         if count == 1:
             return self, None
-        each = self.size // count
-        # Each rank makes the groups of all stages.
-        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]
-        own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
+        own, each = self.part(count), self.size // count
         back = dist.new_group(list(range(self.size)))
         return own, Pipe(
             self.rank, each, self.size, self.device, back, through_host=self._through_host
         )
+
+    def part(self, count: int) -> RankGroup:
+        """Split all ranks into `count` groups of consecutive ranks; returns this rank's."""
+        if count == 1:
+            return self
+        each = self.size // count
+        # Each rank makes all groups.
+        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]
+        return RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""

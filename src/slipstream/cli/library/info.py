@@ -128,7 +128,9 @@ def _parallel(how: ParallelConfig) -> dict[str, object]:
     return {
         "tensor": first.size if first.tensor else 1,
         "experts": first.size if first.experts else 1,
-        "context": stage.size if isinstance(stage, ContextParallel) else 1,
+        "context": stage.size
+        if isinstance(stage, ContextParallel)
+        else getattr(stage, "context", 1),
         "stages": how.stages,
         "sequence": isinstance(stage, TensorParallel) and stage.sequence,
         "on_host": isinstance(how, HostAndGpu),
@@ -213,6 +215,8 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     if first.experts:
         also = ", and requests with their keys and values" if first.deals_requests else ""
         lines.append(f"whole experts over {first.size} ranks{also}")
+    if (context := config.cache.context_ranks) > 1 and first.tensor:
+        lines.append(f"each request's keys and values by tokens over {context} ranks")
     if isinstance(how, ContextParallel):
         lines.append(
             f"each request's keys and values by tokens, and long steps' tokens, over {how.size} ranks; all weights on each"

@@ -28,10 +28,18 @@ from slipstream.spec.scheme import InputFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.kernels.context_ops import Own
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights.forms import Activations, Linear
     from slipstream.platform.collectives import RankGroup
+
+
+def _own(rows: Tensor, meta: AttentionMetadata, group: RankGroup | None) -> Own:
+    """What this rank of a context has of its own. `group`: the ranks that have the other heads."""
+    if group is not None:
+        return "heads"
+    return "tokens" if len(rows) < len(meta.positions) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class Attention:
     group: RankGroup | None = None  # the ranks that have the other heads
     disentangled: DisentangledParams | None = None
     context: RankGroup | None = None
-    """The ranks that have the other tokens' keys, and in a long step the other tokens' rows."""
+    """The ranks that have the other tokens' keys, and without `group` in a long step their rows."""
     spread: Linear | None = None
     """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
 
@@ -81,10 +89,10 @@ class Attention:
         return self._attended(ops, qkv, kv, meta)
 
     def _attended(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        s, context, has_own = self.spec, self.context, False
+        s, context, own = self.spec, self.context, None
         if context is not None:
-            has_own = len(qkv) < len(meta.positions)
-            if has_own:
+            own = _own(qkv, meta, self.group)
+            if own == "tokens":
                 qkv = ops.gather_tokens(qkv, context, len(meta.positions))
             meta = ops.own_keys(meta, kv.block_size, context)
         if s.clip_qkv is not None:
@@ -105,9 +113,7 @@ class Attention:
         if context is None:
             found = ops.attention(q, kv, meta, self.params).flatten(1)
         else:
-            found = ops.attention_over_ranks(
-                q, kv, meta, self.params, context, of_own_tokens=has_own
-            ).flatten(1)
+            found = ops.attention_over_ranks(q, kv, meta, self.params, context, own=own).flatten(1)
         if s.value_dim is None:
             return found
         return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
@@ -170,7 +176,8 @@ class LatentAttention:
     params: MLAParams
     query_scale: Tensor | None = None  # float32 [positions]
     index: Index | None = None
-    context: RankGroup | None = None  # as `Attention`'s
+    group: RankGroup | None = None  # as `Attention`'s
+    context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -205,15 +212,15 @@ class LatentAttention:
         context: RankGroup,
     ) -> Tensor:
         """`mixed` from the products, over keys that ranks share out."""
-        num_tokens, own = len(meta.positions), len(q) < len(meta.positions)
+        num_tokens, own = len(meta.positions), _own(q, meta, self.group)
         meta = ops.own_keys(meta, kv.block_size, context)
-        if own:
+        if own == "tokens":
             q, row = (ops.gather_tokens(x, context, num_tokens) for x in (q, row))
         if self.query_scale is not None:
             q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
         q = ops.mla_queries(q.unflatten(1, (self.spec.num_heads, -1)), row, kv, meta, self.params)
         params = AttentionParams(scale=self.params.scale)
-        seen = ops.attention_over_ranks(q, kv, meta, params, context, of_own_tokens=own)
+        seen = ops.attention_over_ranks(q, kv, meta, params, context, own=own)
         return ops.mla_values(seen, self.params)
 
     @property

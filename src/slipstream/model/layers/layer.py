@@ -77,7 +77,7 @@ class Partition:
     pipe: Pipe | None = None
     every: RankGroup | None = None
     context: RankGroup | None = None
-    """The ranks that share out keys and values by tokens, and long steps' tokens by `sequence`."""
+    """The ranks that share out keys and values by tokens, and by `sequence` long steps' tokens."""
     sequence: bool = False
     """Sequence parallelism for long steps (Korthikanti et al. 2022, arXiv:2205.05198).
 
@@ -350,7 +350,9 @@ class Layer:
             return None
         if (ranks := self.context) is None:
             return ops.expert_load(self.expert_counts, kv, meta)
-        if len(x) < len(meta.positions):
+        if self.attention_ranks is not None:  # rank 0's are told
+            pass
+        elif len(x) < len(meta.positions):
             own = ops.own_tokens(meta.slot_mapping, ranks)
             meta = dataclasses.replace(meta, slot_mapping=own)
         elif ranks.rank:

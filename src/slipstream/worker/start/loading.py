@@ -212,12 +212,15 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
             dtype = getattr(torch, config.model.dtype)
             is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)
             try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
+    context = None
+    if config.cache.context_ranks > 1:
+        context = group.part(group.size // config.cache.context_ranks)
     return Partition(
         config.parallel.shard(ranks.rank),
         group,
         pipe,
         every,
-        group if isinstance(how, ContextParallel) else None,
+        context,
         isinstance(how, ContextParallel) or (isinstance(how, TensorParallel) and how.sequence),
     )
 
