@@ -76,7 +76,9 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["llama", "deepseek_v3", pytest.param("one kv head", marks=pytest.mark.slow)]
+)
 def test_two_ranks_answer_as_one_device(folders, family):
     """Chunked prompts next to decodes, a cached prefix, draws, penalties, grammars, several choices, beams."""
     beams = BeamSearchParams(beam_width=3, max_tokens=6)
@@ -96,6 +98,19 @@ def test_two_ranks_answer_as_one_device(folders, family):
         assert first.num_kv_tokens == 2 * one.num_kv_tokens
         (pool,) = llm.core.scheduler.pools
         assert pool.num_free == pool.num_usable
+
+
+@pytest.mark.parametrize("family", ["one kv head", "deepseek_v3"])
+def test_tensor_ranks_answer_as_one_device_with_twice_the_room(folders, family):
+    with LLM(folders[family], **SETTINGS) as llm:
+        wanted, one = [tokens(llm, s) for s in SAMPLINGS[:2]], llm.core.ledger
+    split = dict(tensor_parallel_size=2, context_parallel_size=2)
+    with LLM(folders[family], **split, **SETTINGS) as llm:
+        assert [tokens(llm, s) for s in SAMPLINGS[:2]] == wanted
+        assert llm.core.stats().prefix_hits > 0
+        own = llm.core.ledger
+        assert own.num_kv_tokens == 2 * one.num_kv_tokens
+        assert own.weights_bytes < 0.7 * one.weights_bytes
 
 
 def test_three_ranks_preempt_and_guess_as_one_device(folders, monkeypatch):
@@ -133,7 +148,10 @@ def test_experts_count_each_token_once(folders):
         ("llama", {"speculative_model": "draft"}, "speculative_config", "use 'ngram' or 'suffix'"),
         ("llama", {"kv_disk_bytes": 2**20, "kv_disk_path": "x"}, "kv_disk_bytes", "tiers were not"),
         ("llama", {"kv_cache_dtype": "int4"}, "kv_cache_dtype", "does not cover a cache of 4 bits"),
-        ("llama", {"tensor_parallel_size": 2}, "context_parallel_size", "leave one of them at 1"),
+        ("llama", {"tensor_parallel_size": 2}, "context_parallel_size", "2 kv heads 1 times"),
+        ("llama", {"tensor_parallel_size": 3}, "context_parallel_size", "must divide that"),
+        ("llama", {"pipeline_parallel_size": 2}, "context_parallel_size", "does not go with"),
+        ("qwen3_moe", {"expert_parallel_size": 2}, "context_parallel_size", "does not go with"),
         ("llama", {"kv_handover_address": "unix:a"}, "kv_handover_address", "several ranks"),
         ("llama", {"weights_bytes": 2**20}, "weights_bytes", "context_parallel_size at 1"),
         ("gemma2", {}, "context_parallel_size", "attention windows"),
