@@ -639,8 +639,8 @@ class Tiers:
             self._ready.append(load.request)
 
     def _ended_at(self, now: float) -> float:
-        """When copies that were just found finished had ended, at the earliest. That no one looked during a step, which may
-        take seconds, is not the copies' time."""
+        """Earliest end of copies that were just found finished. A step, during which no one looks, may take seconds, which are
+        not the copies' time."""
         return self._looked if self.rates.last_end > self._looked else now
 
     # --- Between steps ------------------------------------------------------------------------------------------------
