@@ -61,8 +61,8 @@ class PromptReader:
         return self.description
 
     def cut(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
-        """As many tokens as `truncate_prompt_tokens` says, of `truncation_side`'s other end; the `special` ones that begin a
-        text stay."""
+        """Tokens that `truncate_prompt_tokens` leaves: the last ones, of which the `special` ones that begin a text are a part,
+        or with the side `right` the first ones."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
