@@ -44,9 +44,6 @@ class Estimate:
     stderr: float
     count: int
 
-    def exceeds(self, limit: float, errors: float) -> bool:
-        return self.value - errors * self.stderr > limit
-
 
 def mean(values: Sequence[float]) -> Estimate:
     """Returns the mean, with an infinite error of fewer than two values."""
@@ -122,6 +119,6 @@ def outside_top_p(sample: Sample, top_p: float) -> list[float]:
     return [float(x) for x in before > top_p]
 
 
-def regrets(sample: Sample) -> list[float]:
-    """How much likelier the likeliest token is than the chosen one, in nats."""
-    return (sample.logprobs.max(-1).values - sample.chosen).tolist()
+def unlikely(sample: Sample) -> list[float]:
+    """1 for each token that is clearly less likely than the likeliest one, else 0."""
+    return [float(x) for x in sample.logprobs.max(-1).values - sample.chosen > MARGIN]

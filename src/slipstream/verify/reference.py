@@ -39,6 +39,11 @@ class Reference:
         text = self.tokenizer.apply_chat_template(messages)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> str:
+        """The model's own greedy answer."""
+        found = self.scorer.greedy(prompt, num_tokens)
+        return self.tokenizer.decode(found, skip_special_tokens=True)
+
     def token_id(self, data: bytes) -> int | None:
         return self._ids.get(data)
 

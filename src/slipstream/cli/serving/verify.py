@@ -4,7 +4,8 @@
     slipstream verify https://api.example.com --api-key-file FILE --model NAME --against ./checkpoint --page verify.html
 
 Any server that speaks OpenAI's chat API. The model is loaded here, and says how likely each token
-of the server's answers was. The exit code is 1 if a fault is found. docs/verify.md has the checks."""
+of the server's answers was. The exit code is 0 for a sound server, 1 for a fault, 4 if the answers did
+not decide. docs/verify.md has the checks."""
 
 from __future__ import annotations
 
@@ -45,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest mean KL of its distribution from the model's, in nats (default: %(default)g)",
     )
     parser.add_argument(
-        "--rounds",
+        "--answers",
         type=int,
-        default=4,
+        default=96,
         metavar="N",
-        help="rounds of questions at most; it ends as soon as all is decided (default: %(default)s)",
+        help="answers at most for one check; it ends as soon as all is decided (default: %(default)s)",
     )
     parser.add_argument(
         "--long",
@@ -70,12 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.verify.checks import Plan, Verification
     from slipstream.verify.reference import Reference
-    from slipstream.verify.report import document, page
+    from slipstream.verify.report import EXIT_CODES, document, page
     from slipstream.verify.served import Served
 
-    if args.rounds < 1 or args.long < 0:
-        raise ConfigError("--rounds must be at least 1, and --long at least 0", field="rounds")
-    plan = Plan(rounds=args.rounds, long_lines=args.long, max_kl=args.max_kl)
+    if args.answers < 4 or args.long < 0 or not args.max_kl > 0:
+        message = "--answers must be at least 4, --long at least 0, --max-kl above 0"
+        raise ConfigError(message, field="answers")
+    plan = Plan(answers=args.answers, long_lines=args.long, max_kl=args.max_kl)
     served = Served.connect(args.url, model=args.served, api_key=given_key(args))
     with phases("verifying") as phase:
         phase(f"loading {args.against}")
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         verification = Verification(served, reference, plan, phase)
         findings = verification.run()
     about = {"url": served.url, "model": served.model, "against": args.against}
-    found = document({**about, "num_tokens": verification.num_tokens}, findings)
+    found = document({**about, **verification.counts()}, findings)
     if args.page is not None:
         with writing(args.page, "page"):
             Path(args.page).expanduser().write_text(page(found), "utf-8")
@@ -94,4 +96,4 @@ def run(args: argparse.Namespace) -> int:
         for f in findings:
             print(f"{f.outcome:<13}{f.check:<18}{f.why}".rstrip())
         print(f"{served.model} is {found['verdict']}, by {verification.num_tokens:,} tokens")
-    return 1 if found["causes"] else 0
+    return EXIT_CODES[found["verdict"]]
