@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.verify import probes
+from slipstream.verify import checks, probes
 from slipstream.verify.checks import Finding, Plan, Verification
 from slipstream.verify.measures import Sample
 from slipstream.verify.report import EXIT_CODES, document
@@ -37,7 +37,7 @@ def test_counts_of_prompts(counts, outcome, why):
     assert (found.outcome, why in found.why) == (outcome, True)
 
 
-def logits_of(kind, at, num=80, seed=0):
+def answers_of(kind, at, num=80, seed=0):
     """Samples of a model that was drawn from at a temperature."""
     chance = torch.Generator().manual_seed(seed)
     found = []
@@ -64,26 +64,29 @@ def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("at", "asked", "outcome", "why"),
+    ("factor", "ignored", "outcome", "why"),
     [
-        (1.0, 1.0, "pass", "drawn at"),
-        (1.1, 1.0, "fault", "another temperature"),
-        (0.9, 1.0, "fault", "another temperature"),
-        (0.5, 0.5, "pass", "drawn at"),
-        (1.0, 0.5, "fault", "the field is ignored"),
+        (1.0, False, "pass", "drawn at"),
+        (1.1, False, "fault", "another temperature"),
+        (0.9, False, "fault", "another temperature"),
+        (1.0, True, "fault", "the field is ignored"),
     ],
 )
-def test_a_temperature_is_judged_by_its_likelihood(at, asked, outcome, why):
+def test_a_temperature_is_judged_by_its_likelihood(factor, ignored, outcome, why):
     made = verification()
-    made._drawn.update(logits_of("x", at))
-    found = made._temperature("x", asked)
+    made._drawn.update(answers_of("plain", factor))
+    made._drawn.update(answers_of("warm", 1.0 if ignored else factor * checks.WARM, seed=1))
+    found = made._temperature()
     assert (found.outcome, why in found.why) == (outcome, True)
 
 
 def test_few_answers_leave_a_temperature_open():
     made = verification()
-    made._drawn.update(logits_of("x", 1.0, num=2))
-    assert made._temperature("x", 1.0).outcome == "undecided"
+    made._drawn.update(answers_of("warm", checks.WARM, num=2))
+    assert made._temperature().outcome == "undecided"
+    made = verification()
+    made._drawn.update(answers_of("plain", 1.0))  # a server that ignores the field would draw these
+    assert made._temperature().outcome == "undecided"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.verify import sequential
+from slipstream.verify.measures import Sample
 from slipstream.verify.sequential import Rates
 
 RATES = Rates(alpha=0.05, beta=0.05)
@@ -64,16 +65,16 @@ def test_the_bound_of_a_mean_holds_at_all_looks():
 def test_temperatures_keep_their_rates(at, wrong):
     chance, ends = torch.Generator().manual_seed(0), []
     for _ in range(40):
-        logprobs, chosen, decision = [], [], "open"
-        while decision == "open" and len(logprobs) < 40:
+        ratios, decision = [0.0, 0.0], "open"
+        while decision == "open":
             rows = (2 * torch.randn(96, 64, generator=chance)).log_softmax(-1)
-            ids = torch.multinomial((rows / at).softmax(-1), 1, generator=chance)
-            logprobs.append(rows)
-            chosen.append(rows.gather(1, ids)[:, 0])
-            decision = sequential.temperature(logprobs, chosen, 1.0, 1.1, RATES)
+            ids = torch.multinomial((rows / at).softmax(-1), 1, generator=chance)[:, 0].tolist()
+            sample = Sample(token_ids=ids, tokens=[], logprobs=rows)
+            own, *others = sample.likelihoods([1.0, 1.1, 1 / 1.1])
+            ratios = [r + other - own for r, other in zip(ratios, others, strict=True)]
+            decision = sequential.temperature(ratios, RATES)
         ends.append(decision)
     assert ends.count(wrong) <= 4  # 2 are expected at most
-    assert ends.count("open") == 0
 
 
 def test_an_answer_less_than_the_bound_needs_leaves_it_open():

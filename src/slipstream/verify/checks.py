@@ -25,7 +25,10 @@ OFF = 1.1
 """Factor of a temperature that is surely found. Half as much may be called either."""
 
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
-TOP_K, TOP_P, COOL = 2, 0.5, 0.5
+TOP_K, TOP_P = 2, 0.5
+WARM = 1.5
+"""A temperature whose draws tell much about it: a token as much as two at 1, and six at 0.5."""
+
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that change no distribution, in place of a server's defaults, where it takes them."""
 
@@ -49,8 +52,7 @@ OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": 
 KINDS = {
     "prompt": "plain",
     "distribution": "plain",
-    "temperature 1": "plain",
-    "temperature 0.5": "cool",
+    "temperature": "warm",
     "temperature 0": "greedy",
     "long context": "long",
 }
@@ -72,7 +74,7 @@ class Finding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in a
-    long conversation; 0: none. `rates` are those of each check."""
+    long conversation; 0: none. `rates` are those of each check. Another `seed` asks other questions."""
 
     answers: int = 96
     turn: int = 4
@@ -80,6 +82,7 @@ class Plan:
     long_lines: int = 40
     max_kl: float = 0.01
     concurrency: int = 8
+    seed: int = 0
     rates: Rates = field(default_factory=Rates)
 
 
@@ -98,6 +101,7 @@ class Verification:
     _asked: int = 0
     _more: dict[str, Any] = field(default_factory=lambda: ALL)  # sent with each question
     _drawn: dict[str, list[Sample]] = field(default_factory=dict)
+    _ratios: dict[str, list[list[float]]] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
     _counts: list[tuple[int, int]] = field(default_factory=list)
     _long_counts: list[tuple[int, int]] = field(default_factory=list)
@@ -107,7 +111,7 @@ class Verification:
         refuses."""
         sampling: dict[str, dict[str, Any]] = {
             "plain": {"temperature": 1.0},
-            "cool": {"temperature": COOL},
+            "warm": {"temperature": WARM},
             "top_k": {"temperature": 1.0, "top_k": TOP_K},
             "top_p": {"temperature": 1.0, "top_p": TOP_P},
             "greedy": {"temperature": 0.0},
@@ -192,8 +196,9 @@ class Verification:
             self.needles.setdefault(round(len(prompt), -2), []).append(found)
 
     def _numbers(self) -> range:
-        first, self._asked = self._asked, self._asked + self.plan.turn
-        return range(first, self._asked)
+        first = 1009 * self.plan.seed + self._asked  # seeds begin at other questions
+        self._asked += self.plan.turn
+        return range(first, first + self.plan.turn)
 
     def _answers(
         self, asked: Sequence[Sequence[Message]], seeds: Sequence[int], sampling: dict[str, Any]
@@ -230,11 +235,11 @@ class Verification:
             tokens = [ServedToken(data=b"", logprob=0.0)] * len(ids)
         if not ids:
             return None
-        return Sample(
-            token_ids=ids,
-            tokens=tokens[: len(ids)],
-            logprobs=self.reference.logprobs(prompt, ids),
-        )
+        logprobs = self.reference.logprobs(prompt, ids)
+        never, tokens = self.reference.never, tokens[: len(ids)]
+        made = Sample(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
+        kl = measures.divergences(made, self.reference.token_id)
+        return dataclasses.replace(made, divergence=sum(kl) / len(kl)) if kl else made
 
     # --- Judging ------------------------------------------------------------------------------
 
@@ -245,11 +250,7 @@ class Verification:
             # A wrong prompt or wrong weights make the others meaningless, but for a cut context.
             return [prompt, weights]
         if is_hotter:
-            return [
-                prompt,
-                self._temperature("plain", 1.0),
-                self._temperature("cool", COOL),
-            ]
+            return [prompt, self._temperature()]
         if weights.outcome != "pass":
             return [prompt, weights]
         more = [self._long(), self._needle()] if self.plan.long_lines else []
@@ -257,8 +258,7 @@ class Verification:
             prompt,
             weights,
             *more,
-            self._temperature("plain", 1.0),
-            self._temperature("cool", COOL),
+            self._temperature(),
             self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
             self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
             self._greedy(),
@@ -284,11 +284,11 @@ class Verification:
 
     def _by_answer(self, kind: str, temperature: float = 1.0) -> list[float]:
         """The mean KL of each answer that has log-probabilities."""
-        found = []
-        for sample in self._drawn.get(kind, []):
-            values = measures.divergences(sample, self.reference.token_id, temperature)
-            found += [sum(values) / len(values)] if values else []
-        return found
+        drawn = self._drawn.get(kind, [])
+        if temperature == 1:
+            return [s.divergence for s in drawn if s.divergence is not None]
+        each = [measures.divergences(s, self.reference.token_id, temperature) for s in drawn]
+        return [sum(values) / len(values) for values in each if values]
 
     def _distribution(self, kind: str, check: str) -> Finding:
         if kind in self._refused:
@@ -360,20 +360,30 @@ class Verification:
         fitted = measures.temperature(self._drawn.get("plain", []), 1.0)
         return self._kl("plain", fitted.value).value < 0.2 * kl.value
 
-    def _temperature(self, kind: str, asked: float) -> Finding:
-        check = f"temperature {asked:g}"
-        if kind in self._refused:
-            return Finding(check=check, outcome="not offered", why=self._refused[kind])
-        found = measures.temperature(self._drawn.get(kind, []), asked)
-        seen = f"drawn at {found.value:.3f} ± {found.stderr:.3f}"
-        drawn = self._drawn.get(kind, [])
-        decision = sequential.temperature(
-            [s.logprobs for s in drawn], [s.chosen for s in drawn], asked, OFF, self.plan.rates
-        )
-        why = seen
+    def _temperature(self) -> Finding:
+        """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""
+        check = "temperature"
+        if "warm" in self._refused:
+            return Finding(check=check, outcome="not offered", why=self._refused["warm"])
+        for kind, asked in (("plain", 1.0), ("warm", WARM)):
+            ratios = self._ratios.setdefault(kind, [])  # a row an answer
+            for s in self._drawn.get(kind, [])[len(ratios) :]:
+                own, *others = s.likelihoods([asked, OFF * asked, asked / OFF])
+                ratios.append([other - own for other in others])
+        sums = [
+            sum(column)
+            for column in zip(*self._ratios["plain"], *self._ratios["warm"], strict=True)
+        ]
+        drawn = self._drawn.get("warm", [])
+        # Both temperatures are asked for, so that a server that ignores the field is seen.
+        decision = sequential.temperature(sums or [0.0], self.plan.rates) if drawn else "open"
+        if decision == "open" and len(drawn) < self.plan.answers:
+            return Finding(check=check, outcome="undecided", why=f"{len(drawn)} answers")
+        found = measures.temperature(drawn, WARM)
+        why = f"drawn at {found.value:.3f} ± {found.stderr:.3f} where {WARM:g} was asked for"
         if decision == "fault":
-            ignored = asked != 1 and abs(found.value - 1) < 4 * found.stderr
-            why = f"{seen}: {'the field is ignored' if ignored else 'another temperature'}"
+            ignored = abs(found.value - 1) < 4 * found.stderr
+            why += f": {'the field is ignored' if ignored else 'another temperature'}"
         return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=found)
 
     def _cut(self, kind: str, outside: Callable[[Sample], list[float]]) -> Finding:

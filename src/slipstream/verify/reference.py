@@ -34,6 +34,14 @@ class Reference:
         found.pop(b"", None)
         return found
 
+    @cached_property
+    def never(self) -> Tensor:
+        """[V] True for tokens that `answer_ids` never returns."""
+        found = torch.ones(self.scorer.spec.vocab_size, dtype=torch.bool)
+        found[list(self._ids.values())] = False
+        found[list(self.tokenizer.eos_token_ids)] = True
+        return found
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation in the model's own chat format."""
         text = self.tokenizer.apply_chat_template(messages)

@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 Decision = Literal["fault", "sound", "open"]
 
 MIXTURE_COUNT = 12
@@ -58,26 +55,15 @@ def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) ->
     return rates.decide(hits * up + misses * down)
 
 
-def temperature(
-    logprobs: Sequence[Tensor], chosen: Sequence[Tensor], asked: float, off: float, rates: Rates
-) -> Decision:
-    """Whether tokens were drawn at the temperature `asked`, or at `off` times it, or at 1 / `off`.
+def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
+    """Whether answers were drawn at the temperature that was asked for, or at another one.
 
-    `logprobs` [n, V] are the model's at temperature 1, `chosen` [n] those of the drawn tokens.
+    `ratios` are the log-likelihoods of all answers at each of the other temperatures, less that at
+    the temperature asked for. Each of the others has an equal part of the stake.
     """
-    own = _likelihood(logprobs, chosen, 1 / asked)
-    ratios = [_likelihood(logprobs, chosen, b / asked) - own for b in (off, 1 / off)]
-    # Each side has half of the stake.
-    if max(ratios) - math.log(2) >= math.log(1 / rates.alpha):
+    if max(ratios) >= math.log(len(ratios) / rates.alpha):
         return "fault"
     return "sound" if max(ratios) <= math.log(rates.beta) else "open"
-
-
-def _likelihood(logprobs: Sequence[Tensor], chosen: Sequence[Tensor], b: float) -> float:
-    return sum(
-        float((b * c - torch.logsumexp(b * l, -1)).sum())
-        for l, c in zip(logprobs, chosen, strict=True)
-    )
 
 
 def mean(values: Sequence[float], limit: float, rates: Rates) -> Decision:

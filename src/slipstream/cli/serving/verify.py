@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINES",
         help="lines of some 20 tokens in a long conversation; 0 asks none (default: %(default)s)",
     )
+    parser.add_argument(
+        "--question-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="another number asks other questions (default: %(default)s)",
+    )
     parser.add_argument("--page", metavar="FILE", help="leave the findings there as a page")
     add_output_options(parser)
     engine = parser.add_argument_group("the model here (as in LLM(...))")
@@ -77,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     if args.answers < 4 or args.long < 0 or not args.max_kl > 0:
         message = "--answers must be at least 4, --long at least 0, --max-kl above 0"
         raise ConfigError(message, field="answers")
-    plan = Plan(answers=args.answers, long_lines=args.long, max_kl=args.max_kl)
+    plan = Plan(
+        answers=args.answers, long_lines=args.long, max_kl=args.max_kl, seed=args.question_seed
+    )
     served = Served.connect(args.url, model=args.served, api_key=given_key(args))
     with phases("verifying") as phase:
         phase(f"loading {args.against}")
