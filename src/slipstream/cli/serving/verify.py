@@ -32,7 +32,9 @@ CONTEXT = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", help="the server, with or without /v1")
+    parser.add_argument(
+        "url", nargs="?", help="the server, with or without /v1; may be left out with --record"
+    )
     parser.add_argument("--against", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--model", dest="served", help="a model that it serves (default: the first it lists)"
@@ -66,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="another number asks other questions (default: %(default)s)",
     )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="leave the model's fingerprint there, for serve --self-check; not of a faulty server's",
+    )
     parser.add_argument("--page", metavar="FILE", help="leave the findings there as a page")
     add_output_options(parser)
     engine = parser.add_argument_group("the model here (as in LLM(...))")
@@ -77,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.verify.checks import Plan, Verification
+    from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
     from slipstream.verify.report import EXIT_CODES, document, page
     from slipstream.verify.served import Served
@@ -87,15 +95,23 @@ def run(args: argparse.Namespace) -> int:
     plan = Plan(
         answers=args.answers, long_lines=args.long, max_kl=args.max_kl, seed=args.question_seed
     )
-    served = Served.connect(args.url, model=args.served, api_key=given_key(args))
+    if args.url is None and args.record is None:
+        raise ConfigError("name the URL of a server, or --record FILE", field="url")
+    served = args.url and Served.connect(args.url, model=args.served, api_key=given_key(args))
     with phases("verifying") as phase:
         phase(f"loading {args.against}")
-        context = max(512, 32 * plan.long_lines + CONTEXT + plan.max_tokens)
+        lines = 0 if served is None else plan.long_lines
+        context = max(512, 32 * lines + CONTEXT + plan.max_tokens)
         reference = Reference.load(engine_args(args, model=args.against), context=context)
+        if served is None:
+            write(fingerprint(reference, max_kl=plan.max_kl, seed=plan.seed), args.record)
+            return 0
         verification = Verification(served, reference, plan, phase)
         findings = verification.run()
     about = {"url": served.url, "model": served.model, "against": args.against}
     found = document({**about, **verification.counts()}, findings)
+    if args.record is not None and not found["causes"]:
+        write(fingerprint(reference, max_kl=plan.max_kl, seed=plan.seed), args.record)
     if args.page is not None:
         with writing(args.page, "page"):
             Path(args.page).expanduser().write_text(page(found), "utf-8")
