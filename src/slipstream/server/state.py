@@ -251,6 +251,7 @@ class ServerSettings:
     audit_log: str | None = None  # the file
     audit_max_bytes: int = 64 * 2**20  # then the next file begins
     audit_prompts: bool = False  # log the bodies of requests, too
+    audit_answers: bool = False  # and the texts of answers: `server.operations.rated`
     # Whether requests are refused or served while the audit log cannot be written.
     audit_failure: Literal["refuse", "serve"] = "refuse"
     self_check: str | None = None  # a fingerprint: `server.operations.self_check`
@@ -312,6 +313,10 @@ class ServerSettings:
             raise ConfigError(
                 "audit_prompts and audit_failure have an effect only with audit_log",
                 field="audit_log",
+            )
+        if self.audit_answers and not self.audit_prompts:
+            raise ConfigError(
+                "audit_answers has an effect only with audit_prompts", field="audit_answers"
             )
         if self.enable_weight_updates and not self.keys_file:
             raise ConfigError(

@@ -162,6 +162,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "of the file, before the next begins (default: 64MiB)"
     add("--audit-max-bytes", Rare(text), **size)
     add("--audit-prompts", Rare("write the requests' bodies, too"), action="store_true")
+    text = "and the texts of answers, for `slipstream audit export`"
+    add("--audit-answers", Rare(text), action="store_true")
     text = "while it cannot be written: refuse requests, or serve on (default: refuse)"
     add("--audit-failure", Rare(text), choices=("refuse", "serve"))
 
