@@ -43,6 +43,14 @@ def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]
     return {
         "verdict": found["verdict"],
         "causes": found["causes"],
+        "kl": next(
+            (
+                f["estimate"]["value"]
+                for f in found["findings"]
+                if f["check"] == "distribution" and f["estimate"]
+            ),
+            None,
+        ),
         "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
         "num_answers": found["num_answers"],
         "num_tokens": found["num_tokens"],
@@ -119,7 +127,7 @@ def main() -> None:
     made.add_argument("--skip-faults", action="store_true")
     args = made.parse_args()
     torch.set_num_threads(1)
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = {"max_kl": args.max_kl}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.tiny:
@@ -138,12 +146,6 @@ def main() -> None:
             parts["tiny"] = {**summary(rows), "each": rows}
         if args.clean or not args.skip_faults:
             write_checkpoints(folder)
-        if args.clean:
-            settings = {"model": str(folder / "base"), "dtype": "bfloat16", "device": "cpu"}
-            reference = Reference.load(EngineArgs(**settings), context=1600)
-            with served_with(folder, None) as served:
-                rows = clean(served, reference, args.clean, max_kl=args.max_kl)
-            parts["smollm2"] = {**summary(rows), "each": rows}
         if not args.skip_faults:
             rows = planted(folder, args.max_kl, args.seed, args.sound)
             parts["planted"] = {
@@ -151,7 +153,14 @@ def main() -> None:
                 "of": len(rows),
                 "each": rows,
             }
-    save(args.output, "verify", max_kl=args.max_kl, **parts)
+            save(args.output, "verify", **parts)
+        if args.clean:
+            settings = {"model": str(folder / "base"), "dtype": "bfloat16", "device": "cpu"}
+            reference = Reference.load(EngineArgs(**settings), context=1600)
+            with served_with(folder, None) as served:
+                rows = clean(served, reference, args.clean, max_kl=args.max_kl)
+            parts["smollm2"] = {**summary(rows), "each": rows}
+    save(args.output, "verify", **parts)
 
 
 if __name__ == "__main__":

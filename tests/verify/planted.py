@@ -116,8 +116,8 @@ FAULTS = {
     "top_k ignored": Fault("the field is ignored", change=without_top_k),
     "dropped layer": Fault("a missing layer", served="dropped"),
     "stale version": Fault("other weights: a version", served="stale"),
-    "fp8 cache": Fault(
-        "8 bits in weights, activations or cache", settings={"kv_cache_dtype": "fp8"}
+    "8-bit cache": Fault(
+        "8 bits in weights, activations or cache", settings={"kv_cache_dtype": "int8"}
     ),
     "cut context": Fault("the context is cut", change=cut),
     "temperature x 1.1": Fault("another temperature", change=hotter),

@@ -41,7 +41,10 @@ MISSED, LOST = 0.05, 0.6
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
 
-ROUNDED, OTHER = 0.02, 0.3
+NAMED_BY = 12
+"""Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
+
+ROUNDED, OTHER = 0.02, 0.5
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
 
 ALL: dict[str, Any] = {**NEUTRAL, **LOGPROBS}
@@ -298,6 +301,8 @@ class Verification:
             return self._without_logprobs(kind, check)
         decision = sequential.mean(self._by_answer(kind), self.plan.max_kl, self.plan.rates)
         seen = f"KL {kl.value:.2g} ± {kl.stderr:.1g} nats"
+        if decision == "fault" and kl.count < min(NAMED_BY, self.plan.answers):
+            decision = "open"
         why = f"{seen}: {cause(kl.value)}" if decision == "fault" else seen
         return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=kl)
 
