@@ -54,8 +54,9 @@ def answers_of(kind, at, num=80, seed=0):
         ([0.0001, 0.0002, 0.0001, 0.0002], "pass"),
         ([0.001, 0.002, 0.001], "undecided"),  # too few to be sure
         ([0.009, 0.011, 0.008, 0.01], "undecided"),  # it may be above the limit
-        ([0.05] * 8, "fault"),
-        ([0.2] * 3, "fault"),  # far above
+        ([0.05] * 12, "fault"),
+        ([0.2] * 3, "undecided"),  # far above, but its cause is told by more
+        ([0.2] * 12, "fault"),
     ],
 )
 def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
@@ -156,7 +157,7 @@ def test_wrong_weights_end_the_verification():
     made = verification(max_kl=0.01)
     made._counts.append((5, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 4)
+        patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 12)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]
         patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 4)
         assert [f.check for f in made._judged()][-1] == "temperature 0"
