@@ -48,7 +48,7 @@ def changed(recorded, tmp_path, change):
 
 
 def of_others(found):
-    """As if the likeliest tokens were others."""
+    """Reverse each row, as if the likeliest tokens were others."""
     for sequence in found["sequences"]:
         sequence["top_logprobs"] = [row[::-1] for row in sequence["top_logprobs"]]
 

@@ -98,7 +98,7 @@ class Verification:
     plan: Plan = field(default_factory=Plan)
     progress: Callable[[str], None] = lambda text: None
     needles: dict[int, list[tuple[bool, bool]]] = field(default_factory=dict)
-    """By prompt tokens: (the server finds it, the model itself does) of each code word."""
+    """Pairs (the server finds it, the model itself does) of code words, by prompt tokens."""
     num_prompt_tokens: int = 0
     num_answers: int = 0
     _asked: int = 0
@@ -144,7 +144,7 @@ class Verification:
         return sum(len(s.token_ids) for samples in self._drawn.values() for s in samples)
 
     def counts(self) -> dict[str, Any]:
-        """What the verification cost, and its needles by length, for a report."""
+        """Tokens, answers and error rates of the verification, and its needles by length, for a report."""
         return {
             "num_tokens": self.num_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
