@@ -44,7 +44,7 @@ EXCESS = 0.1
 NAMED_BY = 12
 """Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
 
-ROUNDED, OTHER = 0.02, 0.5
+ROUNDED, OTHER = 0.02, 0.8
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
 
 ALL: dict[str, Any] = {**NEUTRAL, **LOGPROBS}
