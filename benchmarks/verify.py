@@ -14,6 +14,7 @@ answers are what a verification asked for until it ended.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import tempfile
@@ -59,9 +60,11 @@ def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]
     }
 
 
-def planted(folder: Path, max_kl: float, seed: int, num_sound: int) -> list[dict[str, Any]]:
+def planted(
+    folder: Path, max_kl: float, seed: int, num_sound: int, names: list[str]
+) -> list[dict[str, Any]]:
     """The faults and sound servers among them, each verified by what a client sees."""
-    hidden: list[str | None] = [*FAULTS, *[None] * num_sound]
+    hidden: list[str | None] = [*names, *[None] * num_sound]
     random.Random(seed).shuffle(hidden)
     references: dict[str, Reference] = {}
     rows = []
@@ -124,6 +127,8 @@ def main() -> None:
     made.add_argument("--sound", type=int, default=3, help="sound servers among the planted ones")
     made.add_argument("--max-kl", type=float, default=0.001)
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--only", nargs="+", choices=[*FAULTS], default=[*FAULTS])
+    made.add_argument("--earlier", type=Path, help="rows of a run that was cut, for the record")
     made.add_argument("--skip-faults", action="store_true")
     args = made.parse_args()
     torch.set_num_threads(1)
@@ -147,7 +152,9 @@ def main() -> None:
         if args.clean or not args.skip_faults:
             write_checkpoints(folder)
         if not args.skip_faults:
-            rows = planted(folder, args.max_kl, args.seed, args.sound)
+            rows = planted(folder, args.max_kl, args.seed, args.sound, args.only)
+            if args.earlier is not None:
+                parts["earlier"] = json.loads(args.earlier.read_text())
             parts["planted"] = {
                 "right": sum(row["right"] for row in rows),
                 "of": len(rows),
