@@ -117,7 +117,8 @@ def tensors(layer: LayerTensors, s: TokenShape) -> LayerTensors:
         made |= {name: w.weight, f"{name}_scales": factors(w), f"{name}_rows": w.high}
         numbers |= CODED.index(w.type) << PRODUCTS[name]
     for name in ("qkv", "out", "up", "down"):
-        parts = getattr(layer[name], "parts", (layer[name],))
+        given: Any = layer[name]
+        parts = given.parts if isinstance(given, JoinedLinear) else (given,)
         biases = [part.bias for part in parts if part.bias is not None]
         made[f"{name}_bias"] = torch.cat(biases) if biases else None
     if (bias := made["qkv_bias"]) is not None:
