@@ -395,14 +395,17 @@ def test_a_repository_that_is_being_fetched_is_not_removed(stand_in):
     assert (path / "model.safetensors").exists()
 
 
-def test_a_failed_pull_leaves_the_lock_to_those_who_wait(stand_in):
-    lock = HubStore(hub.hub_folder()).lock("org/nothing")
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    before = lock.stat().st_ino
+def test_a_pull_leaves_no_lock_and_a_failed_one_no_folder(stand_in):
+    root = hub.hub_folder()
+    home = root.parent
     with pytest.raises(DownloadError, match="not on the hub"):
         pull(stand_in, "org/nothing")
-    assert lock.stat().st_ino == before
+    assert not home.exists()
+    pull(stand_in, "org/name")
+    assert [path.name for path in root.iterdir()] == ["models--org--name"]
+    [model] = find_models("org/name")
+    remove_model(model)
+    assert list(root.iterdir()) == []
 
 
 def test_a_commit_that_leads_out_of_the_cache_is_none(stand_in, tmp_path):

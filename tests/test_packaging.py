@@ -460,12 +460,15 @@ def workflows():
 
 def test_actions_are_pinned_and_jobs_are_bounded():
     for found in workflows().values():
+        assert found["permissions"] == {"contents": "read"}
         for job in found["jobs"].values():
             assert job["timeout-minutes"] <= 90
             for step in job["steps"]:
                 assert ("uses" in step) != ("run" in step)
                 if "uses" in step:
                     assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+                if step.get("uses", "").startswith("actions/checkout@"):
+                    assert step["with"] == {"persist-credentials": False}
 
 
 def test_a_release_has_both_architectures_an_sdist_images_and_the_chart():

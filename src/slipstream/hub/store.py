@@ -3,7 +3,7 @@
     models--ORG--NAME/refs/main                 the commit that was fetched last
     models--ORG--NAME/blobs/HASH                each content once
     models--ORG--NAME/snapshots/COMMIT/FILE     a link to the content
-    .locks/models--ORG--NAME/slipstream.lock    held by who fetches or removes; it stays
+    .locks/models--ORG--NAME/slipstream.lock    held by who fetches or removes, and removed by it
 
 A file is linked only after its content was checked, so an interrupted download never looks
 finished. `blobs/HASH.incomplete` is what a later download goes on with.
