@@ -19,7 +19,7 @@ from tests.test_tutorials import SERVES, carried_out, free_port, served
 from tests.waiting import PATIENCE_S
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
-SLOW = ("shrink-a-model", "debug-a-slow-server", "pin-memory")
+SLOW = ("shrink-a-model", "debug-a-slow-server", "pin-memory", "feedback-to-data")
 TEMPLATE = (
     "{% for tool in tools or [] %}<tools>{{ tool.function.name }}</tools>{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -38,8 +38,7 @@ def with_tools(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p.stem in SLOW)) for p in PAGES],
+    "page", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p.stem in SLOW)) for p in PAGES]
 )
 def test_a_howto_works_from_top_to_bottom(page, place, preloaded, with_tools):  # noqa: F811
     environment = {**os.environ, "PATH": f"{preloaded.tools}:{os.environ['PATH']}"}

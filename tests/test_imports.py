@@ -347,7 +347,7 @@ def test_the_rules_can_fail(tmp_path):
         ("server.app", "torch.nn"),
     ]
     assert forbidden("slipstream.core.scheduler", found) == [
-        *(("core.scheduler", other) for other in ("engine.llm", "worker.device", "torch.nn")),
+        *(("core.scheduler", other) for other in ("engine.llm", "worker.device", "torch.nn"))
     ]
     assert forbidden("slipstream.errors", {"slipstream.messages.steps"}) == [
         ("errors", "messages.steps")
@@ -420,7 +420,7 @@ def test_a_report_needs_an_engine_only_for_speed_and_tasks():
     assert run_python(program) == "[]\n"
 
 
-def test_public_names():
+def test_unknown_public_names_are_an_attribute_error():
     import slipstream
 
     for name in slipstream.__all__:

@@ -366,6 +366,18 @@ def test_the_chart_with_everything_fits_together(tmp_path):
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("values", "asked"),
+    [({}, True), ({"keySecret": "k"}, False), ({"serviceMonitor": {"enabled": True}}, False)],
+)
+def test_metrics_are_scraped_by_annotation_unless_a_key_or_a_monitor_is_there(
+    tmp_path, values, asked
+):
+    template = render(tmp_path, **values)["StatefulSet", "chat"]["spec"]["template"]
+    assert ("prometheus.io/scrape" in template["metadata"].get("annotations", {})) is asked
+
+
+@needs_helm
 def test_the_charts_images_are_those_that_a_release_pushes(tmp_path):
     steps = workflows()["release"]["jobs"]["images"]["steps"]
     pushed = steps[-1]["run"]

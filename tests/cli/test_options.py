@@ -49,10 +49,8 @@ def test_adapters_are_for_verbs_that_take_them():
 def test_every_field_can_be_set(field):
     flag = "--" + field.name.replace("_", "-")
     if "bool" in str(field.type):
-        words, value = (
-            [flag if not field.default else flag.replace("--", "--no-", 1)],
-            not field.default,
-        )
+        words = [flag if not field.default else flag.replace("--", "--no-", 1)]
+        value = not field.default
     elif "dict" in str(field.type):
         words, value = [flag, '{"method": "suffix"}'], {"method": "suffix"}
     elif "str" in str(field.type) or field.metadata["choices"]:
@@ -90,17 +88,17 @@ def test_stop_may_be_repeated():
         ("8b", 8),
     ],
 )
-def test_sizes(text, size):
+def test_sizes_are_parsed_with_their_units(text, size):
     assert options.parse_bytes(text) == size
 
 
 @given(st.integers(0, 2**50))
-def test_plain_bytes(count):
+def test_a_size_without_a_unit_is_bytes(count):
     assert options.parse_bytes(str(count)) == count
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1gg", "1 2", "GiB", "1e9"])
-def test_no_sizes(text):
+def test_texts_that_are_no_sizes_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="no size"):
         options.parse_bytes(text)
 

@@ -23,10 +23,8 @@ SIZES = dict(
 PROMPTS = [
     {"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 3 for i in range(6 + 5 * j)]} for j in range(7)
 ]
-NGRAM, SUFFIX = (
-    {"method": "ngram", "num_speculative_tokens": 3},
-    {"method": "suffix", "num_speculative_tokens": 6},
-)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 6}
 AUTO = {"method": "suffix"}
 SETTINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=50),
@@ -162,7 +160,7 @@ def test_long_accepted_runs(path, monkeypatch, name, more):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "deepseek_v3"])
-def test_other_models(tmp_path, monkeypatch, family):
+def test_drafts_change_no_answer_of_other_families(tmp_path, monkeypatch, family):
     """Windows, experts, latents."""
     tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -165,10 +165,8 @@ def test_the_same_model_is_the_same(models, scorers):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_what_would_run_is_measured(models, kv_cache_dtype):
     """The format of the cache counts."""
-    a, b = (
-        load(models[0], kernels="reference"),
-        load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype),
-    )
+    a = load(models[0], kernels="reference")
+    b = load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype)
     found = compare(a, b, windows(a))
     assert (found.kl.mean > 1e-6) == (kv_cache_dtype != "auto")
 
@@ -265,7 +263,7 @@ def command(tmp_path, capsys):
     return run
 
 
-def test_command_alone(models, scorers, command):
+def test_the_command_measures_the_perplexity_of_one_model(models, scorers, command):
     code, found = command(models[0], "--json")
     a = scorers[0]
     assert code == 0
@@ -285,7 +283,7 @@ def test_command_refuses_what_is_no_decoder(build, command, tmp_path):
     assert "only decoders" in found["error"]["message"]
 
 
-def test_command_compares(models, command):
+def test_the_command_compares_two_models(models, command):
     code, found = command(models[0], models[1], "--json", "--worst=1")
     assert code == 0
     assert found["kl"]["mean"] > 0

@@ -50,7 +50,7 @@ def with_adapters(tmp_path_factory):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_adapters(with_adapters, split):
+def test_adapters_answer_alike_on_two_gpus(with_adapters, split):
     wanted = [
         LoRARequest(f"a{s % 4}", s % 4, str(with_adapters / f"lora{s % 4}")) if s % 4 else None
         for s in range(12)
@@ -69,7 +69,7 @@ def test_adapters(with_adapters, split):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "peagle", "dflash", "smaller"])
-def test_drafts(tmp_path, kind):
+def test_drafts_answer_alike_on_two_gpus(tmp_path, kind):
     """Each GPU has the whole head. As many drafts are right as on one."""
     method, write = draft_heads.BY_KIND.get(kind, ("draft", None))
     model, head = tmp_path / "model", tmp_path / "head"
@@ -99,9 +99,28 @@ def test_drafts(tmp_path, kind):
     assert one[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor"), [(2, 1), (1, 1), ("latent", 1), (1, 2), ("latent", 2)]
+)
+def test_keys_shared_out_by_tokens(tmp_path, kv_heads, tensor):
+    """Prompts of a few tokens and of several steps, cached ones, and 12 sequences at once."""
+    heads = {} if kv_heads == "latent" else {**SHAPE, "num_key_value_heads": kv_heads}
+    family = "deepseek_v3" if kv_heads == "latent" else "llama"
+    tiny_models.write(tmp_path, family, max_position_embeddings=1024, **heads)
+    long = {"prompt_token_ids": [(11 * i) % 250 + 3 for i in range(700)]}
+    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
+    found = []
+    for how in ({}, {"enforce_eager": True}, {}):
+        split = {"context_parallel_size": 2, "tensor_parallel_size": tensor} if found else {}
+        with LLM(str(tmp_path), **{**SIZES, **sizes}, **split, **how) as llm:
+            found.append([answers(llm, s, [*PROMPTS, long]) for s in (GREEDY, DRAWN, GREEDY)])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"])
-def test_pictures(tmp_path, family, split):
+def test_pictures_answer_alike_on_two_gpus(tmp_path, family, split):
     vision_models.build_vision(tmp_path, family, seed=3)
     pictures = [vision_models.picture(4), vision_models.picture(5, 64, 64)]
     text = " and ".join(vision_models.PLACEHOLDER[family] for _ in pictures)
@@ -144,20 +163,12 @@ def test_experts_move_between_steps(tmp_path, monkeypatch, family, settings, spl
 
 
 SHAPE_OF_EXPERTS = {
-    "qwen3_moe": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "moe_intermediate_size": 128,
-    },
+    "qwen3_moe": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32,
+        "moe_intermediate_size": 128},
     "deepseek_v3": {},
-    "gpt_oss": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "intermediate_size": 128,
-    },
-}
+    "gpt_oss": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32,
+        "intermediate_size": 128},
+}  # fmt: skip
 
 
 MIXTURES = {

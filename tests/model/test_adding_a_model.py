@@ -19,11 +19,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
 MODULE = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 ENTRY = re.search(r'"slipstream\.families"\]\n(.*?)```', GUIDE, re.DOTALL)[1]
-BIOGPT = {
-    **tiny_models._LAYERS,
-    "model_type": "biogpt",
-    "initializer_range": 0.3,
-}
+BIOGPT = {**tiny_models._LAYERS, "model_type": "biogpt", "initializer_range": 0.3}
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def check(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_guide(tmp_path, monkeypatch, check, scaled):
+def test_the_guides_steps_add_a_model(tmp_path, monkeypatch, check, scaled):
     monkeypatch.setitem(tiny_models.FAMILIES, "biogpt", {**BIOGPT, "scale_embedding": scaled})
     tiny_models.write(tmp_path / "model", "biogpt")
     package = tmp_path / "package"

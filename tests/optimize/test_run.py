@@ -126,7 +126,7 @@ def test_limits_of_tasks_count_at_the_end_of_the_interval_of_the_difference():
         task_loss(original, dataclasses.replace(found, stderr=None))
 
 
-def test_times():
+def test_times_are_parsed_with_their_unit():
     assert [parse_seconds(text) for text in ("90s", "20m", "1.5h")] == [90, 1200, 5400]
     for text in ("20", "m", "", "-1m"):
         with pytest.raises(ConfigError):
@@ -144,10 +144,8 @@ def result(name, throughput, **p99):
 
 
 def test_the_fastest_that_meets_the_objectives_else_the_nearest():
-    slow, fast = (
-        result("slow", 10, ttft_s=0.1, tpot_s=0.02),
-        result("fast", 20, ttft_s=0.4, tpot_s=0.03),
-    )
+    slow = result("slow", 10, ttft_s=0.1, tpot_s=0.02)
+    fast = result("fast", 20, ttft_s=0.4, tpot_s=0.03)
     assert run.choose([slow, fast], {"ttft_s": 0.5}) is fast
     assert run.choose([slow, fast], {"ttft_s": 0.2}) is slow
     assert run.choose([slow, fast], {"ttft_s": 0.05, "tpot_s": 0.029}) is slow

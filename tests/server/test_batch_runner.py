@@ -12,13 +12,7 @@ import pytest
 from slipstream.server.batches import runner as runner_module
 from slipstream.server.batches.batches import Batch, Batches, BatchStore, _window
 from slipstream.server.batches.files import FileStore
-from slipstream.server.batches.runner import (
-    BatchRunner,
-    EngineLineRunner,
-    Journal,
-    Work,
-    check,
-)
+from slipstream.server.batches.runner import BatchRunner, EngineLineRunner, Journal, Work, check
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.keys import Key
 
@@ -136,7 +130,7 @@ def test_limits_of_lines_are_reached_and_not_passed(tmp_path, monkeypatch):
     ("text", "seconds"),
     [("1s", 1), ("90m", 5400), ("24h", 86_400), ("7d", 604_800), ("168h", 604_800)],
 )
-def test_windows(text, seconds):
+def test_completion_windows_are_parsed_or_refused(text, seconds):
     assert _window(text) == seconds
     for wrong in ("0s", "8d", "604801s", "169h", "1w", "-1h", "h", "1.5h", "01h"):
         with pytest.raises(ApiError):

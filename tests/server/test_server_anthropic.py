@@ -180,7 +180,7 @@ def test_calls_and_their_results(client, model, name):
     assert num_prompt(none.usage) < whole.input_tokens
 
 
-def test_thinking(client, model, monkeypatch):
+def test_thinking_stands_in_a_block_of_its_own(client, model, monkeypatch):
     monkeypatch.setitem(REASONING, "think", ("<|im_start|>", "~"))
     begun = "{% if enable_thinking is not defined or enable_thinking %}<|im_start|>{% else %}~{% endif %}"
     model(TEMPLATE + begun, reasoning_parser="think")
@@ -218,7 +218,7 @@ def test_a_message_of_the_assistant_is_gone_on_with(serve):
         assert server.engine.tokenizer.variables["continue_final_message"]
 
 
-def test_models(client):
+def test_models_are_listed_in_anthropics_form(client):
     (found,) = client.models.list().data
     assert (found.id, found.type, found.max_input_tokens) == ("smollm2", "model", 1024)
     assert client.models.retrieve("smollm2").display_name == "smollm2"
@@ -229,31 +229,22 @@ def test_models(client):
 PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]}
-                ]
-            },
-            "extra",
-        ),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"extra_body": {"temperature": 1.5}}, "temperature"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "budget_tokens"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense"),
-        ({"extra_body": {"mcp_servers": [1]}}, "mcp_servers"),
-    ],
-)
+@pytest.mark.parametrize(("more", "named"), [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]}]},
+        "extra"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"extra_body": {"temperature": 1.5}}, "temperature"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "budget_tokens"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"extra_body": {"nonsense": 1}}, "nonsense"),
+    ({"extra_body": {"mcp_servers": [1]}}, "mcp_servers"),
+])  # fmt: skip
 def test_what_is_refused_names_its_field(anthropic, client, model, more, named):
     model(tool_call_parser="hermes")
     with pytest.raises(anthropic.BadRequestError) as refused:

@@ -187,29 +187,18 @@ def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
         )  # it lacks messages
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (
-            {"stream_options": {"include_usge": True}},
-            "(in stream_options.include_usge); did you mean include_usage?",
-        ),
-        (
-            {"messages": [{"role": "user", "contnt": "x"}]},
-            "(in messages[0].contnt); did you mean content?",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"nme": "f"}}]},
-            "(in tools[0].function.nme); did you mean name?",
-        ),
-        ({"system": "Be brief."}, "(in system); here it is messages"),
-        (
-            {"response_format": {"type": "json"}},
-            "(in response_format.type); it is one of json_object, json_schema, text",
-        ),
-        ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"stream_options": {"include_usge": True}},
+        "(in stream_options.include_usge); did you mean include_usage?"),
+    ({"messages": [{"role": "user", "contnt": "x"}]},
+        "(in messages[0].contnt); did you mean content?"),
+    ({"tools": [{"type": "function", "function": {"nme": "f"}}]},
+        "(in tools[0].function.nme); did you mean name?"),
+    ({"system": "Be brief."}, "(in system); here it is messages"),
+    ({"response_format": {"type": "json"}},
+        "(in response_format.type); it is one of json_object, json_schema, text"),
+    ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
+])  # fmt: skip
 def test_so_is_what_is_wrong_deeper_in_the_body(wrong, told):
     body = {"messages": [{"role": "user", "content": "x"}]} | wrong
     with pytest.raises(ApiError) as caught:
@@ -301,7 +290,7 @@ def test_the_model_may_be_left_out(serve):
             assert (refused.status_code, "`model`" in refused.json()["error"]) == (400, True)
 
 
-def test_the_root(serve):
+def test_the_root_leads_browsers_to_the_page(serve):
     """A browser is led to the page; others read where to go. Ollama's clients look with HEAD whether anything is there."""
     with serve().http() as http:
         page = http.get("/", headers={"accept": "text/html,*/*"}, follow_redirects=True)

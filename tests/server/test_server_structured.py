@@ -71,7 +71,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("fields", FORMATS, ids=str)
-def test_a_schema(client, fields):
+def test_a_schema_holds_whole_and_streamed(client, fields):
     answer = client.chat.completions.create(**CHAT, **fields, n=2, logprobs=True)
     for choice in answer.choices:
         jsonschema.validate(json.loads(choice.message.content), SCHEMA)
@@ -97,14 +97,14 @@ def test_a_schema(client, fields):
     ],
     ids=str,
 )
-def test_completions_too(client, fields, pattern):
+def test_completions_keep_to_a_pattern(client, fields, pattern):
     answer = client.completions.create(
         model="smollm2", prompt=["a", "b"], max_tokens=20, extra_body=fields
     )
     assert all(re.fullmatch(pattern, choice.text) for choice in answer.choices)
 
 
-def test_any_object(client):
+def test_json_object_answers_begin_with_a_brace(client):
     answer = client.chat.completions.create(
         **CHAT, response_format={"type": "json_object"}, max_tokens=30
     )
@@ -188,36 +188,20 @@ TOO_DEEP = [
     ("/v1/completions", {**PROMPT, "guided_regex": "(" * 3000 + ")" * 3000}),
     ("/v1/chat/completions", {**MESSAGES, "response_format": FORMAT}),
     ("/v1/chat/completions", {**MESSAGES, "tools": [TOOL], "tool_choice": "required"}),
-    (
-        "/v1/chat/completions",
-        {**MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}},
-    ),
-    (
-        "/v1/responses",
-        {
-            "model": "smollm2",
-            "input": "a",
-            "text": {"format": {"type": "json_schema", "name": "x", "schema": DEEP}},
-        },
-    ),
-    (
-        "/v1/messages",
-        {**MESSAGES, "output_config": {"format": {"type": "json_schema", "schema": DEEP}}},
-    ),
-    (
-        "/v1/messages",
-        {
-            **MESSAGES,
-            "tool_choice": {"type": "any"},
-            "tools": [{"name": "f", "input_schema": DEEP}],
-        },
-    ),
+    ("/v1/chat/completions", {**MESSAGES, "tools": [TOOL],
+        "response_format": {"type": "json_object"}}),
+    ("/v1/responses", {"model": "smollm2", "input": "a", "text": {"format": {"type": "json_schema",
+        "name": "x", "schema": DEEP}}}),
+    ("/v1/messages", {**MESSAGES, "output_config": {"format": {"type": "json_schema",
+        "schema": DEEP}}}),
+    ("/v1/messages", {**MESSAGES, "tool_choice": {"type": "any"}, "tools": [{"name": "f",
+        "input_schema": DEEP}]}),
     ("/api/generate", {"model": "smollm2", "prompt": "a", "stream": False, "format": DEEP}),
     (
         "/v2/models/smollm2/generate",
         {"text_input": "a", "parameters": {"max_tokens": 3, "guided_json": json.dumps(DEEP)}},
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_DEEP, ids=[path for path, _ in TOO_DEEP])

@@ -29,7 +29,7 @@ def events(http, path, **more):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_token_ids(ask, path):
+def test_token_ids_come_if_asked_for(ask, path):
     answer = ask(path, return_token_ids=True)
     choice = answer["choices"][0]
     prompt = answer if path == "/v1/chat/completions" else choice

@@ -114,7 +114,7 @@ WITHOUT_PROGRAM = ("gemma3n_text", "mimo_v2_flash", "deepseek_v4", "kolibri1", "
 
 
 @pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f not in WITHOUT_PROGRAM])
-def test_every_family(tmp_path, monkeypatch, family):
+def test_every_family_answers_as_with_torch(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)
     compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, SCORED])
 
@@ -183,7 +183,7 @@ def test_hybrid_program_answers_as_the_loop_over_its_layers(tmp_path, monkeypatc
     ],
     ids=lambda s: next(iter(s)),
 )
-def test_every_sampling(tmp_path, monkeypatch, settings):
+def test_every_sampling_answers_as_with_torch(tmp_path, monkeypatch, settings):
     tiny_models.write(tmp_path, hidden_size=64)
     stats = compared(tmp_path, monkeypatch, **settings)
     assert (stats.num_preemptions > 0) == (settings.get("block_size") == 4)
@@ -248,10 +248,7 @@ def test_what_the_program_lacks_is_torchs(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [
-        ({"kernels": "reference"}, "kernels='reference'"),
-        ({"enable_lora": True}, "enable_lora"),
-    ],
+    [({"kernels": "reference"}, "kernels='reference'"), ({"enable_lora": True}, "enable_lora")],
 )
 def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings, why):
     tiny_models.write(tmp_path)
@@ -265,7 +262,7 @@ def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings,
     assert why in str(torch_reason(config, read_spec(tmp_path)))
 
 
-def test_random_weights(config_only):
+def test_random_weights_depend_on_the_seed_alone(config_only):
     settings = {**SIZES, "load_format": "dummy", "skip_tokenizer_init": True}
     found = []
     for seed in (1, 1, 2):
@@ -276,10 +273,8 @@ def test_random_weights(config_only):
                 [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)]
             )
     assert found[0] == found[1] != found[2]
-    norms, products = (
-        runner.model.decoder.final_norm,
-        random_arrays(parameters(runner.model.description.spec), "float32", 2).values,
-    )
+    norms = runner.model.decoder.final_norm
+    products = random_arrays(parameters(runner.model.description.spec), "float32", 2).values
     assert (norms.weight == 1).all()
     assert np.std(products["layers.0.mlp.down.weight"]) == pytest.approx(0.02, rel=0.1)
 
@@ -295,10 +290,8 @@ def test_checkpoints_that_hold_rounded_weights(tmp_path, monkeypatch, kind, dtyp
 def test_zero_points_of_4_bits(tmp_path, monkeypatch):
     tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, "int4-g32")
-    config, tensors = (
-        json.loads((tmp_path / "config.json").read_text()),
-        load_file(tmp_path / "model.safetensors"),
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (tmp_path / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)

@@ -123,7 +123,7 @@ def files_below(folder: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class HubStore:
-    """The cache below `root`."""
+    """The hub's cache below `root`."""
 
     root: Path
 
