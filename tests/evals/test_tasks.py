@@ -108,7 +108,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_multiple_choice(llm, tmp_path):
+def test_multiple_choice_takes_the_likeliest_answer(llm, tmp_path):
     rows = questions_of(llm, 4)
     rows[1]["answer"] = 1 - rows[1]["answer"]
     path = write(tmp_path / "hours.jsonl", rows)
@@ -219,7 +219,7 @@ def adapter(llm):
     return SlipstreamLM(llm)
 
 
-def test_adapter_loglikelihood(adapter, model, llm):
+def test_the_adapters_loglikelihoods_equal_the_models(adapter, model, llm):
     encode = llm.get_tokenizer().encode
     (found, bare) = adapter.loglikelihood(
         [Instance("hello the", " world"), Instance("", "hello")], disable_tqdm=True
@@ -247,7 +247,7 @@ def test_adapter_rolling_scores_every_token_once(adapter, model, llm):
     assert found == pytest.approx(wanted, abs=0.05)
 
 
-def test_adapter_generates(adapter, llm):
+def test_the_adapter_generates_until_a_stop(adapter, llm):
     (text,) = adapter.generate_until(
         [Instance("hello", {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False})]
     )
@@ -265,7 +265,7 @@ def test_adapter_generates(adapter, llm):
         adapter.generate_until([Instance("hello", {"max_gen_toks": 48})])
 
 
-def test_adapter_chat(adapter):
+def test_the_adapter_uses_the_chat_template(adapter):
     assert "<|im_start|>user\nhello<|im_end|>" in adapter.apply_chat_template(
         [{"role": "user", "content": "hello"}]
     )

@@ -121,7 +121,7 @@ def test_every_route_that_changes_something_is_an_admins(server):
     assert {r.path for r in routes} - ADMIN_ROUTES == {"/is_paused", "/get_weight_version"}
 
 
-def test_vllms_protocol(http, folder):
+def test_vllms_calls_change_the_weights(http, folder):
     before = asked(http)
     first = http.get("/get_weight_version").json()["weight_version"]
     assert before[1] == [[first, 6]]
@@ -141,7 +141,7 @@ def test_vllms_protocol(http, folder):
     assert "layers.0.attention.qkv.parts.0.data" in sums["checksums"]
 
 
-def test_sglangs_protocol(http, folder):
+def test_sglangs_calls_change_the_weights(http, folder):
     done = post(
         http, "/update_weights_from_disk", {"model_path": "old", "weight_version": "sglang-1"}
     )

@@ -372,9 +372,12 @@ class Answer:
         handover = self.state.engine.config.cache.handover
         if handover is None or len(self.parts) != 1:
             raise bad_request("only one prompt can be handed over, with kv_handover_address")
-        cut = self.sampling.truncate_prompt_tokens
         first = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, truncate_prompt_tokens=cut
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            truncate_prompt_tokens=self.sampling.truncate_prompt_tokens,
+            truncation_side=self.sampling.truncation_side,
         )
         sink = _Prefilled()
         options = dataclasses.replace(self._options(), hands_over=True, handover_from="")
