@@ -122,7 +122,7 @@ def test_reasoning_stands_apart(http, model, monkeypatch):
     assert http.post("/api/chat", json=body | {"messages": told}).status_code == 200
 
 
-def test_options(http, tiny_server):
+def test_options_reach_the_engine_by_their_names(http, tiny_server):
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["x"], "num_predict": 7, "num_ctx": 512,
         "repeat_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "num_thread": 4, "mirostat": 0,
@@ -243,7 +243,7 @@ def test_a_stream_that_breaks(serve):
         assert isinstance(last["error"], str)
 
 
-def test_embeddings(tiny_encoder_server):
+def test_embeddings_have_ollamas_form(tiny_encoder_server):
     texts = ["A man is eating.", "Someone has a meal."]
     with tiny_encoder_server.http() as http:
         expected = http.post("/v1/embeddings", json={"model": "minilm", "input": texts}).json()

@@ -61,13 +61,16 @@ class PromptReader:
             raise RequestError("nothing but the model's vocabulary is known", field="model")
         return self.description
 
-    def last(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
-        """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
+    def cut(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
+        """Tokens that `truncate_prompt_tokens` leaves: the last ones, of which the `special` ones that begin a text are a part,
+        or with the side `right` the first ones."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
         if limit is None:
             return tokens
+        if sampling.truncation_side == "right":
+            return tokens[:limit]
         before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
         if len(tokens) <= limit:
             return tokens
