@@ -29,6 +29,7 @@ from slipstream.kernels.triton.attention import (
     disentangled,
     int4,
     int4_writing,
+    invariant,
     mla,
     mla_prefill,
     paged,
@@ -316,6 +317,8 @@ class TritonOps(OpSet):
             return int4.attention(q, kv, meta, params, deterministic=self.deterministic)
         if kv.latent:
             return mla_paged_attention(q, kv, meta, scale=params.scale)
+        if self.deterministic:
+            return invariant.attention(q, kv, meta, params)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
@@ -324,7 +327,6 @@ class TritonOps(OpSet):
             params,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
-            deterministic=self.deterministic,
         )
 
     def bidirectional_attention(
