@@ -50,6 +50,7 @@ from slipstream.kernels.triton.products import (
     sparse24,
     split_k,
 )
+from slipstream.kernels.triton.products import invariant as invariant_products
 from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.weights.forms import (
@@ -123,6 +124,7 @@ class TritonOps(OpSet):
         self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, split_k.ArrivalCounters] = {}
+        self._libraries = invariant_products.Libraries()
 
     def eight_bits(self, device: torch.device) -> str | None:
         platform = platform_of(device)
@@ -207,7 +209,9 @@ class TritonOps(OpSet):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
         scratch = self._scratch.get(w.weight.device)
-        return linear.linear(x, w, scratch, self.tiles, self.deterministic)
+        if self.deterministic:
+            return invariant_products.linear(x, w, scratch, self._libraries)
+        return linear.linear(x, w, scratch, self.tiles)
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
         if isinstance(w, CodedLinear | JoinedLinear):
@@ -307,8 +311,9 @@ class TritonOps(OpSet):
     def rope_and_cache(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
     ) -> Tensor:
-        run = pointwise.rope_and_cache if kv.fold is None else int4_writing.rope_and_cache
-        return run(qkv, kv, meta, heads)
+        if kv.fold is not None:
+            return int4_writing.rope_and_cache(qkv, kv, meta, heads)
+        return pointwise.rope_and_cache(qkv, kv, meta, heads, one_tile=self.deterministic)
 
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams

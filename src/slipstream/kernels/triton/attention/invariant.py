@@ -40,6 +40,8 @@ ROWS = 16
 """Query rows (tokens × G) of one warp's tile."""
 PROMPT_ROWS = 64
 """Rows of a tile of prompts on Hopper, whose four warps have 16 each."""
+STAGES = 4
+"""Tiles of keys on their way to a decode's thread block."""
 FEW_PROGRAMS = 2
 """Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
 MAX_SLOTS = 4096
@@ -289,7 +291,8 @@ def _attend(
         first_seq, parts, lanes,
         BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, HAS_SOFTCAP=s.softcap is not None,
         HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal,
-        BY_DIM=kv.v.stride(2) == 1, SPLIT=splits, num_warps=warps, num_stages=3, **shape, **flags,
+        BY_DIM=kv.v.stride(2) == 1, SPLIT=splits, num_warps=warps, num_stages=STAGES if block_m == ROWS else 3,
+        **shape, **flags,
     )  # fmt: skip
     if splits:
         _fold_kernel[(chosen, num_heads)](
