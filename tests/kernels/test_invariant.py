@@ -40,7 +40,9 @@ def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_n
     monkeypatch, options, turned
 ):
     # A BLAS may add a row of a tile in another order than the next row; a tensor core does not.
-    monkeypatch.setattr("numpy.matmul", lambda a, b, dtype=None: (a[:, :, None] * b[None]).sum(1, dtype=dtype))
+    monkeypatch.setattr(
+        "numpy.matmul", lambda a, b, dtype=None: (a[:, :, None] * b[None]).sum(1, dtype=dtype)
+    )
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
     made = cases.step(cases.Shape(sequences=((LENGTH, 0),), block_size=8))

@@ -216,14 +216,14 @@ def _fold_kernel(
     for begin in range(first, last + 1, AT_ONCE):
         accs, ms, ls = (), (), ()
         for i in tl.static_range(AT_ONCE):
-            exists = begin + i <= last
-            at = place * num_parts + begin + i + tl.arange(0, 1)
+            part = begin + i + tl.arange(0, 1)
+            exists, at = part <= last, place * num_parts + part
             ms = ms + (tl.load(max_ptr + at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
             ls = ls + (tl.load(sum_ptr + at, mask=exists, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
             accs = accs + (  # type: ignore[assignment]  # noqa: RUF005
                 tl.load(
                     partial_ptr + at[:, None] * D + ds[None, :],
-                    mask=exists & (ds < D)[None, :],
+                    mask=exists[:, None] & (ds < D)[None, :],
                     other=0.0,
                 ),
             )
