@@ -64,7 +64,7 @@ def parallel_section(
             raise ConfigError(name + why, field=name)
     if ranks == 1:
         return OneDevice()
-    _check_ranks(args)
+    _check_ranks(args, device)
     if spec.encoder is not None and spec.encoder.audio is not None:
         field = split_setting(args)
         raise ConfigError(f"{field} does not cover encoders of audio; leave it at 1", field=field)
@@ -87,7 +87,7 @@ def parallel_section(
     return Pipeline(form, stages) if stages else form
 
 
-def _check_ranks(args: EngineArgs) -> None:
+def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
     """Raise ConfigError for what does not work with several ranks in any form."""
     ranks, field = num_ranks(args), split_setting(args)
     if args.device.startswith("cuda:"):
@@ -95,10 +95,10 @@ def _check_ranks(args: EngineArgs) -> None:
             f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'",
             field="device",
         )
-    if args.deterministic:
+    if args.deterministic and (device.is_cuda or args.expert_parallel_size > 1):
+        where = "several GPUs" if device.is_cuda else "experts on several ranks"
         raise ConfigError(
-            f"deterministic=True does not cover sums over several devices ({field}); leave it out",
-            field=field,
+            f"deterministic=True does not cover {where} ({field}); leave one out", field=field
         )
 
 

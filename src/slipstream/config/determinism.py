@@ -1,0 +1,52 @@
+"""What `deterministic` covers: answers whose bits depend on nothing but their request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slipstream.config.settings import DeviceInfo, EngineArgs
+from slipstream.errors import ConfigError
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.devices.cpu_isas import CPU_ISAS
+from slipstream.spec.model import LatentAttentionSpec, MoESpec
+
+
+def deterministic_device(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo
+) -> DeviceInfo:
+    """The device as `deterministic` uses it: a CPU without AMX, whose tiles add in another order.
+
+    ConfigError if the setting does not cover the model or the kernels."""
+    if not args.deterministic:
+        return device
+    own = "triton" if device.is_cuda else "cpu"
+    layers = model.spec.all_layers
+    table: tuple[tuple[bool, str], ...] = (
+        (
+            args.kernels not in ("auto", own),
+            f"kernels={args.kernels!r}, whose sums follow the number of rows; use {own!r}",
+        ),
+        (
+            not device.is_cuda and device.isa is None,
+            "torch's products on a CPU: build the C++ kernels (docs/installing.md)",
+        ),
+        (
+            device.is_cuda and model.spec.is_recurrent,
+            "recurrent layers on a GPU, where chunks of a prompt round otherwise than single tokens",
+        ),
+        (
+            device.is_cuda and any(isinstance(x.mlp, MoESpec) for x in layers),
+            "mixtures of experts on a GPU",
+        ),
+        (
+            device.is_cuda and any(isinstance(x.attention, LatentAttentionSpec) for x in layers),
+            "latent attention on a GPU",
+        ),
+    )
+    for refused, text in table:
+        if refused:
+            raise ConfigError(
+                f"deterministic=True does not cover {text}; or leave it out", field="deterministic"
+            )
+    instead = None if device.isa is None else CPU_ISAS[device.isa].without_tiles
+    return device if instead is None else dataclasses.replace(device, isa=instead)
