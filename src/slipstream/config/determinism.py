@@ -9,18 +9,20 @@ from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES
 
 
 def deterministic_device(
-    args: EngineArgs, model: ModelDescription, device: DeviceInfo
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
 ) -> DeviceInfo:
     """The device as `deterministic` uses it: a CPU without AMX, whose tiles add in another order.
 
-    ConfigError if the setting does not cover the model or the kernels."""
+    ConfigError if the setting does not cover the model or the kernels. `scheme`: the weights'."""
     if not args.deterministic:
         return device
     own = "triton" if device.is_cuda else "cpu"
     layers = model.spec.all_layers
+    scheme = args.quantization or scheme
     table: tuple[tuple[bool, str], ...] = (
         (
             args.kernels not in ("auto", own),
@@ -35,8 +37,14 @@ def deterministic_device(
             "recurrent layers on a GPU, where chunks of a prompt round otherwise than single tokens",
         ),
         (
-            device.is_cuda and any(isinstance(x.mlp, MoESpec) for x in layers),
-            "mixtures of experts on a GPU",
+            device.is_cuda and args.host_experts is not None,
+            "experts on the host (host_experts)",
+        ),
+        *(
+            (device.is_cuda and refused, f"{text} on a GPU")
+            for x in layers
+            if isinstance(x.mlp, MoESpec)
+            for refused, text in _experts(x.mlp, model, scheme)
         ),
         (
             device.is_cuda and any(isinstance(x.attention, LatentAttentionSpec) for x in layers),
@@ -50,3 +58,20 @@ def deterministic_device(
             )
     instead = None if device.isa is None else CPU_ISAS[device.isa].without_tiles
     return device if instead is None else dataclasses.replace(device, isa=instead)
+
+
+def _experts(
+    spec: MoESpec, model: ModelDescription, scheme: str | None
+) -> tuple[tuple[bool, str], ...]:
+    """What a GPU computes otherwise for few pairs of tokens and experts than for many."""
+    formats = frozenset({"nvfp4", "mxfp4"})
+    kept = model.native_formats(formats)
+    floats = scheme is not None and SCHEMES[scheme].name in formats
+    return (
+        (model.gguf is not None, "experts in GGUF's types"),
+        (floats or any(".experts." in name for name in kept), "experts in 4-bit floats"),
+        (
+            spec.nearness > 0 or not spec.has_usual_choice,
+            f"the choice of experts of {model.spec.family}",
+        ),
+    )

@@ -407,12 +407,12 @@ class TritonOps(OpSet):
         return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return moe.moe_of_choice(x, weights, chosen, experts)
+        return moe.moe_of_choice(x, weights, chosen, experts, one_way=self.deterministic)
 
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
-        return moe.moe(x, router_logits, experts, load)
+        return moe.moe(x, router_logits, experts, load, one_way=self.deterministic)
 
     def moe_and_shared(
         self,
@@ -422,9 +422,10 @@ class TritonOps(OpSet):
         shared: tuple[Linear, Linear],
         load: ExpertCounters | None = None,
     ) -> Tensor:
-        if moe.fuses_shared(x.shape[0], experts, shared):
+        if not self.deterministic and moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
-        return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
+        always = self._always(x, experts, shared)
+        return moe.moe(x, router_logits, experts, load, added=always, one_way=self.deterministic)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.changes_logits:
