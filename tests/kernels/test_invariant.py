@@ -14,11 +14,7 @@ from slipstream.kernels.ops import AttentionParams, Experts
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
-from slipstream.kernels.triton.products.dispatch import dense
-from slipstream.kernels.triton.products.int4_groupwise import int4_rounded
-from slipstream.kernels.weights.quantize import round_linear
 from slipstream.spec.model import DenseSpec, MoESpec
-from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases
 
 LENGTH = 25
@@ -97,12 +93,3 @@ def test_a_tokens_experts_are_the_same_whatever_their_load():
     for first, end in ((0, 1), (3, 6), (20, 60)):
         rows = slice(first, end)
         assert torch.equal(ops.moe_and_shared(x[rows], logits[rows], experts, shared), whole[rows])
-
-
-@pytest.mark.parametrize("scheme", ["int4", "int4-g32"])
-def test_codes_of_4_bits_are_rounded_as_the_dense_copy_is(scheme):
-    w = round_linear(torch.randn(72, 256) / 16, torch.randn(72), SCHEMES[scheme])
-    x = torch.randn(5, 256)
-    made = int4_rounded(x, w)
-    torch.testing.assert_close(made, x @ dense(w, x.dtype).T + w.bias, rtol=1e-4, atol=1e-4)
-    assert torch.equal(int4_rounded(x[3:4], w), made[3:4])

@@ -39,10 +39,12 @@ PART, BLOCK_N = 256, 32
 ROWS = 16
 """Query rows (tokens × G) of one warp's tile."""
 PROMPT_ROWS = 64
-"""Rows of a tile of prompts on Hopper, whose four warps have 16 each."""
-STAGES = 4
+"""Rows of a tile of prompts on Hopper, whose four warps have 16 each. With 16-bit numbers both kinds
+of tensor-core instruction (HMMA, HGMMA) have the same bits. An 8-bit cache's codes are widened in
+registers, where HMMA takes other inputs of a row at a time, so it has ROWS for all."""
+STAGES = 6
 """Tiles of keys on their way to a decode's thread block."""
-FEW_PROGRAMS = 2
+FEW_PROGRAMS = 8
 """Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
 MAX_SLOTS = 4096
 """Most parts, counted for each token, that are written to memory (130 floats a head)."""
@@ -264,7 +266,8 @@ def _attend(
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
     num_rows = most_queries * group
     block_m, warps = ROWS, 1
-    if num_rows > 2 * ROWS and q.dtype.itemsize == 2 and runs_on_hopper(q.device):
+    alike = q.dtype.itemsize == kv.k.dtype.itemsize == 2 and runs_on_hopper(q.device)
+    if num_rows > 2 * ROWS and alike:
         block_m, warps = PROMPT_ROWS, 4
     tiles = triton.cdiv(num_rows, block_m)
     programs, parts = num_kv_heads * num_seqs * tiles, triton.cdiv(meta.max_seq_len, PART)

@@ -119,57 +119,6 @@ def int4_linear(
     return y
 
 
-@triton.jit(do_not_specialize=["M"])
-def _int4_rounded_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Multiply the numbers of `dequantize_int4`, in one sum along K, as with a dense weight."""
-    QUARTER: tl.constexpr = CHUNK // 4
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m, js = tl.arange(0, BLOCK_M), tl.arange(0, QUARTER)
-    w_at = w_ptr + n[:, None].to(tl.int64) * (K // 4) + js[None, :]
-    x_at = x_ptr + m[None, :] * K + js[:, None]
-    live_n, live_m = n < N, m < M
-    if PDL:
-        pdl_wait()
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for chunk in range(K // CHUNK):
-        words = tl.load(
-            w_at + chunk * QUARTER, mask=live_n[:, None], other=0, eviction_policy="evict_first"
-        )
-        for i in tl.static_range(4):
-            at = (chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE) * N + n
-            scale = tl.load(scale_ptr + at, mask=live_n, other=0.0).to(tl.float32)[:, None]
-            zero = 8.0
-            if HAS_ZEROS:
-                zero = tl.load(zero_ptr + at, mask=live_n, other=0.0).to(tl.float32)[:, None]
-            x = tl.load(x_at + chunk * CHUNK + i * QUARTER, mask=live_m[None, :], other=0.0)
-            number = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
-            acc = tl.dot(number.to(x.dtype), x, acc, input_precision="ieee")
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        y_ptr + m[None, :] * N + n[:, None],
-        acc.to(y_ptr.dtype.element_ty),
-        mask=live_m[None, :] & live_n[:, None],
-    )
-
-
-def int4_rounded(x: Tensor, w: GroupedLinear) -> Tensor:
-    """Product for up to SKINNY_TOKENS tokens with the bits of a dense weight's (`invariant.py`)."""
-    (num_tokens, inner), outer = x.shape, w.weight.shape[0]
-    y = torch.empty(num_tokens, outer, dtype=x.dtype, device=x.device)
-    _int4_rounded_kernel[(triton.cdiv(outer, 64),)](
-        x.contiguous(), w.weight, w.scales, w.scales if w.zeros is None else w.zeros, x if w.bias is None else w.bias, y,
-        num_tokens, outer, inner,
-        HAS_ZEROS=w.zeros is not None, HAS_BIAS=w.bias is not None, GROUP_SIZE=w.group_size, CHUNK=w.chunk,
-        BLOCK_M=max(16, triton.next_power_of_2(num_tokens)), BLOCK_N=64, num_warps=4, num_stages=3, **pdl_options(y),
-    )  # fmt: skip
-    return y
-
-
 @triton.jit
 def _dot_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scale1, scale2, scale3):
     """Words [R, 8] of one row times the four inputs of each word → [R]. A code at bit 16 of `base`

@@ -8,10 +8,9 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 | --- | --- | --- |
 | 16 bits | on Hopper `hopper.skinny_gemm` | cuBLASLt without splits |
 | fp8 | on Hopper `hopper.skinny_gemm` | torch's scaled GEMM |
-| int8 (sums of whole numbers) | `skinny_gemm` | `gemm` |
+| int8: sums of whole numbers, exact in any order of a product without splits | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` |
-| int4 | to 16 `int4_rounded`, which rounds as the dense copy is | 16 bits: the dense copy, or dequantised each time |
-| other codes of 4 bits, GGUF types | 16 bits: the dense copy, or expanded each time | |
+| 4 bits, GGUF types | 16 bits: the dense copy, or expanded each time | the same |
 | any other | `gemm` | `gemm` |
 
 A library promises no order. So before it is used for a weight's shape it is compared with our
@@ -33,7 +32,6 @@ from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.products import dispatch, gguf
 from slipstream.kernels.triton.products.fp8_block import fp8_tile_linear_invariant
-from slipstream.kernels.triton.products.int4_groupwise import int4_rounded
 from slipstream.kernels.triton.products.split_k import ArrivalCounters
 from slipstream.kernels.weights.forms import (
     Activations,
@@ -89,49 +87,35 @@ def linear(
         return fp8_tile_linear_invariant(x, w)
     if isinstance(w, GroupedLinear | Float4Linear):
         assert isinstance(x, Tensor)
-        if isinstance(w, GroupedLinear) and len(x) <= dispatch.INT4_DENSE_TOKENS and _sums_alike(x):
-            return int4_rounded(x, w)
         w = Linear(weight=dispatch.dense(w, x.dtype), bias=w.bias)
     values = x.values if isinstance(x, Quantized) else x
-    if scratch is None or not runs_on_hopper(values.device) or _is_whole(w):
+    if isinstance(w, ScaledLinear) and w.inputs == "int8" and scratch is not None:
+        assert isinstance(x, Quantized)
+        if len(values) > FEW:
+            return dispatch.gemm(x, w)
+        return dispatch.skinny_gemm(x, w, scratch, tile=(64, 256, 1, 4))
+    if scratch is None or not runs_on_hopper(values.device):
         return _ours(x, w)
     if len(values) <= FEW or not libraries.agrees(w, scratch):
         return _ours(x, w, scratch)
     return _librarys(x, w)
 
 
-def _sums_alike(x: Tensor) -> bool:
-    """Whether all kernels here multiply x with one kind of instruction."""
-    return runs_on_hopper(x.device) and x.dtype.itemsize == 2
-
-
-def _is_whole(w: Linear) -> bool:
-    return w.inputs == "int8"
-
-
 def _ours(x: Activations, w: Linear, scratch: ArrivalCounters | None = None) -> Tensor:
     values = x.values if isinstance(x, Quantized) else x
-    num_rows, few = len(values), len(values) <= FEW
+    few = len(values) <= FEW
     if scratch is not None and few:
         from slipstream.kernels.triton.products import hopper
 
         values = values.contiguous()
         x = replace(x, values=values) if isinstance(x, Quantized) else values
         if hopper.supports(values, w):
-            return hopper.skinny_gemm(x, w, scratch, tile=(_rows_each(w, num_rows), 1))
+            return hopper.skinny_gemm(x, w, scratch, whole=True)
     if isinstance(w, ScaledLinear):
         tile = (64, 64, 256, 4, 3) if few else (128, 128, 128, 8, 3)
         return dispatch.gemm(x, w, tile=tile)
     tile = (64, 64, 128, 4, 3) if few else (128, 128, 64, 8, 3)
     return dispatch.gemm(x, w, tile=tile if values.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
-
-
-def _rows_each(w: Linear, num_rows: int) -> int:
-    """Outputs of a thread block: enough thread blocks for the chip, since K is not split."""
-    outer, long = w.weight.shape[0], w.weight.shape[1] * w.weight.itemsize > 8192
-    if outer >= 12_288 or (num_rows <= 16 and outer > 4096):
-        return 128
-    return 32 if num_rows <= 16 and long and outer <= 4096 else 64
 
 
 def _librarys(x: Activations, w: Linear) -> Tensor:
