@@ -40,8 +40,10 @@ ROWS = 16
 """Query rows (tokens × G) of one warp's tile."""
 PROMPT_ROWS = 64
 """Rows of a tile of prompts on Hopper, whose four warps have 16 each. With 16-bit numbers both kinds
-of tensor-core instruction (HMMA, HGMMA) have the same bits. An 8-bit cache's codes are widened in
-registers, where HMMA takes other inputs of a row at a time, so it has ROWS for all."""
+of tensor-core instruction (HMMA, HGMMA) give the same bits."""
+ROWS_OF_8_BITS = 16
+"""Rows of every tile over an 8-bit cache. Its codes are widened in registers, where HMMA is given the
+inputs of a row in another order than HGMMA is."""
 STAGES = 6
 """Tiles of keys on their way to a decode's thread block."""
 FEW_PROGRAMS = 8
@@ -266,9 +268,12 @@ def _attend(
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
     num_rows = most_queries * group
     block_m, warps = ROWS, 1
-    alike = q.dtype.itemsize == kv.k.dtype.itemsize == 2 and runs_on_hopper(q.device)
-    if num_rows > 2 * ROWS and alike:
-        block_m, warps = PROMPT_ROWS, 4
+    if q.dtype.itemsize == 2 and runs_on_hopper(q.device):
+        if kv.k_scale is not None:
+            block_m = ROWS_OF_8_BITS
+        elif num_rows > 2 * ROWS:
+            block_m = PROMPT_ROWS
+        warps = block_m // ROWS
     tiles = triton.cdiv(num_rows, block_m)
     programs, parts = num_kv_heads * num_seqs * tiles, triton.cdiv(meta.max_seq_len, PART)
     chosen = num_seqs if most_queries == 1 else num_tokens - first_seq  # tokens of this launch
