@@ -185,12 +185,12 @@ def rising(sent, got):
     got.text = json.dumps(answer)
 
 
-def another_first(pattern, by):
-    """Changes the first answer with the pattern that is no stream, and no other."""
+def another_first(asked, pattern, by):
+    """Changes the first whole answer to a request with the text `asked`, and no other."""
     changed = []
 
     def reply(sent, got):
-        if not is_stream(sent) and not changed and re.search(pattern, got.text):
+        if not is_stream(sent) and not changed and asked in json.dumps(sent.body):
             changed.append(True)
             got.text = re.sub(pattern, by, got.text)
 

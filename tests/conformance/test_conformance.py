@@ -85,6 +85,7 @@ FAULTS = [
     Fault("usage.prompt", reply=growing(r'("prompt_tokens": ?)(\d+)')),
     Fault("usage.prompt", reply=replies(r'"prompt_tokens": ?\d+', '"prompt_tokens":5')),
     Fault("usage.cached", reply=replies(r'"cached_tokens": ?\d+', '"cached_tokens":1')),
+    Fault("usage.cached", reply=replies(r'"cached_tokens": ?\d+', '"cached_tokens":9999')),
     Fault("usage.cached", "messages", reply=replies('"cache_read_input_tokens": ?', '"cache_read_input_tokens":-')),
     Fault("usage.count_tokens", "messages", ask=without("system"), reply=growing(r'(^\{"input_tokens": ?)(\d+)')),
     Fault("schemas.hold", ask=without("response_format")),
@@ -226,7 +227,7 @@ def test_refusals_with_retry_after_are_no_fault(serve):
 def test_a_whole_answer_that_differs_once_is_asked_for_again(serve):
     """A server whose prefix cache fills may give another greedy answer the first time."""
     server = serve(FakeEngine())
-    differs = Fault("", reply=another_first(CONTENT, '"content": "x"'))
+    differs = Fault("", reply=another_first("lighthouse", CONTENT, '"content": "x"'))
     (found,) = results(server.url, fault=differs, only=["streams.text"], protocols=["chat"])
     assert found.outcome == PASS, found.why
 

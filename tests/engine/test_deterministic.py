@@ -101,6 +101,7 @@ def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, set
         ("youtu", {}, GPU, "latent attention on a GPU"),
         ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs"),
         ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
+        ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),
         ("llama", {"enable_lora": True}, CPU, "adapters"),
     ],
     ids=str,
