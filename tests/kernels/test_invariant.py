@@ -35,10 +35,10 @@ def queries(meta: AttentionMetadata, *ranges: range) -> AttentionMetadata:
     lens = [len(r) for r in ranges]
     return dataclasses.replace(
         meta,
-        query_start_loc=torch.tensor([0, *lens]).cumsum(0).int(),
-        seq_lens=torch.tensor([r.stop for r in ranges], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *lens], device=meta.positions.device).cumsum(0).int(),
+        seq_lens=meta.seq_lens.new_tensor([r.stop for r in ranges]),
         block_table=meta.block_table[:1].expand(len(ranges), -1).contiguous(),
-        positions=torch.tensor([i for r in ranges for i in r]),
+        positions=meta.positions.new_tensor([i for r in ranges for i in r]),
         num_decodes=next((i for i, n in enumerate(lens) if n > 1), len(lens)),
         max_query_len=max(lens),
         max_seq_len=max(r.stop for r in ranges),
