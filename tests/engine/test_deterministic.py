@@ -23,7 +23,7 @@ GPU = dataclasses.replace(CPU, device="cuda:0", best_dtype="bfloat16", isa=None)
 
 
 def differing(path, **settings: Any) -> dict[str, int]:
-    """For each way of computing the prompts, how many answers differ from those of one batch."""
+    """Numbers of answers that differ from those of one batch, by how the prompts were computed."""
 
     def engine(**more: Any) -> LLM:
         given = dict(

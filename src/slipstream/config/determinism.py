@@ -1,4 +1,4 @@
-"""What `deterministic` covers: answers whose bits depend on nothing but their request."""
+"""Coverage of `deterministic`: answers whose bits depend on nothing but their request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def deterministic_device(
 def _experts(
     spec: MoESpec, model: ModelDescription, scheme: str | None
 ) -> tuple[tuple[bool, str], ...]:
-    """What a GPU computes otherwise for few pairs of tokens and experts than for many."""
+    """Experts that a GPU multiplies otherwise for few pairs of tokens and experts than for many."""
     formats = frozenset({"nvfp4", "mxfp4"})
     kept = model.native_formats(formats)
     floats = scheme is not None and SCHEMES[scheme].name in formats

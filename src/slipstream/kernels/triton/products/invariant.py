@@ -20,8 +20,6 @@ which they differ uses `gemm`."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -44,6 +42,7 @@ from slipstream.kernels.weights.forms import (
     ScaledLinear,
     TileScaledLinear,
 )
+from slipstream.platform import platform_of
 
 _logger = logging.getLogger(__name__)
 FEW = 64
@@ -55,7 +54,7 @@ COMPARED_NUMBERS = 2**26
 
 
 class Libraries:
-    """For each shape of a weight, whether the library's product has the bits of ours."""
+    """Notes, for each shape of a weight, whether the library's product has the bits of ours."""
 
     def __init__(self) -> None:
         self._agrees: dict[tuple[object, ...], bool] = {}
@@ -66,7 +65,7 @@ class Libraries:
             return True
         key = (type(w), *w.weight.shape, w.weight.dtype, w.bias is not None)
         if key not in self._agrees:
-            if torch.cuda.is_current_stream_capturing():
+            if platform_of(w.weight.device).is_capturing:
                 return False
             self._agrees[key] = _compare(w, scratch)
             if not self._agrees[key]:
@@ -124,26 +123,8 @@ def _librarys(x: Activations, w: Linear) -> Tensor:
     if isinstance(x, Quantized):
         assert isinstance(w, ScaledLinear)
         return dispatch.fp8_scaled_mm(x, w)
-    if x.is_meta:
+    with platform_of(x.device).unsplit_products(x.dtype):
         return F.linear(x, w.weight, w.bias)
-    with _without_splits(x.dtype):
-        return F.linear(x, w.weight, w.bias)
-
-
-@contextmanager
-def _without_splits(dtype: torch.dtype) -> Iterator[None]:
-    """cuBLASLt, which can be told not to split K (cuBLAS can't)."""
-    matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
-    name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
-    before = getattr(matmul, name), getattr(matmul, name + "_split_k")
-    library = blas()
-    setattr(matmul, name, (False, False))
-    blas("cublaslt")
-    try:
-        yield
-    finally:
-        blas(library)
-        setattr(matmul, name, before)
 
 
 def _compare(w: Linear, scratch: ArrivalCounters) -> bool:
