@@ -217,7 +217,7 @@ def test_graphs_prefixes_preemption_and_choices(path):
         *(("qwen3", None), ("qwen3_moe", None), ("qwen3_moe", "fp8")),
     ],
 )
-def test_deterministic(tmp_path, family, quantization):
+def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantization):
     """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache, and
     with drafts."""
     shape = SHAPES.get(family, SHAPES["qwen3"])
