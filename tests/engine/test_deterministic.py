@@ -6,10 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.native import without_tiles
+from slipstream.kernels.select import select_ops
 from slipstream.spec.description import read_spec
 from tests import tiny_models
 
@@ -94,7 +97,6 @@ def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, set
     [
         ("llama", {"kernels": "torch"}, CPU, "kernels='torch', whose sums follow"),
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
-        ("llama", {}, dataclasses.replace(CPU, isa=None), "torch's products on a CPU"),
         ("lfm2", {}, GPU, "recurrent layers on a GPU"),
         ("gpt_oss", {"quantization": "mxfp4"}, GPU, "experts in 4-bit floats on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
@@ -119,11 +121,7 @@ def test_what_deterministic_does_not_cover_is_refused_by_name(
     assert caught.value.field
 
 
-def test_deterministic_leaves_amx_out(tmp_path):
-    tiny_models.write(tmp_path, "llama")
-
-    def isa(**settings: Any) -> str | None:
-        args = EngineArgs(model=str(tmp_path), **settings)
-        return resolve(args, read_spec(tmp_path), CPU).device.info.isa
-
-    assert (isa(), isa(deterministic=True)) == ("amx", "avx512-bf16")
+def test_deterministic_leaves_matrix_tiles_of_a_cpu_out():
+    assert [without_tiles(isa) for isa in ("amx", "avx2")] == ["avx512-bf16", "avx2"]
+    ops = select_ops(torch.device("cpu"), isa="portable-amx", deterministic=True)
+    assert ops.describe() == "cpu (C++, portable)"

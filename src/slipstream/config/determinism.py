@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
 
 
-def deterministic_device(
+def check_deterministic(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
-) -> DeviceInfo:
-    """The device as `deterministic` uses it: a CPU without AMX, whose tiles add in another order.
-
-    ConfigError if the setting does not cover the model or the kernels. `scheme`: the weights'."""
+) -> None:
+    """Raise ConfigError if `deterministic` does not cover the model or the kernels. `scheme`: the
+    weights'."""
     if not args.deterministic:
-        return device
+        return
     own = "triton" if device.is_cuda else "cpu"
     layers = model.spec.all_layers
     scheme = args.quantization or scheme
@@ -27,10 +23,6 @@ def deterministic_device(
         (
             args.kernels not in ("auto", own),
             f"kernels={args.kernels!r}, whose sums follow the number of rows; use {own!r}",
-        ),
-        (
-            not device.is_cuda and device.isa is None,
-            "torch's products on a CPU: build the C++ kernels (docs/installing.md)",
         ),
         (
             device.is_cuda and model.spec.is_recurrent,
@@ -56,8 +48,6 @@ def deterministic_device(
             raise ConfigError(
                 f"deterministic=True does not cover {text}; or leave it out", field="deterministic"
             )
-    instead = None if device.isa is None else CPU_ISAS[device.isa].without_tiles
-    return device if instead is None else dataclasses.replace(device, isa=instead)
 
 
 def _experts(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.config.cache import cache_section, check_tiers
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
-from slipstream.config.determinism import deterministic_device
+from slipstream.config.determinism import check_deterministic
 from slipstream.config.formats import (
     auto_dtype,
     check_formats,
@@ -58,7 +58,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     num_ranks(args)
     speculation = speculation_section(args, model.spec)
     args = with_cpu_layers(args, model, device, stored.value)
-    device = deterministic_device(args, model, device, stored.value)
+    check_deterministic(args, model, device, stored.value)
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)

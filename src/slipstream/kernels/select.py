@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import has_cpu_kernels
+from slipstream.kernels.cpu.native import has_cpu_kernels, without_tiles
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import platform_of
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
@@ -45,6 +45,7 @@ def select_ops(
     if implementation == "cpu" and device.type == "cpu":
         from slipstream.kernels.cpu.ops import NativeOps
 
+        isa = without_tiles(isa) if deterministic else isa
         return NativeOps(num_threads, isa, dense_copies=dense_copies)
     if implementation == "torch" and device.type == "cpu":
         from slipstream.kernels.cpu.torch_ops import CpuOps
