@@ -137,8 +137,6 @@ class CoarseReplica:
             self._finish(prompt, now)
         for prompt in self._ending:
             self._prefilling.popleft()
-            for block, key in zip(prompt.blocks, prompt.keys, strict=False):
-                self.pool.register(block, key)
             self._first(prompt, now)
             if prompt.output_tokens == 1:
                 self._finish(prompt, now)
@@ -217,6 +215,10 @@ class CoarseReplica:
         if count > 0:
             self._chunk.append((prompt, count))
             self.computed_tokens += count
+            # Prompts behind it in the same step find its blocks, as in the engine.
+            first, full = (n // PREFIX_TOKENS for n in (prompt.num_computed, prompt.num_computed + count))
+            for i in range(first, min(full, len(prompt.keys))):
+                self.pool.register(prompt.blocks[i], prompt.keys[i])
             if count == left:
                 self._ending.append(prompt)
         return room - count

@@ -32,7 +32,7 @@ from slipstream.fleet.gateway.guard import ReplicaGuard
 from slipstream.fleet.gateway.router import Decision, ReplicaState, Router
 from slipstream.fleet.scaling.scaler import PoolState, Scaler, Tally
 from slipstream.fleet.simulation.replica import CoarseReplica, Prompt
-from slipstream.fleet.simulation.traffic import FleetTraffic
+from slipstream.fleet.simulation.traffic import EndlessCache, FleetTraffic
 from slipstream.server.http.record import RequestRecord
 from slipstream.simulate.simulator import SimulatedEngine
 from slipstream.simulate.traffic import PREFIX_TOKENS
@@ -136,13 +136,14 @@ class FleetSimulation:
         self._order = itertools.count()
         self._at_gateway: deque[Prompt] = deque()
         self._under_way: dict[int, _UnderWay] = {}
-        self._seen: set[bytes] = set()
+        self._endless = EndlessCache(traffic)
         count = len(traffic)
         self._ttft = np.full(count, np.nan)
         self._tpot = np.full(count, np.nan)
         self._tally = Tally()
         self._tally.objectives = objectives if scaling is None else scaling.scaler.objectives
         self._front_s = engine.cost.host.request_s
+        self.num_taken_out = 0
         self.num_refused = self.num_finished = self.num_met = 0
         self.hit_tokens = self.bound_tokens = self.prompt_tokens = self.output_tokens = 0
         self.predicted_hit_tokens = 0
@@ -221,19 +222,8 @@ class FleetSimulation:
         )
         self._tally.arrived()
         self.prompt_tokens += prompt.input_tokens
-        self.bound_tokens += self._bound(prompt)
+        self.bound_tokens += self._endless.take(index)
         self._send(prompt, at)
-
-    def _bound(self, prompt: Prompt) -> int:
-        """Prompt tokens that one endless cache of all replicas would have."""
-        seen, most = self._seen, max(0, prompt.input_tokens - 2) // PREFIX_TOKENS
-        known = 0
-        for key in prompt.keys[:most]:
-            if key not in seen:
-                break
-            known += 1
-        seen.update(prompt.keys)
-        return known * PREFIX_TOKENS
 
     def _send(self, prompt: Prompt, at: float) -> bool:
         gateway = self._gateways[prompt.index % len(self._gateways)]
@@ -270,6 +260,9 @@ class FleetSimulation:
             call.decision.replica, ttft_s, call.decision.predicted_ttft_s, at
         )
         self.watches["answer"].add(began)
+        # No replica is slower than another, so each that is taken out for it is a mistake.
+        watched = call.gateway.guard.replicas.get(call.decision.replica)
+        self.num_taken_out += watched is not None and watched.was_slow and not watched.seen
 
     def _end(self, prompt: Prompt, at: float) -> None:
         call = self._under_way.pop(prompt.index)
@@ -463,6 +456,12 @@ class FleetSimulation:
             "replica_hours": self.replica_s / 3600,
             "most_replicas": self.most_replicas,
             "most_at_gateway": self.most_at_gateway,
+            "taken_out": self.num_taken_out,
+            # share of a core's time that each gateway's work of these kinds takes
+            "gateway_busy": sum(sum(w.taken) for w in self.watches.values())
+            / 1e9
+            / len(self._gateways)
+            / max(end, 1e-9),
             "gateway": {name: w.figures() for name, w in self.watches.items() if w.taken},
             "table": [
                 {"blocks": g.router.store.num_blocks, "bytes": g.router.store.num_bytes}

@@ -48,6 +48,8 @@ class FleetTraffic:
     output_tokens: Sequence[int]
     num_copies: int
     duration_s: float
+    num_blocks: int  # different whole blocks of a copy
+    _blocks: Sequence[npt.NDArray[np.int64]]  # by row: the numbers of the prompt's whole blocks
     _chains: Sequence[npt.NDArray[np.uint64]]  # by row: keys of the prompt's whole blocks
     _common: Sequence[int]  # by row: how many of them all copies share
     _salts: npt.NDArray[np.uint64]  # by copy
@@ -64,6 +66,28 @@ class FleetTraffic:
             chain[common:] ^= self._salts[self.copies[index]]
         packed = chain.tobytes()
         return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+
+
+class EndlessCache:
+    """One cache of all replicas that forgets nothing: a bound of what any placement can hit."""
+
+    def __init__(self, traffic: FleetTraffic) -> None:
+        self._traffic = traffic
+        self._seen = np.zeros((traffic.num_copies, traffic.num_blocks), np.bool_)
+
+    def take(self, index: int) -> int:
+        """Tokens of a request's prompt that the requests before had. The cache has all of it then."""
+        traffic = self._traffic
+        row = int(traffic.rows[index])
+        blocks, common = traffic._blocks[row], traffic._common[row]
+        own, shared = self._seen[traffic.copies[index]], self._seen[0]
+        # At least two tokens are left to compute, as by the engine's `longest_hit`.
+        most = max(0, traffic.input_tokens[row] - 2) // PREFIX_TOKENS
+        known = np.concatenate((shared[blocks[:common]], own[blocks[common:]]))[:most]
+        count = len(known) if known.all() else int(known.argmin())
+        shared[blocks[:common]] = True
+        own[blocks[common:]] = True
+        return count * PREFIX_TOKENS
 
 
 def fleet_traffic(
@@ -117,6 +141,8 @@ def fleet_traffic(
         of_copy, rows = np.divmod(order, len(requests))
         spread = at.reshape(-1)[order]
     chains, common = _chains(workload)
+    names, numbers = np.unique(np.concatenate(chains), return_inverse=True)
+    blocks = np.split(numbers, np.cumsum([len(chain) for chain in chains])[:-1])
     return FleetTraffic(
         times=_warped(spread, rates, duration_s),
         rows=rows,
@@ -125,6 +151,8 @@ def fleet_traffic(
         output_tokens=[max(1, r.output_tokens) for r in requests],
         num_copies=num_copies,
         duration_s=duration_s,
+        num_blocks=len(names),
+        _blocks=blocks,
         _chains=chains,
         _common=common,
         _salts=np.array([_mixed(seed * 2**32 + i) for i in range(num_copies)], np.uint64),
