@@ -117,7 +117,9 @@ def show(found: dict[str, Any]) -> None:
                 f"{scaler['ups']} times up, {scaler['downs']} down; {scaler['most_reversals']} reversals at most in 5 minutes",
             )
         )
-    title = f"{found['pool']}: {found['replicas']:,} replicas on {found['device']}, {found['workload']}"
+    title = (
+        f"{found['pool']}: {found['replicas']:,} replicas on {found['device']}, {found['workload']}"
+    )
     print_info(title, rows)
     print()
     what = {

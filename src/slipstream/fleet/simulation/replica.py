@@ -191,9 +191,7 @@ class CoarseReplica:
         elif num_decodes:
             num = max(1, self._decoding[0][0] - self._steps)
             context = self._context + num_decodes * (num + 1) // 2
-            self._step_s = self._seconds(
-                StepCounts(num_decodes, context, num_sampled=num_decodes)
-            )
+            self._step_s = self._seconds(StepCounts(num_decodes, context, num_sampled=num_decodes))
             self.next_at = self.now + num * self._step_s
         else:
             self.next_at = math.inf
@@ -216,7 +214,9 @@ class CoarseReplica:
             self._chunk.append((prompt, count))
             self.computed_tokens += count
             # Prompts behind it in the same step find its blocks, as in the engine.
-            first, full = (n // PREFIX_TOKENS for n in (prompt.num_computed, prompt.num_computed + count))
+            first, full = (
+                n // PREFIX_TOKENS for n in (prompt.num_computed, prompt.num_computed + count)
+            )
             for i in range(first, min(full, len(prompt.keys))):
                 self.pool.register(prompt.blocks[i], prompt.keys[i])
             if count == left:

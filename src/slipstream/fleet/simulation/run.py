@@ -499,4 +499,3 @@ def most_reversals(wanted: list[tuple[float, int]], window_s: float = WINDOW_S) 
             first += 1
         most = max(most, i - first + 1)
     return most
-

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from slipstream.errors import ConfigError
 from slipstream.simulate.traffic import PREFIX_TOKENS, SessionWorkload, Workload
 
-COMMON = 0.01
+COMMON = 0.05
 """Share of a trace's requests from which on a prefix is of all copies."""
 
 KEY_BYTES = 8
@@ -132,9 +132,7 @@ def fleet_traffic(
                 f"{num_copies} copies of {len(requests)} requests are fewer than {num_requests}; give more copies",
                 field="copies",
             )
-        scaled = np.array([r.arrival for r in requests]) * (
-            lap_s * (1 - 1 / len(requests)) / last
-        )
+        scaled = np.array([r.arrival for r in requests]) * (lap_s * (1 - 1 / len(requests)) / last)
         begins = rng.random(num_copies) * lap_s
         at = (scaled[None, :] - begins[:, None]) % lap_s
         order = np.argsort(at, axis=None, kind="stable")[:num_requests]
