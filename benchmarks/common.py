@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: their options, their records, medians, and where a GPU's time goes."""
+"""Common code of the benchmark scripts: options, records, medians, and the split of a GPU's time."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def run_case(doc: str | None, script: str, *options: str) -> None:
 
 
 def slipstream(*words: str | Path, may_fail: bool = False) -> dict[str, Any]:
-    """What `slipstream WORDS --json` prints, run by this Python in a process of its own. `may_fail`: also where it ends with an
-    error, as a load does of which one request failed."""
+    """Output of `slipstream WORDS --json`, run by this Python in a process of its own. With
+    `may_fail` it may end with an error, as a load does of which one request failed."""
     import subprocess
     import sys
 

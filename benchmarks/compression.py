@@ -1,4 +1,4 @@
-"""What compressing costs, and what it gives.
+"""Costs and gains of compression.
 
     python benchmarks/compression.py --study recipes        # quality of every recipe; speed of the results
     python benchmarks/compression.py --study fidelity       # what schemes, 8-bit caches and a GPU's kernels cost

@@ -1,4 +1,4 @@
-"""What requests may bring: grammars, adapters, pictures.
+"""Features of requests: grammars, adapters, pictures.
 
     python benchmarks/features.py --study grammar             # a token with schemas and without, and a new schema's first mask
     python benchmarks/features.py --study masks               # masks next to the forward of a GPU: checks, threads, tokens/s

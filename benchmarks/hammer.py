@@ -1,4 +1,5 @@
-"""What the studies soak and fuzz share: servers of tiny models side by side, processes of clients for each, and one record.
+"""Common code of the studies soak and fuzz: servers of tiny models side by side, processes of
+clients for each, and one record.
 
 The record is written as the run goes: nothing of it is lost when a run is stopped.
 
@@ -48,7 +49,7 @@ TEMPLATE = """{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif 
 
 
 class Tally:
-    """What a process of clients has counted."""
+    """Counts of a process of clients."""
 
     def __init__(self, stop: Any) -> None:
         self._stop, self.signalled = stop, False
@@ -482,7 +483,7 @@ def _watch(
 def _figures(
     servers: list[Server], seconds: float, is_wrong: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Of all servers together."""
+    """Figures of all servers together."""
     total: Counter[str] = sum((server.outcomes for server in servers), Counter())
     cpu: Counter[str] = sum((server.watch.cpu_seconds() for server in servers), Counter())
     sent = sum(total.values())
@@ -559,7 +560,7 @@ def answers_of(text: str) -> dict[str, int]:
 
 
 class Answers:
-    """What came back over a connection: whole answers as (status, body), interim ones left out."""
+    """Answers read from a connection: whole ones as (status, body), without interim ones."""
 
     def __init__(self) -> None:
         self.whole: list[tuple[int, bytes]] = []

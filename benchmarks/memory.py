@@ -1,4 +1,4 @@
-"""What memory keeps, and what a model does without.
+"""Gains of memory: cached prefixes, and models that are larger than it.
 
     python benchmarks/memory.py --study prefix     # first tokens with and without reuse of a shared prefix
     python benchmarks/memory.py --study tiers      # a prompt found in the host's memory or on a disk over computing it

@@ -130,7 +130,8 @@ def main() -> None:
 def engine(
     what: str, settings: dict[str, Any], gpu: int | None = None, requests: int = 1024
 ) -> Any:
-    """What `run_one` gives in a process of its own, on one GPU if `gpu` says which; a text if it failed."""
+    """Result of `run_one` in a process of its own, on GPU number `gpu` if given; a text if it
+    failed."""
     task = json.dumps({"what": what, "settings": settings, "requests": requests})
     seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     command = [sys.executable, __file__, "--one", task]
@@ -446,7 +447,7 @@ def timed(
 
 
 def microseconds(work: Callable[[], Any], group: Any, platform: Any) -> str:
-    """Of `work` in a graph of many."""
+    """Microseconds of `work`, from a graph of many."""
     import torch
 
     def many() -> Any:

@@ -157,7 +157,7 @@ def peak_mib() -> float:
 
 
 def figures(engine: Any, group: str) -> dict[str, float]:
-    """What a group measures, of an engine that has run before."""
+    """Figures of a group, measured on an engine that has run before."""
     engine.run(requests(2, 64, 16))
     if group == "one":
         (record,) = engine.run(requests(1, 128, 256))
@@ -198,7 +198,7 @@ def child(words: Sequence[str]) -> None:
 def turn(
     contender: Contender, group: str, cores: Sequence[int], windows: str = "", timeout: float = 180
 ) -> dict[str, Any]:
-    """What a child printed, or `failed` and why."""
+    """Output of a child, or `failed` with the reason."""
     import common
 
     words = [
@@ -238,7 +238,8 @@ class Quiet:
         self._from, self._to = np.ones(2**23), np.zeros(2**23)  # 64 MiB each
 
     def wait(self) -> dict[str, Any]:
-        """What the last look found: the busy share of the cores, stolen time included, and a copy's GB/s, read and written."""
+        """Waits for a quiet machine. Returns the last look: the busy share of the cores, stolen
+        time included, and a copy's GB/s, read and written."""
         begin = time.monotonic()
         while True:
             busy, copied = self._busy(), self._copy()
@@ -405,7 +406,7 @@ def compare(args: argparse.Namespace, contenders: Sequence[Contender], path: Pat
 def perplexities(
     args: argparse.Namespace, contenders: Sequence[Contender], path: Path
 ) -> dict[str, dict[str, Any]]:
-    """By contender, several at a time, two threads each."""
+    """Perplexities by contender, computed several at a time with two threads each."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(windows_of(args.text, path, args.text_tokens), file)
         file.flush()

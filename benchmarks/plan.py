@@ -1,4 +1,4 @@
-"""What is predicted, against what is measured.
+"""Predictions against measurements.
 
     python benchmarks/plan.py --study steps             # what steps take here: the table that `slipstream plan` reads
     python benchmarks/plan.py --study prediction        # the simulator against loads drawn at random, or recorded ones

@@ -1,4 +1,4 @@
-"""What the processes of a server hold while it is under load, read from /proc: memory, open files, processor time.
+"""Memory, open files and processor time of a server's processes under load, read from /proc.
 
 Memory of a process is *flat* if the straight line through its resident memory, over the requests that its server has ended,
 rises by no more than `most_growth` of what the process holds, or by 2 MiB, from the end of the warm-up to the end of the run.
@@ -20,7 +20,7 @@ MIB = 2**20
 NOISE_BYTES = 2 * MIB
 """An allocator's next arena, or a table that doubles."""
 SAMPLES = 40
-"""Of each process in a record. All of them are used for the line."""
+"""Samples of each process in a record. The line is fitted to all of them."""
 
 
 @dataclass
@@ -122,7 +122,8 @@ class Watch:
         return found
 
     def cpu_seconds(self) -> Counter[str]:
-        """By kind, since this was made; of one that died as of the last look."""
+        """CPU seconds by kind of process since the start; those of a dead process as of the last
+        look."""
         found: Counter[str] = Counter()
         for process in self.processes.values():
             found[process.name.rpartition(" ")[0]] += process.cpu_s - self._before.get(

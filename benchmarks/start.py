@@ -211,7 +211,8 @@ def engines(args: argparse.Namespace) -> None:
 
 
 def environment(tree: str | None, compiled: str) -> dict[str, str]:
-    """With the source of this tree, or of another, and with modules that are compiled once, into that folder."""
+    """Environment with the source of this tree or another, and a folder for modules that are
+    compiled once."""
     import common
 
     found = common.with_source()

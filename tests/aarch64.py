@@ -74,9 +74,11 @@ PACKAGES = (
     ),
 )
 ALONE = ("gguf", "torch==2.8.0")
-"""Without what they depend on: pip takes that of the machine that it runs on. Later torches for ARM bring CUDA."""
+"""Packages installed without their dependencies: pip would take those of the machine that it runs
+on. Later torches for ARM bring CUDA."""
 TESTS = ("tests/kernels/test_cpu_ops.py",)
-"""Those of experts and latent attention take Triton and transformers."""
+"""Tests that run on the emulated processor. Those of experts and latent attention need Triton and
+transformers."""
 INSIDE = """
 import os, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)

@@ -106,7 +106,7 @@ class Browser:
             time.sleep(0.01)
 
     def wait_for(self, script, what, seconds=PATIENCE_S):
-        """Until the script returns something true, which is returned."""
+        """Waits until the script returns something true, and returns it."""
         until = time.monotonic() + seconds
         while not (found := self.run(script)):
             assert time.monotonic() < until, what
@@ -114,11 +114,11 @@ class Browser:
         return found
 
     def run(self, script, *arguments):
-        """What the script returns."""
+        """Returns the value of the script."""
         return self._ask("/execute/sync", {"script": script, "args": list(arguments)})
 
     def errors(self):
-        """What the console got since the last call, above information."""
+        """Returns console messages above the level "information" since the last call."""
         return [
             entry
             for entry in self._ask("/se/log", {"type": "browser"})

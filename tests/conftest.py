@@ -1,4 +1,4 @@
-"""What tests of several parts share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ settings.register_profile("explore", UNTIMED, derandomize=False)
 settings.load_profile("gate")
 
 OWN_LOGGERS = ("slipstream", "uvicorn", "asyncio", "opentelemetry")
-"""That `slipstream serve` gives a stream of its own."""
+"""Loggers to which `slipstream serve` gives a stream."""
 
 NUM_MODULES = 0
-"""That were imported when what is there was kept."""
+"""Number of modules that were imported at the last call of `keep_what_is_there`."""
 
 
 def pytest_addoption(parser):
@@ -46,7 +46,8 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers():
-    """What `-n auto` is: three processes for two cores, since tests wait a third of their time. Each takes 1.6 GB."""
+    """Number of processes of `-n auto`: three for two cores, since tests wait a third of their
+    time. Each takes 1.6 GB."""
     cores, (_, free) = os.cpu_count() or 1, host_memory()
     return max(1, min(cores * 3 // 2, free // 2**31))
 
@@ -64,9 +65,9 @@ def pytest_runtestloop():
 
 
 def keep_what_is_there():
-    """What is there now stays: thousands of tests and all that they import, also what the first test of a kind imports. The
-    collection of garbage that a start of an engine asks for took a third of a second over them. What was kept before is not
-    looked at again."""
+    """Exempts all present objects from garbage collection: thousands of tests and their imports,
+    also those of the first test of a kind. The collection that an engine's start asks for took a
+    third of a second over them. Objects that are exempt already are not looked at again."""
     global NUM_MODULES
     gc.collect()
     gc.freeze()

@@ -45,7 +45,7 @@ def layer_shapes(
 
 
 def maps(g: torch.Generator) -> dict[str, Tensor]:
-    """Which of the model's tokens are the head's."""
+    """Maps the head's tokens to the model's."""
     ids = torch.randperm(VOCAB, generator=g)[:DRAFT_VOCAB].sort().values
     t2d = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
     return {"d2t": ids - torch.arange(DRAFT_VOCAB), "t2d": t2d}
@@ -302,12 +302,12 @@ BY_METHOD = {
     "dflash": dflash,
     "medusa": medusa,
 }
-"""Who writes a method's head as its authors publish it."""
+"""Functions that write a method's head as its authors publish it."""
 
 eagle31 = partial(eagle, fc_norm=True, norm_output=True)
 
 joint_norm = partial(eagle, speculators=True, norm_before_fc=True, norm_output=True)
-"""As the trainer of `speculators` writes them unless told otherwise."""
+"""Writes a head in the default form of the trainer of `speculators`."""
 
 BY_KIND = {
     **{method: (method, write) for method, write in BY_METHOD.items()},

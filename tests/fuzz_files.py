@@ -238,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def ask(path: Path) -> str:
-    """What comes of it: "ok", an error of ours, or else what went wrong."""
+    """Outcome of a file: "ok", an error of ours, or a description of the fault."""
     from slipstream.spec.description import read_spec
 
     try:
@@ -257,7 +257,7 @@ def ask(path: Path) -> str:
 
 
 def command(path: Path) -> str:
-    """What came of `info` and `run`: their exit codes. AssertionError says what was wrong."""
+    """Exit codes of `info` and `run`. Raises AssertionError with the fault."""
     found = []
     for words in (
         ["info", str(path)],

@@ -165,7 +165,7 @@ def judged(name: str, text: str, turn: trips.Turn, end: int) -> None:
 
 
 def fuzz(name: str, num: int, seed: int = 0) -> list[str]:
-    """What `num` answers broke: an exception, or a difference between two ways to cut one."""
+    """Faults of `num` answers: an exception, or a difference between two ways to cut one."""
     rng, broken = random.Random(f"{name} {seed}"), list[str]()
     form = FORMATS.get(name)
     thinks = [None, *REASONING.values()]

@@ -167,8 +167,8 @@ def _mlp(name: str, e: int, size: int, *, gated: bool) -> dict[str, tuple[int, .
 
 
 def logits(path: Path, hidden: Tensor, tokens: list[int], count: int) -> list[Tensor]:
-    """What `count` drafts behind `tokens` [n] are drawn from, if each is the likeliest token. `hidden` [n − 1, E]: the model's
-    states of tokens[:-1] after its last norm."""
+    """Logits from which `count` drafts after `tokens` [n] are drawn, if each is the likeliest
+    token. `hidden` [n − 1, E]: the model's states of tokens[:-1] after its last norm."""
     config, t = read(path)
     kind, eps = config["model_type"], config.get("rms_norm_eps", config.get("layer_norm_epsilon"))
     offset, of = 1.0 if kind.startswith("qwen3") else 0.0, names(config)

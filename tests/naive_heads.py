@@ -1,4 +1,5 @@
-"""What draft heads propose, by their published maths in plain torch over whole sequences. See `draft_heads` for the heads."""
+"""Proposals of draft heads by their published maths, in plain torch over whole sequences. See
+`draft_heads` for the heads."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def attend(q, k, v, *, causal=True):
 
 
 def rotate(x, theta, first=0):
-    """Of half style, at places `first`, …"""
+    """Rotation in half style, at positions `first`, …"""
     half = x.shape[-1] // 2
     angles = torch.outer(
         torch.arange(first, first + len(x)).float(), theta ** (-torch.arange(half) / half)
@@ -67,7 +68,7 @@ def layer(t, x, inputs, theta, keys=None, below=""):
 
 
 def first_layer(setup, states, ids):
-    """Of EAGLE-3 and P-EAGLE: it reads [embedding; state]."""
+    """First layer of EAGLE-3 and P-EAGLE, which reads [embedding; state]."""
     t = setup.tensors
     e = rms(setup.model.get_input_embeddings().weight[ids], t["input_layernorm.weight"])
     h = rms(states, t["hidden_norm.weight"])
@@ -99,7 +100,8 @@ def eagle3(setup, hidden, tokens, count):
 
 
 def fused(setup, states):
-    """What `fc` makes of several layers' states. Each has a norm of its own with `fc_norm`, all have one with `input_norm`."""
+    """Output of `fc` for several layers' states. Each has its own norm with `fc_norm`, all have
+    one with `input_norm`."""
     t = setup.tensors
     if "input_norm.weight" in t:
         return rms(torch.cat(states, -1), t["input_norm.weight"]) @ t["fc.weight"].T
@@ -154,7 +156,7 @@ def medusa(setup, hidden, tokens, count):
 
 
 def medusa_states(setup, x, place):
-    """What the blocks of a place make of the model's states [..., E]."""
+    """Output of a position's blocks for the model's states [..., E]."""
     t = setup.tensors
     for j in range(2):
         name = f"blocks.{place}.layers.{j}" if setup.kind == "converted" else f"{place}.{j}.linear"

@@ -107,7 +107,7 @@ def xtc(logits, threshold):
 
 
 def distribution(logits, tokens, num_prompt: int, p: SamplingParams) -> dict[int, float]:
-    """Of the next token's `logits` [V] behind `tokens`."""
+    """Distribution of the next token, by its `logits` [V] after `tokens`."""
     found = [(1.0, dict(enumerate(logits)))]  # ways that it may go, each with its probability
 
     def each(change):
@@ -155,7 +155,7 @@ def distribution(logits, tokens, num_prompt: int, p: SamplingParams) -> dict[int
 
 
 def mirostat(logits, mu: float, p: SamplingParams) -> dict[int, tuple[float, float]]:
-    """Of each token that may be drawn: its probability, and `mu` behind it."""
+    """Probability of each token that may be drawn, and `mu` after it."""
     probabilities = softmax({t: x / p.temperature for t, x in enumerate(logits)})
     best = max(probabilities, key=lambda t: probabilities[t])
     kept = {t: x for t, x in probabilities.items() if -math.log2(x) <= mu or t == best}

@@ -122,7 +122,8 @@ STATES, NUM_SLOTS, READ, WRITTEN = 0.5, 4, 2, 3
 
 
 class Exact(ReferenceOps):
-    """For a model in float32 with the numbers that one in bfloat16 has: scales of groups are rounded as there."""
+    """Ops for a model in float32 with the numbers of one in bfloat16: scales of groups are rounded
+    to bfloat16."""
 
     def quantize_weight(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
@@ -242,8 +243,8 @@ def slots(read: int, written: int, device: torch.device | None = None) -> StateM
 def kept(
     kv: Sequence[LayerKV], meta: AttentionMetadata, groups: Sequence[int] = ()
 ) -> list[Tensor]:
-    """What the caches hold of the step's token, in float32, of each layer: [heads, keys and values], or its state with the
-    convolution's. `groups` of the layers."""
+    """Contents of the caches for the step's token, in float32, for each layer: [heads, keys and
+    values], or its state and that of the convolution. `groups` are those of the layers."""
     found = []
     for x, group in zip(kv, groups or [0] * len(kv), strict=True):
         if x.state is not None and x.state.recurrent is not None:

@@ -2,8 +2,8 @@
 
 `Preloaded(folder)` starts it, and leaves a `slipstream` and a `python` for the PATH in `folder`. These are small clients. The
 command runs in a fork, with the client's arguments, folder, environment and standard streams. The client ends with its exit
-code. Forks share nothing but what was imported. Ranks of a command's engine are forks, too (tests/forked_ranks.py), of the
-process that waits for the command.
+code. A client that is killed ends its command. Forks share nothing but what was imported. Ranks of a command's engine are
+forks, too (tests/forked_ranks.py), of the process that waits for the command.
 
 Processes of tests that name the same folder share the one that imports, since that takes seconds. It ends when all of them have
 closed it, or are dead.
@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +37,11 @@ with socket.socket(socket.AF_UNIX) as s:
 """
 
 
+KIND_S = 20.0
+"""How long a command may take to end after its client."""
+
 JOIN = b"j"
-"""What a process of tests sends that wants a process to stay which another has started."""
+"""Message of a process of tests that wants to keep a process which another has started."""
 
 
 class Preloaded:
@@ -155,9 +159,24 @@ def answer(connection: socket.socket) -> None:
 
     command = fork_command(kind, words, folder, env, list(fds), prepare)
     asking.close()
+    watch = threading.Thread(
+        target=end_with, args=(connection, os.pidfd_open(command)), daemon=True
+    )
+    watch.start()
     forked_ranks.serve(asked)  # until the command has ended
     _, status = os.waitpid(command, 0)
-    connection.sendall(f"{os.waitstatus_to_exitcode(status) & 255}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # the client is dead
+        connection.sendall(f"{os.waitstatus_to_exitcode(status) & 255}\n".encode())
+
+
+def end_with(client: socket.socket, command: int) -> None:
+    """End the process of the pidfd `command` once its client is dead: kindly, and by force after `KIND_S`."""
+    if client.recv(1):
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(command, number)
+        select.select([command], [], [], KIND_S)
 
 
 def fork_command(

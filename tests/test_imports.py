@@ -1,4 +1,5 @@
-"""Who may import whom (DESIGN §3 and §10), read from the source; no circle of imports; what `slipstream --help` loads.
+"""Allowed imports between packages (DESIGN §3 and §10), read from the source; no circle of
+imports; the modules that `slipstream --help` loads.
 
 Imports inside functions count like those at the top: they tie parts together just the same. Those under `if
 TYPE_CHECKING:` do not, since nothing is imported when the program runs. A public name (`from slipstream import LLM`) counts as
@@ -308,7 +309,7 @@ def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 
 def test_no_circle_of_imports():
-    """Also of imports inside functions."""
+    """Imports inside functions count."""
     graph = {
         module: {n for n in imported(file) if n in FILES and n != module}
         for module, file in FILES.items()

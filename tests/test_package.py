@@ -284,7 +284,7 @@ def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler_and_without_
     ("cpu", "sets"), [("Haswell", ["portable", "avx2"]), ("Nehalem", ["portable"])]
 )
 def test_one_library_serves_older_processors(cpu, sets):
-    """It loads where AVX-512 or AVX2 is missing, and what it says that runs does."""
+    """The library loads without AVX-512 and AVX2, and runs the kernels that it names."""
     assert EMULATOR is not None
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "PYTHONPATH")}
     command = [EMULATOR, "-cpu", cpu, sys.executable, "-c", EVERY_SET]

@@ -41,7 +41,7 @@ needs_helm = pytest.mark.skipif(
 
 
 def served(words):
-    """What `slipstream serve` reads of a container's words."""
+    """Settings that `slipstream serve` reads from a container's arguments."""
     assert words[0] == "serve"
     return ArgumentParser(prog="slipstream serve", module="serving.serve").parse_args(words[1:])
 
@@ -153,7 +153,7 @@ def test_quickstart_without_a_clone_asks_for_a_wheel(clone):
 
 
 def test_nothing_advises_to_install_by_the_name_alone():
-    """It is another project's on the package index."""
+    """The name belongs to another project on the package index."""
     folders = [ROOT / name for name in ("src", "docs", "packaging", "examples", ".github")]
     texts = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     advice = re.compile(

@@ -1,4 +1,4 @@
-"""What a GPU's platform does with CUDA's answers. On a GPU: tests/gpu."""
+"""Reactions of a GPU's platform to CUDA's answers. On a GPU: tests/gpu."""
 
 from __future__ import annotations
 

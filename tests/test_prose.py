@@ -1,4 +1,4 @@
-"""What a machine can see of the words: first words of docstrings, and classes that share a name (DESIGN §11)."""
+"""Lints of prose: first words of docstrings, and classes that share a name (DESIGN §11)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[1] / "src" / "slipstream"
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "slipstream"
 FILES = sorted(SRC.rglob("*.py"))
+ALL_FILES = [
+    *FILES,
+    *sorted(f for name in ("tests", "benchmarks", "examples") for f in (ROOT / name).rglob("*.py")),
+]
 BARE = re.compile(
     r"\s*(after|also|among|and|as|at|before|behind|beside|but|by|for|from|if|in|it|its|like|not|of|on|once|only|or|so|than|"
     r"that|their|they|those|to|under|until|up|what|when|where|which|while|who|whose|why|with|without)\b",
@@ -27,7 +32,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Those of modules, classes and functions, and the strings after an assignment."""
+    """Docstrings of modules, classes and functions, and the strings after an assignment."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for i, statement in enumerate(body if isinstance(body, list) else []):
@@ -40,8 +45,8 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 def test_docstrings_begin_with_what_they_are_about():
     places = [
-        f"{file.relative_to(SRC)}:{text.lineno}: {text.value.strip()[:60]}"
-        for file in FILES
+        f"{file.relative_to(ROOT)}:{text.lineno}: {text.value.strip()[:60]}"
+        for file in ALL_FILES
         for text in docstrings(ast.parse(file.read_text(encoding="utf-8")))
         if BARE.match(text.value)
     ]

@@ -72,7 +72,7 @@ def served(command, folder, environment, port):
 
 
 def carried_out(language, code, folder, environment, number):
-    """What a block of a page prints, a Python one by way of the file `number`.py."""
+    """Output of a block of a page. A Python block is run from the file `number`.py."""
     if language == "python":
         (folder / f"{number}.py").write_text(code)
         code = f"python {number}.py"

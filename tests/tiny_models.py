@@ -579,7 +579,7 @@ GEMMA4_MOE = {
     **dict(num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2),
     "moe_intermediate_size": 24,
 }
-"""What makes of `gemma4_text` a model like the 26B-A4B."""
+"""Settings that turn `gemma4_text` into a model like the 26B-A4B."""
 
 
 RECURRENT = (
@@ -639,11 +639,12 @@ def shake_buffers(model: Any) -> None:
 _written: dict[str, tuple[dict[str, bytes], Any]] = {}
 """Checkpoints that this process has made: their files, and the state that torch's random numbers were left in."""
 MAX_BYTES = 2**21
-"""Of a checkpoint that is kept."""
+"""Maximum size of a checkpoint that is kept."""
 
 
 def write(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> None:
-    """What `build` writes, for tests that have no use for the transformers model: the second time it is only copied."""
+    """Writes the folder that `build` writes, for tests that don't use the transformers model. From
+    the second time on the folder is only copied."""
     import torch
 
     called = repr((family, seed, sorted(overrides.items())))
@@ -693,7 +694,7 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
 
 
 def correction_buffers(model: Any) -> list[Any]:
-    """What DeepSeek V3 learns beside gradients."""
+    """Buffers of DeepSeek V3 that are learnt outside of gradients."""
     ends = ("e_score_correction_bias", "expert_bias")
     return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
@@ -716,7 +717,7 @@ def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) ->
 
 
 def write_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> None:
-    """What `build_with_tokenizer` writes."""
+    """Writes the folder that `build_with_tokenizer` writes."""
     write(path, family, **overrides)
     write_tokenizer(path)
 
@@ -849,7 +850,7 @@ ENCODERS |= {
     "umt5-encoder": {**_T5, "model_type": "umt5", "feed_forward_proj": "gated-gelu"},
 }
 SCORING = [f for f in ENCODERS if f != "eurobert" and not f.endswith("-encoder")]
-"""Those with a head for scores in transformers."""
+"""Encoders with a head for scores in transformers."""
 T5_ENCODERS = {"t5-encoder": "T5EncoderModel", "umt5-encoder": "UMT5EncoderModel"}
 T5S: dict[str, dict[str, Any]] = {
     "t5": {**_T5, "feed_forward_proj": "relu"},

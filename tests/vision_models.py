@@ -77,7 +77,8 @@ IMAGE["llava"] = PLACEHOLDER["llava"] = "<image>"
 for _name in ("internvl", "llava"):
     TEMPLATES[_name] = TEMPLATES["smolvlm"].replace("<image>", IMAGE[_name])
 GEMMA4 = ("gemma4", "gemma4_large")
-"""As E2B and E4B: inputs of layers, bounds of products. As 26B and 31B: pictures that see themselves."""
+"""Gemma 4 like E2B and E4B (inputs of layers, bounds of products), and like 26B and 31B (pictures
+that see themselves)."""
 SPECIAL["mistral3"] = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
 IMAGE["mistral3"] = PLACEHOLDER["mistral3"] = "[IMG]"
 TEMPLATES["mistral3"] = (
@@ -313,7 +314,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
         "resample": 3,
     },
 }
-"""As preprocessor_config.json has them."""
+"""Contents of preprocessor_config.json."""
 PROCESSING["qwen2_vl"] = PROCESSING["qwen2_5_vl"]
 PROCESSING["internvl"] = {
     "image_processor_type": "GotOcr2ImageProcessorFast",
@@ -468,7 +469,7 @@ def their_processor(family: str) -> Any:
 
 
 def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
-    """What transformers' model takes, of a prompt that has all placeholders."""
+    """Inputs of transformers' model for a prompt that has all placeholders."""
     import torch
 
     ids = torch.tensor([tokens])

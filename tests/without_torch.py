@@ -34,7 +34,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def _forking() -> subprocess.Popen[str]:
-    """It ends with this process."""
+    """A forking server process, which ends with this one."""
     return subprocess.Popen(
         [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

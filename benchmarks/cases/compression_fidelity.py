@@ -1,4 +1,4 @@
-"""What schemes, 8-bit caches and a GPU's kernels cost in quality.
+"""Loss of quality by schemes, 8-bit caches and a GPU's kernels.
 
     python benchmarks/compression.py --study fidelity [--text FILE] [--windows 16]
     python benchmarks/compression.py --study fidelity --measure reference --reference REF.json    # on any machine

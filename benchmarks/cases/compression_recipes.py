@@ -1,4 +1,5 @@
-"""What each recipe costs in quality: it is carried out, and the result compared with the original on held-out text.
+"""Loss of quality by each recipe: it is carried out, and the result compared with the original on
+held-out text.
 
     python benchmarks/compression.py --study recipes [--rows "int4 gptq;int4 awq"] [--all] [--also NAME=PATH ...]
     python benchmarks/compression.py --study recipes --device cuda --calibrate 128x1024 --evaluate 48x1024 --rows structured
@@ -160,7 +161,7 @@ SLOW = (
     ),
     *("structured", "draft 1/3"),
 )
-"""Those that take long on a CPU: only by name, or with --all."""
+"""Recipes that take long on a CPU: they run only by name, or with --all."""
 
 
 def size(text: str) -> tuple[int, int]:
@@ -187,7 +188,7 @@ def measure(original: Scorer, args: EngineArgs, text: TextSettings) -> dict[str,
 
 
 class Remembering(Scorer):
-    """What a model makes of a window is computed once: the original meets every row on the same text."""
+    """A model that computes each window once: the original meets every row on the same text."""
 
     def hidden(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
         known: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("known", {})
@@ -213,7 +214,7 @@ def changed(steps: list[Any], given: list[str]) -> list[Any]:
 
 
 def setting(steps: list[Any], name: str) -> Any:
-    """What a recipe says of it, wherever it does, or None."""
+    """The recipe's value of a setting, wherever it stands, or None."""
     return next((own[name] for step in steps for own in step.values() if name in own), None)
 
 
@@ -225,7 +226,7 @@ def seconds_a_step(
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """Of the recipe's training, by a short trial of which all but training is quick."""
+    """Time per step of the recipe's training, by a short trial of which all but training is quick."""
     short = {
         "num_steps": 14,
         **(

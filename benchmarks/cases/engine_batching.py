@@ -1,4 +1,5 @@
-"""In-flight batching on a CPU: its speed beside static batching and transformers, and the KV memory that it wastes.
+"""Batching in flight on a CPU: its speed next to static batching and transformers, and the KV
+memory that it wastes.
 
     python benchmarks/engine.py --study batching                      # speed; record batching.json
     python benchmarks/engine.py --study batching --measure memory     # record batching_memory.json

@@ -179,7 +179,7 @@ def shortened(path: Path, folder: Path) -> Path:
 
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: one model's figures."""
+    """Figures of one model, measured in a process of its own."""
     import slipstream.kernels.triton  # noqa: F401  (before the turn, not in it)
     from slipstream import LLM, SamplingParams
 

@@ -1,4 +1,5 @@
-"""From a wheel to an answer in a bare environment, step by step: wall and processor time of what `quickstart --wheel` does.
+"""Steps from a wheel to an answer in a bare environment: wall and processor time of each step of
+`quickstart --wheel`.
 
     python benchmarks/engine.py --study wheel --wheel slipstream-0.2.0-….whl
 

@@ -38,7 +38,7 @@ PROMPT_TOKENS = 16
 
 
 def shapes(config: Path, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Of a Llama's modules: (out, in) by name."""
+    """Shapes (out, in) of a Llama's modules, by name."""
     spec = read_spec(config).spec
     found = {}
     for i, layer in enumerate(spec.layers):

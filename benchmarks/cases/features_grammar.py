@@ -1,4 +1,5 @@
-"""What a grammar costs: the time a token of a batch with and without JSON schemas, and how soon a new schema has its mask.
+"""Cost of a grammar: the time a token of a batch with and without JSON schemas, and the time until
+a new schema has its mask.
 
     python benchmarks/features.py --study grammar --device cpu --num-requests 8
     python benchmarks/features.py --study grammar --model benchmarks/configs/llama-3-8b --load-format dummy --made-vocabulary

@@ -63,7 +63,8 @@ PEAK = 4.0
 
 TEMPLATES = 12
 LONGEST_BLOCKS = 260
-"""What the longest request needs. The fault of the cache leaves that, or three fifths of what was in use if that is more."""
+"""Blocks that the longest request needs. The fault of the cache leaves that, or three fifths of
+the used blocks if that is more."""
 
 
 @dataclass(frozen=True)

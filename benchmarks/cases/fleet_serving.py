@@ -77,7 +77,7 @@ class Fleet:
         return pool.key
 
     async def scale(self, replicas: int) -> None:
-        """And wait until so many serve."""
+        """Sets the number of replicas, and waits until so many serve."""
         await self.head.scale(self.key, replicas)
         while sum(r.heard and not r.draining for r in self.replicas) != replicas:
             await asyncio.sleep(0.05)
@@ -157,7 +157,8 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def added(ttfts: dict[str, list[float]], share: float) -> tuple[float, float, float]:
-    """What the gateway adds to this quantile of the TTFT, in ms, and from where to where 95 of 100 bootstrap draws have it."""
+    """Time in ms that the gateway adds to this quantile of the TTFT, with the interval of 95 of
+    100 bootstrap draws."""
     rng, ways = (
         np.random.default_rng(0),
         [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")],
@@ -315,7 +316,7 @@ async def kill(args) -> dict:
         await killing
 
         def near(one: Asked) -> list[str]:
-            """Who was missing at about that time. A replica that is started anew keeps its name."""
+            """Replicas that were missing at about that time. A restarted replica keeps its name."""
             return [name for name, begin, back in kills if begin - 1 < one.begin < back]
 
         others = [

@@ -140,7 +140,7 @@ class Round:
                     )
 
     def bind(self, tokens: int) -> list[torch.Tensor]:
-        """What the next rounds write."""
+        """Sets the outputs of the next rounds."""
         self._inputs = [
             torch.randn(tokens, n, generator=torch.Generator().manual_seed(0))
             for n, _ in self._sizes
@@ -153,7 +153,7 @@ class Round:
         return self._results
 
     def us(self, step: Step, clock: str) -> list[float]:
-        """Of one product with each weight."""
+        """Microseconds of one product with each weight."""
         self.program.profile(clock)
         self.program.run(step.inputs)
         ns = self.program.profile(None)

@@ -46,7 +46,7 @@ TOLERANCE = {"products": 6e-3, "experts": 2e-2}
 
 
 class Device:
-    """Where the kernels run, and with which numbers."""
+    """Device of the kernels, and its number type."""
 
     def __init__(self, tiny: bool) -> None:
         self.tiny, self.where = tiny, torch.device("cpu" if tiny else "cuda")
@@ -107,7 +107,7 @@ def plain(kind: str, rows: int, inner: int, on: Device, *, dtype: torch.dtype, *
 
 
 def stored(formats: list[str]) -> list[str]:
-    """Those that checkpoints hold."""
+    """Weights as checkpoints hold them."""
     return [kind for kind in formats if kind in (*FLOAT4, *TYPES_BY_NAME)]
 
 

@@ -1,4 +1,5 @@
-"""What eviction by value keeps over eviction of the least recently used, through the real scheduler in virtual time.
+"""Cached tokens that eviction by value keeps over eviction of the least recently used, through the
+real scheduler in virtual time.
 
     python benchmarks/memory.py --study eviction [--trace mooncake_conversation.jsonl]
 
@@ -223,7 +224,7 @@ def replay(
 
 
 def work(num_blocks: int) -> float:
-    """Of computing so many blocks of 512 tokens, in tokens without attention."""
+    """Cost of computing so many blocks of 512 tokens, in tokens without attention."""
     return num_blocks * 512 * (1 + num_blocks * 256 / DEPTH)
 
 

@@ -1,4 +1,4 @@
-"""What reuse of a shared prefix does to the time to first token, on a CPU.
+"""Effect of reusing a shared prefix on the time to first token, on a CPU.
 
     python benchmarks/memory.py --study prefix
 

@@ -1,4 +1,5 @@
-"""What the server takes of each token and request, in microseconds of the processor, stage by stage, without a model.
+"""Processor time of the server per token and request, in microseconds, stage by stage, without a
+model.
 
     python benchmarks/online.py --study cost [--model smollm2] [--streams 64,256,1024]
 

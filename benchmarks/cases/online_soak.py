@@ -95,7 +95,7 @@ def make_request(rng: random.Random) -> tuple[str, dict, str]:
 
 
 def judge(status: int, body: bytes, kind: str, choices: int) -> str:
-    """What became of a request."""
+    """Outcome of a request."""
     if (status == 503 and b'"engine_dead"' in body) or status == 429:
         return f"refused with {status}"
     if kind == "bad":

@@ -61,7 +61,7 @@ FIGURES = (
     "start_s",
     "load_average",
 )
-"""What a record keeps of each round."""
+"""Figures of each round in a record."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ def measured(args: argparse.Namespace) -> Table:
 
 
 def rows_of(table: Table) -> list[dict[str, Any]]:
-    """What `read_record` reads."""
+    """Rows of a record, for `read_record`."""
     rows = []
     for candidate, rounds in table.rounds.items():
         figures = [

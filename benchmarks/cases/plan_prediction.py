@@ -182,7 +182,7 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def middle_of(tables: list[list[MeasuredStep]]) -> list[MeasuredStep]:
-    """Of each step the median of its times."""
+    """Median time of each step."""
     return [
         MeasuredStep(of[0].shape, statistics.median(p.seconds for p in of))
         for of in zip(*tables, strict=True)
@@ -260,7 +260,7 @@ async def held_out(
 
 
 def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
-    """What steps take, by an engine that is gone afterwards."""
+    """Measured times of steps, by an engine that is gone afterwards."""
     executor = LocalExecutor.build(settings)
     while executor.capture_next():
         pass

@@ -1,4 +1,5 @@
-"""What steps take on this machine, for `slipstream plan`: decodes, prompts and both together, with a model's true shape.
+"""Times of steps on this machine, for `slipstream plan`: decodes, prompts and both together, with
+a model's true shape.
 
     python benchmarks/plan.py --study steps --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--rounds 5]
 

@@ -168,7 +168,7 @@ class Forced:
         tokens: Sequence[int],
         from_model: Sequence[int] = (),
     ) -> tuple[list[int], tuple[int, ...]]:
-        """In the place of the engine's own."""
+        """Stands in for the engine's own verification."""
         counts = tuple(self.tokens_of(s) if s.drafts else s.num_sampled for s in requests)
         begins = itertools.accumulate((s.num_sampled for s in requests), initial=0)
         kept = [

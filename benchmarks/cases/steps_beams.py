@@ -1,4 +1,5 @@
-"""What a step of beam search takes the host: the scheduler, its results and the choice of beams, without a model and a worker.
+"""Host time of a step of beam search: the scheduler, its results and the choice of beams, without
+a model and a worker.
 
     python benchmarks/steps.py --study beams [--searches 64] [--beams 4] [--groups 1] [--prompt 1919] [--answer 100]
 

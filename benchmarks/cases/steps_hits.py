@@ -1,4 +1,5 @@
-"""What the host takes of requests whose prompts are cached, until their first step can be computed. No model.
+"""Host time of requests whose prompts are cached, until their first step can be computed. No
+model.
 
     python benchmarks/steps.py --study hits [--counts 64x8000 8x30000 64x500]
 

@@ -1,4 +1,4 @@
-"""What the scheduler takes of a step of decodes: schedule() and update(), without a model.
+"""Time of the scheduler for a step of decodes: schedule() and update(), without a model.
 
     python benchmarks/steps.py --study scheduler [--num-seqs 1024] [--windows 0]
 
@@ -32,7 +32,7 @@ def make_scheduler(
     max_num_seqs: int | None = None,
     num_blocks: int | None = None,
 ) -> Scheduler:
-    """With `num_seqs` requests, for which there is room."""
+    """A scheduler with `num_seqs` requests, for which there is room."""
     groups = (
         CacheGroup(kind="full"),
         *(CacheGroup(kind="window", window=128) for _ in range(num_windows)),

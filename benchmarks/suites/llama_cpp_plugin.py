@@ -29,7 +29,8 @@ MOST_KEPT = 3
 NATIVE = ("/completion", "/completions", "/infill")
 GENERATING = (*NATIVE, "/v1/completions", "/chat/completions", "/v1/chat/completions")
 TEST: dict[str, bool] = {}
-"""Of the running test: `sized` (it looks at the sizes of the context), `tools`, `lists` (it reads the names of models)."""
+"""Properties of the running test: `sized` (it looks at the sizes of the context), `tools`, `lists`
+(it reads the names of models)."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def pytest_sessionstart() -> None:
     get = requests.get
 
     def get_or_draw(url: str, *a: Any, **k: Any) -> Any:
-        """Their two pictures come from a hub; ours are drawn."""
+        """Draws the two pictures that the suite takes from a hub."""
         if not url.endswith(("/11_truck.png", "/91_cat.png")):
             return get(url, *a, **k)
         import io

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import pytest
 
 GIVEN: dict[str, Any] = {}
-"""What `other_suites.py` gives: the suite's `data`, paths of `models`, the folder `copy`, the file `log`."""
+"""Values from `other_suites.py`: the suite's `data`, paths of `models`, the folder `copy`, the
+file `log`."""
 
 
 def aside(clause: int, why: str) -> NoReturn:

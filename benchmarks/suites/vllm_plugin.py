@@ -95,7 +95,7 @@ def base64_module() -> dict[str, Any]:
 
 
 def given(module: str) -> dict[str, Any]:
-    """What stands for the names of `module` that tests use in earnest."""
+    """Stand-ins for the names of `module` that tests really use."""
     import logging
 
     own: dict[str, dict[str, Any]] = {
@@ -172,7 +172,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def translated(asked: list[str]) -> list[str]:
-    """Their options without those that ours needs none of; one that only they have sets the test aside."""
+    """The suite's options without those that ours doesn't need. An option that only theirs has
+    sets the test aside."""
     data, made = GIVEN["data"], list[str]()
     words = iter(word.replace("_", "-") if word.startswith("--") else word for word in asked)
     waiting = 0
@@ -204,7 +205,7 @@ def names_of_adapters(asked: list[str]) -> list[str]:
 
 
 def ended_by_length(request: httpx.Request) -> httpx.Request:
-    """Their models end no short text by themselves; ours does, so it's told not to."""
+    """Tells our model to ignore its end of text: theirs ends no short text by itself."""
     if request.url.path != "/v1/completions" or request.method != "POST":
         return request
     body = json.loads(request.content)

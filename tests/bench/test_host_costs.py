@@ -1,4 +1,4 @@
-"""What is measured of the host, on an engine whose costs are known."""
+"""Measurements of the host, on an engine whose costs are known."""
 
 from __future__ import annotations
 

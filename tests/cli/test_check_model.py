@@ -61,7 +61,7 @@ def test_the_same_model_is_the_same_everywhere(tmp_path, capsys, family, overrid
 
 @pytest.mark.parametrize("number", ["0", "-1", "100000"])
 def test_a_length_that_the_model_has_not_is_refused(tmp_path, capsys, number):
-    """Before transformers loads it."""
+    """The refusal comes before transformers loads the model."""
     tiny_models.build(tmp_path, "llama")
     assert main(["check-model", str(tmp_path), "--num-tokens", number]) == 2
     assert f"got {number}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the command shows of its progress, on a terminal and without one."""
+"""Progress that the command shows, on a terminal and without one."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 @pytest.fixture(autouse=True)
 def free_memory(monkeypatch):
-    """What other programs leave of this machine's memory decides nothing."""
+    """Gives the machine a fixed amount of free memory, whatever other programs take."""
     for module in ("costs.hardware", "costs.estimate", "worker.device"):
         monkeypatch.setattr(f"slipstream.{module}.host_memory", lambda: (64 * 2**30, 32 * 2**30))
 

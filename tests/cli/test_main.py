@@ -156,6 +156,18 @@ def test_debug_shows_the_traceback(fails_with, capsys, words):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_words_after_a_lone_dash_dash_are_no_options_of_the_command(
+    fails_with, capsys, monkeypatch
+):
+    taken = {}
+    monkeypatch.setattr(
+        "slipstream.cli.answers.run.run", lambda args: taken.update(vars(args)) or 0
+    )
+    assert main(["run", "smollm2", "--", "--debug"]) == 0
+    assert taken["debug"] is False
+    assert taken["words"] == ["smollm2", "--debug"]
+
+
 def test_an_interrupt_with_json_is_one_object(fails_with, capsys):
     fails_with(KeyboardInterrupt())
     assert main(["doctor", "--json"]) == 130
@@ -270,6 +282,7 @@ def test_usage_errors(capsys, words):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: slipstream")
+    assert err.count("\n") == 2, "a line of usage, a line of the error"
     assert main([*words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "UsageError"
 
@@ -288,6 +301,13 @@ def test_what_a_verb_does_not_know_brings_its_own_usage(capsys, words, whose):
     err = capsys.readouterr().err
     assert err.startswith(f"usage: {whose} [")
     assert "unrecognized arguments: " in err
+
+
+def test_a_usage_of_several_lines_is_cut_and_names_the_help(capsys):
+    assert main(["doctor", "--no-such-option"]) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith(" … (--help shows all)")
+    assert error.startswith("slipstream: ")
 
 
 def test_a_closed_pipe_is_quiet():

@@ -1,4 +1,4 @@
-"""What `plan` and `bench` end with: a command to paste; and the warning of a machine that is busy."""
+"""Commands to paste at the end of `plan` and `bench`, and the warning about a busy machine."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def test_what_no_device_can_keep_is_told_with_the_nearest(capsys):
 
 
 def test_a_toy_on_a_large_device(capsys, tmp_path):
-    """It has room for a billion blocks, which took all of this machine's memory; and its context is too short for the load."""
+    """The device has room for a billion blocks, more than this machine's memory could simulate,
+    and the model's context is too short for the load."""
     config = json.loads((Path(CONFIG).parent / "tiny" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     words = ("plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:60/8", "--no-search")
@@ -165,7 +166,7 @@ def test_this_machine_is_measured_and_the_table_found_again(capsys, tmp_path, mo
 
 
 def test_a_model_without_attention_gains_states_by_more_memory(tmp_path, capsys):
-    """Its blocks hold nothing."""
+    """Blocks of such a model hold nothing."""
     tiny_models.write(tmp_path, "mamba2")
     words = ("plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:60/8", "--no-search")
     assert main([*words]) == 0

@@ -1,4 +1,4 @@
-"""What the tests of compression and evaluation share."""
+"""Fixtures of the tests of compression and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compressed checkpoint says of itself, and the folder in which it is made."""
+"""The description in a compressed checkpoint, and the folder in which it is made."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_only_what_is_to_be_learnt_counts(teacher, student):
     [("gemma2", {"attn_logit_softcapping": 5.0}), ("mistral", {}), ("bloom", {})],
 )
 def test_attention_is_what_the_ops_compute(family, changes, tmp_path):
-    """Its weights times the values are the op's result."""
+    """The weights times the values equal the op's result."""
     tiny_models.write(tmp_path, family, **changes)
     model = load_dense(tmp_path, dtype=torch.float32, device=CPU)
     ops, batch, count = TappedOps(), SequenceBatch.of([WINDOWS[0], WINDOWS[1][:9]], CPU), 0

@@ -238,7 +238,7 @@ def test_settings():
     [("eagle3", {}), ("eagle3", {"norm_before_fc": True, "norm_output": True}), ("medusa", {})],
 )
 def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
-    """What is trained learns, its folder drafts, and the receipt says how well."""
+    """The head learns, its folder can be used for drafting, and the receipt has its acceptance."""
     text = tmp_path / "text.jsonl"
     turns = [
         [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}]

@@ -78,7 +78,8 @@ def test_learning_begins_at_gptqs_result(fmt, act_order):
     [("llama", FORMATS["symmetric"]), ("qwen3_moe", FORMATS["symmetric"]), ("llama", FP8)],
 )
 def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
-    """Of what the layer gives; with inputs in 8 bits, when they are rounded."""
+    """The error is that of the layer's output, with inputs rounded to 8 bits where the scheme
+    rounds them."""
     tiny_models.write(tmp_path, family, **SIZES)
     source = read_spec(tmp_path)
     stream, values = (

@@ -140,7 +140,8 @@ def test_the_teacher_answers(model, tmp_path):
 
 
 def test_short_conversations_are_learnt_from_and_too_few_refused(model, text, tmp_path):
-    """Of each document the last window too, however short; more windows than there are, are an error and no shorter run."""
+    """The last window of each document counts, however short. More windows than there are is an
+    error, not a shorter run."""
     asked = steps(text, num_windows=10_000)
     with pytest.raises(ConfigError, match="windows, not 10000") as caught:
         reshape(read_spec(model), parse(asked), tmp_path / "out", device=CPU)

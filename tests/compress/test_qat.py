@@ -53,7 +53,7 @@ def test_the_rate_rises_and_falls():
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
-    """On the text that was trained on, of a tiny random model with 3 bits."""
+    """The loss is measured on the training text, with a tiny random model in 3 bits."""
     tiny_models.write(tmp_path / "model", family, **(SIZES if family == "llama" else {}))
     source = read_spec(tmp_path / "model")
     exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)
@@ -79,7 +79,8 @@ def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
     ],
 )
 def test_rounded_inputs_are_trained_with(tmp_path, quantize, steps):
-    """In both, what the training meets is what the engine computes: the divergence falls, the format stays."""
+    """Training computes what the engine computes, in both formats: the divergence falls and the
+    format stays."""
     tiny_models.write(tmp_path / "model", "llama", **SIZES)
     source = read_spec(tmp_path / "model")
     exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)

@@ -466,7 +466,8 @@ def test_the_command_backs_off(tmp_path, model, capsys):
 
 
 def test_backing_off_goes_on_after_an_interruption(tmp_path, model, capsys, monkeypatch):
-    """What cost too much is not made again, what was half done is not begun again; unless the limit is another."""
+    """A scheme that cost too much is not tried again, and half-done work is not begun again,
+    unless the limit has changed."""
     text = "".join(f"{i} words of a text that goes on for some time\n\n" for i in range(2000))
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "r.yaml").write_text("- quantize: {bits: 6, group_size: 32}\n")
@@ -530,8 +531,9 @@ def test_attempts_are_told_by_their_conditions(tmp_path):
     ],
 )
 def test_transformers_loads_it_with_the_same_logits(tmp_path, model, name):
-    """Where inputs are rounded otherwise there (by one scale for all, or int8 on 127.5) only nearly. Zero points are not tried:
-    compressed-tensors 0.20 writes them packed, and transformers then expects them as they were."""
+    """Logits are equal only nearly where transformers rounds inputs otherwise (one scale for all,
+    or int8 on 127.5). Zero points are not tried: compressed-tensors 0.20 writes them packed, and
+    transformers then expects them unpacked."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What a scheduler is made of, small."""
+"""Small settings for a scheduler."""
 
 from __future__ import annotations
 

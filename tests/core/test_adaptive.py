@@ -79,7 +79,8 @@ def test_auto_from_the_first_request_where_steps_were_measured(right, least):
 @pytest.mark.parametrize("budget", [20, 8192])
 @pytest.mark.parametrize("num_drafts", [3, "auto"])
 def test_drafts_that_need_no_block_are_scheduled_as_all_others(monkeypatch, num_drafts, budget):
-    """They are scheduled so even if the step's budget is below what all sequences with their drafts would take."""
+    """Drafts are scheduled so even if the step's budget is below what all sequences with their
+    drafts would take."""
 
     def plans():
         gpu, found = VirtualGPU(num_drafts, 16, Rates(0.75), is_known=num_drafts == "auto"), []

@@ -1110,7 +1110,7 @@ def test_what_a_window_released_is_still_cached():
     [(range(10), 40), (range(8, 10), 40), (range(4, 6), 24), (range(4), 16), ((9,), 0)],
 )
 def test_the_longest_hit_that_every_group_has(kept, hit):
-    """Only some of a prompt's ten blocks are still cached in the window's group."""
+    """Some of a prompt's ten blocks are still cached in the window's group, but not all."""
     engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
     engine.scheduler.add(request("a", range(42), max_tokens=9))
     engine.step()

@@ -65,7 +65,7 @@ class Store:
         return key in self.files and key not in self.lost
 
     def block(self, copy):
-        """What the device has at a copy's end."""
+        """Contents of the device's block at the end of a copy."""
         if copy.is_state:
             return (self.states.get(copy.block, -1),)
         return tuple(self.cells.get((copy.block, i), -1) for i in range(BLOCK))

@@ -151,7 +151,8 @@ class VirtualGPU:
         self.scheduler.add(spec)
 
     def step(self) -> bool:
-        """As `EngineCore` does: two plain steps may be in flight. False: there is nothing to do."""
+        """Runs one step as `EngineCore` does, with up to two plain steps in flight. Returns False
+        if there is nothing to do."""
         plan = self.scheduler.schedule() if len(self._in_flight) < 2 else None
         if plan is not None:
             self._launch(plan)

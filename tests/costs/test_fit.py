@@ -98,7 +98,8 @@ def test_ranks_on_a_cpu_share_its_memory():
 
 
 def offloaded(memory, monkeypatch, **settings):
-    """What is said of an 8B model on a GPU of 24 GiB, of whose weights it may have 6 GiB, beside a host with so much memory."""
+    """The verdict on an 8B model on a GPU of 24 GiB, which may hold 6 GiB of its weights, next to
+    a host with the given memory."""
     monkeypatch.setattr("slipstream.costs.fit.host_memory", lambda: (64 * GIB, memory))
     return refused(gpu(24 * GIB), **{"weights_bytes": 6 * GIB, **settings})
 

@@ -175,13 +175,14 @@ def fields(kept: dict[str, object]) -> dict[str, object]:
 
 
 def golden_tokens() -> dict[str, Any]:
-    """What small_vocabularies.json holds: two vocabularies as fields of GGUF files, and llama.cpp's tokens by them."""
+    """Contents of small_vocabularies.json: two vocabularies as fields of GGUF files, and
+    llama.cpp's tokens for them."""
     found = json.loads((HERE / "small_vocabularies.json").read_text(encoding="utf-8"))
     return found | {kind: fields(found[kind]) for kind in ("byte_level", "sentencepiece")}
 
 
 def golden(path: Path, text: str, *, bos: bool = False) -> list[list[object]]:
-    """For each chunk: how many tokens, and a hash of them."""
+    """Number of tokens and their hash, for each chunk."""
     from llama_cpp import Llama
 
     llama = Llama(

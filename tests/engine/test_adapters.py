@@ -337,7 +337,7 @@ def ends_of(core):
 
 
 def test_a_request_without_a_place_counts_in_the_queue_and_outlives_a_full_one(made):
-    """When the place is free, requests without adapters fill the queue; the request keeps waiting."""
+    """Requests without adapters fill the queue when the place is free; the request keeps waiting."""
     core = make(made, max_loras=1, max_cpu_loras=1, max_num_seqs=1, max_queue=2).core
     core.add([asked(made, 1, "runs")])
     core.step()
@@ -349,7 +349,8 @@ def test_a_request_without_a_place_counts_in_the_queue_and_outlives_a_full_one(m
 
 
 def test_those_with_a_place_go_before_one_without(made, monkeypatch):
-    """As many pass as the scheduler allows, then its turn comes. Choices go with their first."""
+    """The scheduler's bound of requests pass it, then its turn comes. Further choices of a request
+    go with its first."""
     monkeypatch.setattr("slipstream.core.scheduler.MAX_OVERTAKES", 2)
     core = make(made, max_loras=1, max_cpu_loras=1).core
     core.add([asked(made, 1, "a0", 8)])

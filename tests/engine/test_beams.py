@@ -110,7 +110,8 @@ def test_a_beam_of_one_is_greedy(tmp_path):
 
 
 def took(searches, *found, num_cached=0):
-    """What searches take from a step in which beams, by name, have found their likeliest next tokens; or several such."""
+    """Results of searches for a step (or several) in which beams, given by name, have found their
+    likeliest next tokens."""
     outputs = []
     for of_each in found:
         tokens, values = zip(*[zip(*pairs, strict=True) for pairs in of_each.values()], strict=True)

@@ -92,7 +92,7 @@ BAD = {
 }
 
 ONLY_SLOW = {"loops", "loops over nothing", "select", "count", "in"}
-"""They take all the time that they get, and no memory."""
+"""Templates that use up all the time they are given, and no memory."""
 
 
 @pytest.mark.parametrize("name", BAD)

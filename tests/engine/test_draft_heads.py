@@ -58,7 +58,8 @@ HYBRID = {"mtp-hybrid": ("mtp", mtp_layers.add)}
 
 
 MODELS: dict[str, tuple[Any, dict[tuple[int, ...], list[Any]]]] = {}
-"""Of each family and size, which many heads share: the model as transformers has it, and the states that it gave."""
+"""Models by family and size, which many heads share: transformers' model, and the states that it
+gave."""
 
 
 class Setup:

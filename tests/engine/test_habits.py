@@ -1,4 +1,4 @@
-"""What vLLM's users write."""
+"""Programs as vLLM's users write them."""
 
 from __future__ import annotations
 

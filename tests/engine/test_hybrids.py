@@ -26,7 +26,8 @@ SETTINGS = dict(
     max_num_batched_tokens=32,
 )
 KINDS = ["mamba2", "lfm2", "falcon_h1", "minimax"]
-"""Without any attention; with convolutions alone; with attention and a recurrence in each layer; without convolutions."""
+"""Families without any attention, with convolutions alone, with attention and a recurrence in each
+layer, and without convolutions."""
 
 
 def greedy(theirs, prompt, count):

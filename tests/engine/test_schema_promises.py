@@ -1,4 +1,4 @@
-"""What a schema promises, judged by a JSON parser and by jsonschema and not by the grammar itself."""
+"""Promises of a schema, judged by a JSON parser and by jsonschema, not by the grammar itself."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def is_same(text: str, value: Any) -> bool:
 
 @pytest.mark.parametrize(("draft", "least"), [("draft2020-12", 202), ("draft7", 185)])
 def test_no_invalid_instance_of_the_suite_is_accepted_in_any_spelling(draft, least):
-    """Where the suite and jsonschema differ (what is an annotation), both count as invalid."""
+    """An instance on which the suite and jsonschema differ (about annotations) counts as invalid."""
     wrong, taken = [], 0
     for name, groups in SUITE.items():
         if (
@@ -682,7 +682,7 @@ def test_a_pattern_of_many_classes_is_checked_within_the_time():
 
 @pytest.mark.parametrize("name", ["glm", "qwen3_coder", "pythonic"])
 def test_definitions_that_are_written_for_each_argument_are_bounded(name):
-    """They would be written on the event loop, and refused only then."""
+    """Unbounded definitions would be written on the event loop before they are refused."""
     definitions = {"d": {"enum": [f"{i:06}" for i in range(12_000)]}}
     properties = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(8)}
     schema = {"type": "object", "properties": properties, "$defs": definitions}

@@ -228,7 +228,8 @@ def test_a_stream_is_the_answer(llm):
 
 
 def test_what_turns_out_to_be_impossible(llm):
-    """Only the engine knows the tokens: the request fails, and no other."""
+    """Impossibility shows only in the engine, which knows the tokens. The request fails, and no
+    other."""
     bad = sampling(StructuredOutputsParams(grammar="start: <|nope|>"))
     with pytest.raises(RequestError, match="nope") as error:
         answers(llm, bad)

@@ -1,4 +1,4 @@
-"""What several features do to one batch: each answer is the one that it has alone, without any of the others."""
+"""Several features in one batch: each answer equals the one that its request has alone."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_one_batch_answers_as_each_alone(path, alone, mode, num_threads):
     ("config", "rows"), [(None, 4), (NGRAM, 16), ({"method": "suffix"}, 48)], ids=str
 )
 def test_memory_is_kept_for_all_that_a_step_samples(path, monkeypatch, config, rows):
-    """Of the model's logits as many rows as there may be sequences and drafts, if a step has room for them."""
+    """Room is kept for the logits of all sequences and their drafts, if one step can have so many."""
     measured, dummy = [], probe_steps.dummy_sampling
     noted = lambda num_rows, device: measured.append(num_rows) or dummy(num_rows, device)
     monkeypatch.setattr(probe_steps, "dummy_sampling", noted)

@@ -1,4 +1,4 @@
-"""Which numbers are token ids: told alike by the quick look at all of them and by the one that names the wrong one."""
+"""Valid token ids: the quick check of all and the check that names the wrong one agree."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_sentencepiece_gives_llama_cpps_ids(prefix, tmp_path):
 
 
 def test_gemma4s_merges_hold_in_the_place_of_scores(tmp_path):
-    """Its files have the same spelling, and scores that say nothing."""
+    """Gemma 4's files have the same spelling as older ones, and scores without meaning."""
     known = GOLDEN["sentencepiece"] | {"add_space_prefix": False}
     by_scores = Tokenizer.from_pretrained(write_gguf(tmp_path / "scores.gguf", known))
     merges = json.loads(by_scores._backend.to_str())["model"]["merges"]
@@ -203,7 +203,7 @@ def test_ends_and_begins_by_the_files_flags(tmp_path):
 
 
 def test_a_template_beside_a_file(tmp_path):
-    """Where the folder has no other model."""
+    """The template counts if the folder has no other model."""
     path = write_gguf(
         tmp_path / "x.gguf",
         GOLDEN["byte_level"] | {"pre": "gpt-2", "tokenizer.chat_template": "of the file"},

@@ -238,7 +238,7 @@ def test_what_cannot_be_enforced():
 def test_a_tool_with_very_many_optional_arguments_is_refused_before_its_grammar_is_written(
     tokenizer,
 ):
-    """Of arguments in an order, those left out make the grammar grow with the square of their number."""
+    """Optional arguments in a fixed order make the grammar grow with the square of their number."""
     properties = {f"a{i}": {"type": "integer"} for i in range(3000)}
     wide = Tool("f", {"type": "object", "properties": properties})
     with pytest.raises(RequestError, match="make more of them required"):

@@ -1,4 +1,4 @@
-"""What the tests of evaluation share with those of compression."""
+"""Fixtures that the tests of evaluation share with those of compression."""
 
 from tests.compress.conftest import one_thread
 

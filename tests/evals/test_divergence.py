@@ -49,7 +49,7 @@ def load(path, context=CONTEXT, **settings):
 
 @pytest.fixture(scope="module")
 def scorers(models):
-    """Of both models, as they run by default."""
+    """Scorers of both models, with default settings."""
     return load(models[0]), load(models[1])
 
 
@@ -85,7 +85,8 @@ def test_perplexity_is_transformers(models, scorers, stride):
 
 
 def standard_error(means, counts):
-    """Of the mean over all tokens, from windows of `counts` tokens that differ by chance: with n − 1, as n means give it."""
+    """Standard error of the mean over all tokens, for windows of `counts` tokens that differ by
+    chance, with n − 1 as for n means."""
     n, total = len(means), sum(counts)
     mean = sum(m * c for m, c in zip(means, counts, strict=True)) / total
     parts = [(c / total * (m - mean)) ** 2 for m, c in zip(means, counts, strict=True)]

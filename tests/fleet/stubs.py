@@ -15,7 +15,7 @@ from slipstream.server.operations.metrics import Metrics
 from tests.fleet.running import RunningFleet
 
 PROMPT_TOKENS = 7
-"""That every request is said to have."""
+"""Prompt length that every answer of a stub reports."""
 
 
 class Request:
@@ -221,7 +221,7 @@ def stubbed(fleet, folder, **settings):
 
 
 def text_of(client, number=8, prompt="Hello"):
-    """What a stream says."""
+    """Text of a stream."""
     chunks = client.completions.create(model="tiny", prompt=prompt, max_tokens=number, stream=True)
     return "".join(chunk.choices[0].text for chunk in chunks)
 

@@ -191,8 +191,9 @@ class Fixed:
 
 
 class Planned:
-    """As many as a plan says: (from when, how many) in order of time. `ahead_s` earlier than that they are wanted, so that they
-    are there in time; fewer are wanted when it says so, and not before."""
+    """A forecast by plan: (begin, number of replicas) in order of time. A larger number is wanted
+    `ahead_s` before its begin, so that replicas are there in time; a smaller one at its begin and
+    not before."""
 
     name = "oracle"
 

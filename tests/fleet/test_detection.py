@@ -105,7 +105,8 @@ def test_a_fault_is_found_named_and_over(cause):
 
 
 def alarms(counts, responses):
-    """When the errors of observations, each of so many responses, are said to be too many."""
+    """Times at which the detector reports too many errors, for observations of so many responses
+    each."""
     watch = SeriesWatch(next(signal for signal in SIGNALS if signal.name == "errors"))
     found, was = [], False
     for number, count in enumerate(counts):
@@ -193,7 +194,7 @@ def test_errors_now_and_then_are_no_alarm():
 
 
 def test_answers_that_do_not_end_are_seen_before_they_do():
-    """From one moment on no answer ends: there is no length of any to look at."""
+    """No answer ends any more from one moment on, so there is no length to judge by."""
     detector, rng = Detector(), random.Random(9)
     observe(detector, rng, range(HEALTHY))
     observe(

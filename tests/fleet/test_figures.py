@@ -1,4 +1,5 @@
-"""What a gateway tells of its engines: sums that do not fall when a replica goes, and findings of all replicas."""
+"""Figures of a gateway about its engines: sums that do not fall when a replica goes, and findings
+of all replicas."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def test_findings_of_all_replicas(tiny, tmp_path, monkeypatch, receiver):
 
 
 def test_the_status_page_tells_of_replicas(tiny, tmp_path, monkeypatch):
-    """What each tells of itself, also between tokens, and who is started anew."""
+    """The page has each replica's own state, also between tokens, and says which is being
+    restarted."""
     with (
         stubbed(fleet_of(version(tiny), router={"probe_s": 0}), tmp_path / "state") as (
             fleet,

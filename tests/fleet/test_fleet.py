@@ -97,7 +97,7 @@ def test_a_prefix_is_asked_where_it_is(fleet):
 
 
 def test_streams_of_a_killed_replica_go_on_elsewhere(fleet):
-    """With the same text as if nothing had happened."""
+    """The text is the same as if nothing had happened."""
     with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
         expected = list(pool.map(lambda i: ask(client, i), range(12)))
         before = fleet.head.gateway.forwarder.num_resumed

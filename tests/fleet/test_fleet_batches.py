@@ -87,7 +87,7 @@ def test_a_batch_runs_over_all_replicas(start):
 
 
 def test_lines_leave_the_replica_that_a_client_comes_to(start):
-    """They go on at the other, which nobody else asks."""
+    """The lines go on at the other replica, which no client uses."""
     fleet, stubs = start(2, engine={"max_num_seqs": 4})
     for stub in stubs:
         stub.hang_at = 0
@@ -144,7 +144,7 @@ def test_a_batch_goes_on_when_its_replica_dies(start):
 
 
 def test_a_batch_outlives_the_head(start):
-    """What has an answer is not asked again."""
+    """A line that has its answer is not asked again."""
     first, stubs = start(1, engine={"max_num_seqs": 2})
     with first.client() as client:
         stubs[0].token_s = 0.02

@@ -142,7 +142,7 @@ def test_down_of_a_head_that_is_killed_meanwhile(up, tmp_path):
 
 @pytest.fixture
 def head_says(tmp_path, capsys):
-    """What an order prints when the head answers with these messages, and ends."""
+    """Output of an order when the head answers with these messages and closes."""
 
     def run(words, *messages):
         folder = tmp_path / "state"
@@ -340,7 +340,7 @@ def share(pid):
 
 
 async def test_a_start_beside_others_is_gentle(tiny, tmp_path):
-    """And has its whole share when it serves."""
+    """The replica has its whole share of the processor once it serves."""
     (spec,) = pools(fleet_of(version(tiny)))
     processes = ReplicaProcesses(str(tmp_path), "key", None, lambda key: str(tmp_path / "log"), 1.0)
     try:

@@ -236,7 +236,7 @@ def test_models_of_a_key(start):
 
 @pytest.mark.slow
 def test_real_replicas_count_as_the_gateway_does(tiny, tmp_path):
-    """What counts is what `usage` says, for bodies of every protocol that the gateway has read."""
+    """Tokens are counted as in `usage`, for bodies of every protocol that the gateway reads."""
     file = tmp_path / "keys"
     key = add_key(file, "k", tokens_per_minute=100_000, requests_per_minute=1000)
     chat = {

@@ -1,4 +1,4 @@
-"""What the gateway does with replicas that hang, fail, are slow or wrong, and with clients that read slowly."""
+"""The gateway with replicas that hang, fail, are slow or wrong, and with clients that read slowly."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_shadow_that_fails_or_hangs_costs_its_client_nothing(start, monkeypatc
 
 
 def test_a_client_that_leaves_takes_no_shadow_along(start):
-    """What the canary would have said is still found out."""
+    """The canary's answer is still read to its end and compared."""
     fleet, (one, shadow) = start(1, others=[SHADOW])
     one.hang_at = shadow.hang_at = 3
     with fleet.client() as client:

@@ -18,7 +18,7 @@ OWN = """
     /ready /sleep /status /status.json /version /wake_up /is_sleeping /v1/models /v1/batches /v1/feedback /v1/files
     /v1/load_lora_adapter /v1/unload_lora_adapter /v2/health/live /v2/health/ready /v2/repository/index
 """
-"""What the gateway answers itself, refuses or stores."""
+"""Routes that the gateway answers itself, refuses or stores."""
 
 TEXT = {"input": "a", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "texts": ["a"]}
 

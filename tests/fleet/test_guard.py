@@ -1,4 +1,4 @@
-"""Which replicas get no requests for a while, decided from answers and failures alone."""
+"""Replicas that get no requests for a while, chosen by answers and failures alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def fleet(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    """What one engine answers."""
+    """Answer of a single engine."""
     with LLM(str(tiny), **ENGINE) as llm:
         asked = [{"prompt_token_ids": prompt(i)} for i in range(16)]
         how = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -127,8 +127,9 @@ def test_a_replica_that_hangs_with_a_prompt_is_given_up_soon(fleet, expected, mo
 
 
 PHASES = ["prompt", "handed", "loading", "answering", "answered-without"]
-"""When a replica is killed: the prompt's, while it computes and when it has told where its blocks are; the answer's, while
-it loads and while it answers; the prompt's, while the other one answers."""
+"""Moments at which a replica is killed. The prompt's replica: while it computes, after it has told
+where its blocks are, and while the other one answers. The answer's replica: while it loads and
+while it answers."""
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ CRASH, KILL = "was killed by signal 11 (SIGSEGV)", "was killed by signal 9 (SIGK
 
 
 class MortalStub(Stub):
-    """It dies of a request with the word in it, after `dies_after` tokens."""
+    """A stub that dies of a request with the word in it, after `dies_after` tokens."""
 
     how, dies_after, deaths = CRASH, 0, []
 
@@ -101,7 +101,7 @@ def test_client_does_not_send_again_what_kills_replicas(start):
 
 
 def test_request_on_a_connection_that_was_used_before_counts_as_there(start):
-    """As a rule it is: the replica that died refuses the next connection, and had the request all the same."""
+    """The replica that died refuses the next connection, but in most cases it had the request."""
     fleet, stubs, kind = start(4)
     with fleet.client() as client, fleet.http() as http:
         while not all(stub.asked for stub in stubs):

@@ -91,7 +91,7 @@ def serving(fleet):
 
 
 def test_a_wrong_setting_ends_the_start_and_leaves_nothing(tiny, tmp_path):
-    """Before the others: a process has one Ray."""
+    """This test runs before the others, since a process can have one Ray."""
     before = servers()
     wrong = version(
         tiny, engine={**ENGINE, "max_model_len": 10**6}, replicas=1, resources={"cpus": 0.5}

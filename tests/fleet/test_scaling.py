@@ -190,7 +190,8 @@ def test_a_change_that_can_not_be_made_now_is_made_later():
 
 
 def test_decision_sees_what_came_since_the_last_one():
-    """Not what came before the first look; and where a look is late, over all the time that it is of."""
+    """Requests before the first look do not count. A late look counts over the whole time since
+    the one before."""
     scaler, tally, seen = scaler_of(1, 2, interval_s=10.0), Tally(), []
     scaler.policy.decide = lambda found: seen.append(found) or 1
 
@@ -350,7 +351,7 @@ def test_a_named_device_is_planned_for(tiny, monkeypatch):
 
 
 def test_each_version_is_scaled_by_its_own_requests(tiny, tmp_path, monkeypatch):
-    """And one of a fixed number is not."""
+    """A version with a fixed number of replicas is not scaled."""
     capacity = Capacity()
     monkeypatch.setattr(scaling_module, "make", lambda *given: Scaler(*given, capacity))
     settings = {**AUTOSCALE, "interval_s": 1e6}

@@ -18,7 +18,8 @@ BROKEN = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok"
 async def asked(
     *answers: bytes, unasked: bytes = b"", closes: bool = False
 ) -> tuple[list[bytes], int]:
-    """What the requests brought, and how many connections they took. Behind each answer the server says `unasked`."""
+    """Bodies of the requests, and the number of connections that they took. The server says
+    `unasked` after each answer."""
     waiting, connections = list(answers), []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -75,7 +75,8 @@ def test_answers_are_the_same(tmp_path, kind, eager):
 @pytest.mark.parametrize(("quantization", "error"), [("none", 0.03), ("fp8", 0.08)])
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31", "joint-norm"])
 def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, error):
-    """Those of prompts, of the model in float32 on the CPU. In bfloat16 the model's own are off by a percent."""
+    """States of prompts are compared with those of the model in float32 on the CPU. In bfloat16
+    the model's own are off by a percent."""
     path, config = build(tmp_path, kind)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     head = SimpleNamespace(
@@ -109,7 +110,7 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, e
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle31", "joint-norm", "mtp", "smaller"])
 def test_chains_run_from_graphs(tmp_path, kind):
-    """And give the drafts that are made op by op."""
+    """Chains in graphs give the drafts that are made op by op."""
     path, config = build(tmp_path, kind)
     drafts = []
     for eager in (False, True):
@@ -151,7 +152,7 @@ def test_chains_run_from_graphs(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["eagle3", "smaller"])
 def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
-    """Their answers are those without drafts, and wherever drafts are made with graphs and without, they are the same."""
+    """Answers equal those without drafts, and drafts made with graphs equal those made without."""
     path, config = build(tmp_path, kind)
     common = [(5 * i) % 250 + 4 for i in range(70)]
     prompts = [{"prompt_token_ids": common + [30 + i, 40, 50 + i][: 1 + i % 3]} for i in range(20)]
@@ -208,7 +209,8 @@ def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
     reason="needs a Hopper GPU",
 )
 def test_passes_over_one_sequence_run_in_the_one_token_kernel(tmp_path):
-    """Of the model as its own draft, whose drafts are right but where another kernel's sums let a near tie fall otherwise."""
+    """The model drafts for itself, so drafts are right except where another kernel's sums turn a
+    near tie."""
     shape = {
         "hidden_size": 512,
         "num_attention_heads": 8,

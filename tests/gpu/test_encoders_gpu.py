@@ -83,7 +83,8 @@ def test_graphs_of_texts(tmp_path, family):
 )
 @pytest.mark.parametrize("longest", [40, 700, 3000])
 def test_attention_of_whole_texts(dim, turned, window, longest):
-    """In bfloat16 at an encoder's sizes, beside the reference in float32 on the same numbers."""
+    """Attention in bfloat16 at an encoder's sizes is compared with the reference in float32 on the
+    same numbers."""
     from slipstream.kernels.triton import TritonOps
 
     rng = torch.Generator().manual_seed(longest)
@@ -159,7 +160,7 @@ def test_pairs(tmp_path):
 
 @pytest.mark.parametrize("family", tiny_models.T5S)
 def test_t5(tmp_path, family):
-    """In float32 its greedy answers are the reference's: with graphs and without, and after preemption."""
+    """Greedy answers in float32 equal the reference's: with graphs, without, and after preemption."""
     tiny_models.build_t5(tmp_path, family, d_kv=16)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     settings = dict(

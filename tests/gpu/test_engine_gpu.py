@@ -53,7 +53,8 @@ def first_logprobs(llm):
 
 
 def test_an_engine_that_ended_leaves_its_memory_to_the_next(tmp_path):
-    """Also while a variable still names it, and if it was dropped without a word."""
+    """The memory is free even while a variable names the engine, and if the engine was dropped
+    without shutdown."""
     tiny_models.write(tmp_path, "llama", **SHAPES["llama"])
     with make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6) as first:
         pass
@@ -82,7 +83,7 @@ def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
 
 @pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_greedy_steps_end_in_graphs(drafts, tmp_path):
-    """They say what steps that end op by op say, which a list of allowed tokens makes of them."""
+    """Answers equal those of steps that end op by op, which a list of allowed tokens forces."""
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
     found = []
     for allowed in (None, list(range(tiny_models.VOCAB))):
@@ -93,8 +94,8 @@ def test_greedy_steps_end_in_graphs(drafts, tmp_path):
             ends, ran = llm.core.executor.runner.graphs._ends, []
             run = ends.run
 
-            def noted(count, room, run=run, ran=ran):
-                ran.append(tokens := run(count, room))
+            def noted(*args, run=run, ran=ran):
+                ran.append(tokens := run(*args))
                 return tokens
 
             ends.run = noted

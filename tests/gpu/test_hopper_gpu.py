@@ -25,7 +25,7 @@ PLAIN = AttentionParams(scale=128**-0.5)
 
 
 def paged_attention(*args, **options):
-    """Not imported at the top: tests/kernels imports Triton's kernels for its interpreter."""
+    """Imports the kernel late: tests/kernels imports Triton's kernels for its interpreter."""
     from slipstream.kernels.triton.attention import paged as attention
 
     return attention.paged_attention(*args, **options)

@@ -45,7 +45,7 @@ def tokens(found):
 
 
 def largest_difference(ours, theirs):
-    """Of the log-probabilities of the first prompt's tokens."""
+    """Largest difference of the log-probabilities of the first prompt's tokens."""
     pairs = zip(ours[0].prompt_logprobs[1:], theirs[0].prompt_logprobs[1:], strict=True)
     return max(abs(a.chosen.logprob - b.chosen.logprob) for a, b in pairs)
 

@@ -48,7 +48,7 @@ def test_the_mask(vocab, dtype):
     "settings", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=str
 )
 def test_answers_keep_to_the_schema(tmp_path, settings):
-    """Beside a request without a grammar, with two steps in flight."""
+    """A request without a grammar runs in the same batch, with two steps in flight."""
     shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     tiny_models.write_with_tokenizer(tmp_path, "llama", max_position_embeddings=1024, **shape)
     llm = LLM(str(tmp_path), max_model_len=512, max_num_seqs=16, kv_cache_bytes=2**26, **settings)

@@ -32,7 +32,7 @@ def answers(llm, sampling=GREEDY, prompts=PROMPTS, **more):
 
 
 def of_one_and_two(path, split, answer, **settings):
-    """What `answer` gives of one GPU, and of two."""
+    """Results of `answer` on one GPU and on two."""
     found = []
     for how in ({}, {split: 2}):
         with LLM(str(path), **SIZES, **settings, **how) as llm:

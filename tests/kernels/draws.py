@@ -1,4 +1,4 @@
-"""What may be drawn of a row of logits, in float64 and by sorting."""
+"""Tokens that may be drawn from a row of logits, found in float64 by sorting."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ NUMPY_TYPES = {
 ADDRESS = np.dtype(np.uint64)
 BOOL = np.dtype(bool)
 MAX_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()}
-"""Of one element of a type."""
+"""Size of one element, by type."""
 OVERFLOWS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def numpy_type(given):
-    """That of a type's elements. The interpreter fills a table of all types each time."""
+    """NumPy's type of a type's elements. The interpreter fills a table of all types at each call."""
     scalar = given.scalar
     return ADDRESS if isinstance(scalar, tl.pointer_type) else NUMPY_TYPES[scalar.name]
 
@@ -142,7 +142,7 @@ binary_op_slowly = interpreter.InterpreterBuilder.binary_op
 
 
 class QuickSemantic(interpreter.TritonSemantic):
-    """What operations are made of. The types that come out of types are kept."""
+    """Builder of operations that keeps the types it derives from types."""
 
     def __init__(self, builder):
         super().__init__(builder)
@@ -188,7 +188,8 @@ class QuickSemantic(interpreter.TritonSemantic):
         )
 
     def binary_op_sanitize_overflow_impl(self, left, right, operation):
-        """What the interpreter checks by five operations of its own, each with its types."""
+        """Checks for overflow, which the interpreter does by five operations of its own, each with
+        its types."""
         given = left.type.scalar
         assert given.name == right.type.scalar.name
         assert given.is_int()
@@ -220,7 +221,7 @@ REFUSES = core.load.__code__
 
 @cache
 def builtins_of(place):
-    """Without what refuses to be called outside of a kernel."""
+    """Built-in functions, without the check that refuses calls outside a kernel."""
     found = [
         (name, member) for name, member in inspect.getmembers(place) if core.is_builtin(member)
     ]
@@ -242,8 +243,9 @@ def replace_builtins(place, builder, scope):
 
 
 class Launch:
-    """While a kernel runs, the language's functions are the interpreter's. A function that it calls finds them replaced
-    already; the interpreter would look for them among all names of the language at each call."""
+    """A kernel's run, during which the language's functions are the interpreter's. A function that
+    the kernel calls finds them replaced already; the interpreter would look for them among all
+    names of the language at each call."""
 
     running = False
     replace_all = staticmethod(interpreter._patch_lang)

@@ -208,8 +208,8 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_one_program(name, tmp_path):
-    """In one piece, in chunks and token by token it has the numbers of the decoder's own loop over the reference, and the same
-    counts of experts."""
+    """Results in one piece, in chunks and token by token equal those of the decoder's own loop
+    over the reference, and so do the counts of experts."""
     family, overrides = MODELS[name]
     tiny_models.write(tmp_path, family, **overrides)
     ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)
@@ -265,7 +265,7 @@ def test_products_of_different_forms_read_one_norm(tmp_path):
 
 
 def test_what_latents_hold_is_counted_once(tmp_path):
-    """What makes keys and values is packed, and not held beside that."""
+    """The weights that make keys and values are packed, and not held a second time."""
     tiny_models.write(tmp_path, "deepseek_v2")
     model = load(tmp_path, kernels="cpu")
     a = model.decoder.layers[0].attention

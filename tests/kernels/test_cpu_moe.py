@@ -69,7 +69,7 @@ SHAPES = [mixture(num_experts=4, size=128), mixture(num_experts=7, top=3, size=2
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32", "mxfp4"])
 @pytest.mark.parametrize("spec", SHAPES, ids=["gated", "plain"])
 def test_rounded_experts(ops, scheme, spec):
-    """At load, and as a checkpoint has them: the same."""
+    """Experts rounded at load equal those of a rounded checkpoint."""
     for num_tokens in (1, 19, 60):
         x, logits, up, down = case(num_tokens, spec, inner=128)
         biases = torch.randn(len(up)), torch.randn(len(down))
@@ -287,7 +287,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_one_program(name, tmp_path):
-    """With the numbers of the decoder's own loop, and the same counts."""
+    """Results and counts of experts equal those of the decoder's own loop."""
     family, overrides = MODELS[name]
     tiny_models.write(tmp_path, family, **overrides)
     ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)

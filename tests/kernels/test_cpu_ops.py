@@ -68,8 +68,8 @@ ISAS = native.instruction_sets(emulated=True)
 OPS = {isa: NativeOps(2, isa) for isa in ISAS}
 DTYPES = [torch.float32, torch.bfloat16]
 OF_TILES = ("portable-amx", "amx")
-"""Their products and their attention of many tokens in bfloat16 are their own; all else is another's (`with_tiles` of api.cpp).
-Tests of random shapes draw from them, too."""
+"""Instruction sets with their own products, and their own attention of many tokens in bfloat16.
+All else is another's (`with_tiles` of api.cpp). Tests of random shapes draw from them, too."""
 SHAPES = [(1, 3), (7, 5), (16, 32), (33, 64), (48, 96), (160, 100), (100, 352)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 40]
 
@@ -81,7 +81,7 @@ def ops(request) -> NativeOps:
 
 @pytest.fixture(params=[isa for isa in ISAS if isa not in OF_TILES])
 def attending(request) -> NativeOps:
-    """Those with an attention of their own, in every type."""
+    """Op sets that have an attention of their own, in every type."""
     return OPS[request.param]
 
 
@@ -118,7 +118,7 @@ def test_it_is_what_a_cpu_gets() -> None:
 
 
 def eight_bits(x: Tensor) -> Tensor:
-    """What products of whole numbers see of their inputs: 8 bits, a scale for every 32."""
+    """Inputs as products of whole numbers see them: 8 bits, with a scale for every 32."""
     n = x.shape[1]
     groups = torch.nn.functional.pad(x.float(), (0, -n % 32)).unflatten(1, (-1, 32))
     scale = groups.abs().amax(-1, keepdim=True) / 127
@@ -298,7 +298,7 @@ HALVES = {
     "Q3_K": (108,),
     "MXFP4": (),
 }
-"""Where in a block its float16 numbers stand; elsewhere at 0 and 2."""
+"""Offsets of the float16 numbers in a block. Types that are not listed have them at 0 and 2."""
 
 
 def any_blocks(
@@ -352,7 +352,7 @@ SCALES_OF_PARTS = {
     "Q5_K": (4, 16),
     "Q6_K": (192, 208),
 }
-"""Where in a block they stand."""
+"""Ranges of a block that hold the scales of its parts."""
 
 
 @pytest.mark.parametrize("kind", native.BLOCK_KINDS)
@@ -746,7 +746,8 @@ def test_the_largest_of_equals_is_the_first(ops):
 
 
 def test_threads_change_nothing(ops):
-    """Which thread does what does not show in the result; more threads than cores only wait."""
+    """The result doesn't depend on which thread computes what. Threads beyond the number of cores
+    only wait."""
     torch.manual_seed(2)
     weight, x = torch.randn(512, 256), torch.randn(37, 256)
     case = step(Shape(sequences=((1, 900), (1, 10), (40, 20))))
@@ -772,7 +773,8 @@ def test_a_bound_tensor_has_rows_that_lie_together():
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_step_that_was_begun(threads):
-    """It is done when it was waited for, by whomever: its owner, what else is asked of the engine, or whoever drops it."""
+    """The step is done after anyone has waited for it: its owner, another call of the engine, or
+    whoever drops it."""
     ops, x = NativeOps(threads), torch.randn(30, 256)
     w = ops.quantize_weight(torch.randn(640, 256), None)
     y, found, expected = (
@@ -812,7 +814,7 @@ def test_a_step_that_was_begun(threads):
     "order", [*itertools.permutations(("pool", "program", "running"))], ids="-".join
 )
 def test_a_collector_of_cycles_lets_go_in_any_order(order):
-    """While a step is under way: it is waited for, and what it writes lives until then."""
+    """The collector waits for a step that is under way, and the step's outputs live until then."""
     import gc
 
     num_tokens = (

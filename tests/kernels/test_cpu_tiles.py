@@ -46,7 +46,7 @@ def begun(ops: NativeOps, weight: torch.Tensor, scheme: str | None, x: torch.Ten
 
 @pytest.mark.parametrize(("out", "inner"), [(16, 32), (33, 96), (100, 352)])
 def test_products_of_bfloat16_equal_those_without(pair, out, inner):
-    """To the rounding of float32 sums in another order."""
+    """Results are equal to the rounding of float32 sums in another order."""
     weight, bias = torch.randn(out, inner).bfloat16(), torch.randn(out).bfloat16()
     ours, theirs = (o.quantize_weight(weight, bias, None) for o in pair)
     for tokens in (1, 2, *TOKENS):
@@ -184,7 +184,7 @@ def test_products_of_other_tokens_equal_those_without(pair, kind):
 
 
 def test_a_prompts_token_does_not_depend_on_where_it_stands(pair):
-    """Among many: the tiles and chunks that it falls into."""
+    """A token falls into other tiles and chunks when other tokens stand before it."""
     w, bias = weight_of(native.Q4M, 96, 256), torch.randn(96)
     x = torch.randn(200, 256)
     whole = product_of(pair[0], w, x, bias=bias, decodes=0)
@@ -198,7 +198,7 @@ def test_a_prompts_token_does_not_depend_on_where_it_stands(pair):
 @pytest.mark.parametrize("form", [native.FORM_F32, native.FORM_BF16, native.FORM_Q])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
 def test_gate_and_up(pair, scheme, form):
-    """Of whole numbers bit for bit; of bfloat16 the sums are in another order."""
+    """Results of whole numbers are equal bit for bit; sums of bfloat16 are in another order."""
     half, inner = 96, 160
     weight, bias = torch.randn(2 * half, inner) / 12, torch.randn(2 * half)
     if scheme is None:

@@ -29,7 +29,7 @@ def check(rng, num_rows, vocab, block):
     ("vocab", "block", "num_rows"), [(5, 4096, 40), (97, 16, 30), (1200, 256, 20), (9000, 1024, 6)]
 )
 def test_draws_are_those_of_sorting(monkeypatch, listed, vocab, block, num_rows):
-    """Also where the list of the decisive class overflows, so that the whole row is searched."""
+    """Rows whose decisive class overflows its list, and which are searched whole, are among them."""
     monkeypatch.setattr(drawing, "MAX_LISTED", listed)
     check(np.random.default_rng(vocab + listed), num_rows, vocab, block)
 
@@ -132,7 +132,7 @@ def test_biases_and_penalties_are_those_of_the_reference(indexed):
 
 
 def test_bounds_leave_few_tokens_to_be_searched(monkeypatch):
-    """Of 4,000 logits in a row, whether they are flat or peaked."""
+    """Rows have 4,000 logits, flat or peaked."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((4, 4000)).astype(np.float32)) * 1.3
     logits[2:] *= 4

@@ -66,7 +66,8 @@ def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 def test_8_bit_products_run_while_exponents_are_taken(dim):
-    """As with 16 bits, in half as many instructions; weights are rounded in pairs and stay in their threads."""
+    """Products overlap as with 16 bits, in half as many instructions; weights are rounded in pairs
+    and stay in their threads."""
     _, sass = run_for_hopper(PROGRAM, "float8_e4m3fn", str(dim), "300", "fp8")
     assert "HGMMA" not in sass
     letters = {
@@ -94,7 +95,7 @@ def test_8_bit_products_run_while_exponents_are_taken(dim):
     ],
 )
 def test_where_it_runs(monkeypatch, device, capability, version, there):
-    """Its chip, and the versions of Triton whose Gluon it knows."""
+    """The kernel needs its chip and a version of Triton whose Gluon it knows."""
     if device == "cuda":
         monkeypatch.setattr(
             gluon_support, "platform_of", lambda _: SimpleNamespace(arch=gpu_arch(capability))

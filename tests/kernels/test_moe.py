@@ -139,7 +139,7 @@ def test_biases_and_an_activation_of_both_halves(ops, scheme):
     ("size", "bias", "gated"), [(40, False, True), (96, True, True), (131, False, False)]
 )
 def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
-    """With few tokens (5 are many here) in the kernels of the others."""
+    """Steps of few tokens (5 are many here) compute it in the kernels of the routed experts."""
     expert = DenseSpec(intermediate_size=48, activation="silu", gated=gated, bias=bias)
     spec, ops = (
         MoESpec(num_experts=17, num_experts_per_token=2, expert=expert, normalize=True),
@@ -166,7 +166,8 @@ def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
-    """Their kernels don't take it along: it alone has biases (or is rounded, in a checkpoint that leaves experts be)."""
+    """The kernels of routed experts leave it out: it alone has biases, or it is rounded and they
+    are not."""
     spec, ops = mixture(num_experts=17, top=2), TritonOps()
     x, logits, up, down = case(num_tokens, spec)
     pair = prepared(REFERENCE, spec, up, down)

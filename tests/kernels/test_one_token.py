@@ -72,7 +72,8 @@ def spec_of(path, family, **overrides):
 
 
 def shape_of(spec, layers=None):
-    """What the kernel is told of the model, or of one with other layers; a Reason where it lacks something."""
+    """The kernel's description of the model, or of one with other layers. Returns a Reason if
+    something is missing."""
     spec = spec if layers is None else dataclasses.replace(spec, layers=tuple(layers))
     found = match_layers(trace(named_decoder(spec)).body)
     return found if isinstance(found, Reason) else found[0]
@@ -364,9 +365,9 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
 
 class OnCpu(one_token.OneTokenStep):
     seed = 0
-    """Of the order of warps (`instructions_on_cpu.h`)."""
+    """Seed of the order of warps (`instructions_on_cpu.h`)."""
     meeting = None
-    """Of the ranks, if they are several."""
+    """Meeting point of the ranks, if there are several."""
 
     def compiled(self, definitions):
         """The programs of all ranks are one launch."""
@@ -564,7 +565,7 @@ def eight_bits(layer, dtype, turned):
     ids=lambda x: str(x) if x is None or isinstance(x, str | torch.dtype) else "",
 )
 def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
-    """As near to float32 as the reference in bfloat16 is."""
+    """Results are as near to float32 as those of the reference in bfloat16."""
     tiny_models.write(tmp_path, family, **overrides)
     named = SCHEMES[scheme] if scheme else None
     exact, theirs, ours = (
@@ -619,7 +620,8 @@ def answered(model):
     ids=lambda x: str(x) if isinstance(x, str | int | None) else "",
 )
 def test_several_ranks(tmp_path, family, overrides, scheme, size, seed):
-    """As near to float32 as the reference of one rank is, and all ranks the same."""
+    """Results are as near to float32 as those of the reference on one rank, and the same on all
+    ranks."""
     tiny_models.write(tmp_path, family, **overrides)
     named = SCHEMES[scheme] if scheme else None
     exact, theirs = (
@@ -737,7 +739,8 @@ def test_windows_as_judged(tmp_path, scheme, cache):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_choice_of_experts(tmp_path):
-    """Of equals the first, counted as the reference counts them; padding is not."""
+    """The first of equal experts is chosen. Experts are counted as the reference counts them,
+    without padding."""
     tiny_models.write(tmp_path, "qwen3_moe", **SMALL, **MANY)
     theirs, ours = (
         load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16)
@@ -771,7 +774,8 @@ def test_the_choice_of_experts(tmp_path):
     ],
 )
 def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, scheme):
-    """Without one of the kernel's barriers or meetings a warp that sleeps would read too late, one that does not too soon."""
+    """A missing barrier or meeting would let a sleeping warp read too late, or one that does not
+    sleep too soon."""
     monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", 64)
     one_token_steps.build(tmp_path, family, **sizes)
     model = load_model(
@@ -800,7 +804,8 @@ def same_states(ours, theirs):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("read", "written"), [(2, 3), (2, 2), (0, 1), (1, 0)])
 def test_states_of_a_step(tmp_path, read, written):
-    """They come from one slot and go to another, or to the same, and all others stay; slot 0 is zero and stays as it is."""
+    """States are read from one slot and written to another or the same, and all others stay. Slot
+    0 is zero and stays zero."""
     one_token_steps.build(tmp_path, "qwen3_5_text", **HYBRID)
     theirs, ours = (
         load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16)
@@ -840,7 +845,8 @@ def test_states_of_a_step(tmp_path, read, written):
     ],
 )
 def test_a_step_of_padding(tmp_path, family, sizes):
-    """As a graph is captured with: of length 0. It ends, leaves the cache alone, and the next step is as without it."""
+    """A step of length 0, with which a graph is captured, ends and leaves the cache alone. The
+    next step is as without it."""
     one_token_steps.build(tmp_path, family, **sizes)
     model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16)
     torch.manual_seed(0)
@@ -874,8 +880,8 @@ def test_a_step_of_padding(tmp_path, family, sizes):
     ],
 )
 def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
-    """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many
-    parts as programs."""
+    """Layers have experts or none. In some cases a program attends for four heads, from 65 keys
+    on, and there are as many parts as programs."""
     monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", apart)
     one_token_steps.build(
         tmp_path, "deepseek_v2", **{**LATENT, **FEW, "first_k_dense_replace": num_dense}
@@ -885,7 +891,7 @@ def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
 
 @pytest.fixture(scope="module")
 def gptj(tmp_path_factory):
-    """Its folder, and what `judged` keeps for it."""
+    """A folder with a GPT-J, and what `judged` keeps for it."""
     path = tmp_path_factory.mktemp("gptj")
     one_token_steps.build(path, "gptj")
     return path, {}

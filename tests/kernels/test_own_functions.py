@@ -68,7 +68,7 @@ def test_the_guides_activation(guide, ops):
 @pytest.mark.parametrize("ops", ALL, ids=lambda o: o.name)
 @pytest.mark.parametrize(("family", "gated"), [("llama", True), ("gpt_neox", False)])
 def test_a_model_with_functions(monkeypatch, tmp_path, ops, family, gated):
-    """As transformers computes the model whose own activation and norm they are."""
+    """Logits equal transformers', which computes the model with the same activation and norm."""
     function = (lambda gate, up: F.silu(gate) * up) if gated else F.relu
     act = OwnActivation(
         name="mine", function=function, triton=gated_triton if gated else plain_triton

@@ -54,7 +54,8 @@ def test_tiles_of_a_weight_have_scales_of_their_own():
 
 @pytest.mark.parametrize("rows_at_once", [4096, 3])
 def test_group_has_the_scale_of_the_least_error(monkeypatch, rows_at_once):
-    """Of those that put its largest element on 7 to 9 steps, on the side with one code more, then fitted to the codes."""
+    """Candidate scales put the largest element on 7 to 9 steps, on the side with one code more,
+    and are then fitted to the codes."""
     monkeypatch.setattr(quantize, "ROWS_AT_ONCE", rows_at_once)
     weight = normal(8, 128)
     weight[0] = 0.0

@@ -110,8 +110,8 @@ def numbers(shape, dtype, seed):
     ("size", "dtype"), [(2, torch.bfloat16), (3, torch.float16), (2, torch.float32)], ids=str
 )
 def test_sums_one_after_another(folder, size, dtype, seed):
-    """Of one row, of several for a thread block, of a part of a row, in places that others have used; the same bits on every
-    rank, and all places are empty afterwards."""
+    """Sums of one row, of several rows for a thread block and of a part of a row, in buffers that
+    others have used. Every rank gets the same bits, and all buffers are empty afterwards."""
     ranks = ranks_of(folder, 640, size, most_bytes=640 * 100)
     width = 640 // dtype.itemsize
     for i, shape in enumerate(
@@ -157,7 +157,8 @@ def test_a_rank_that_is_ahead(folder, seed):
     ids=str,
 )
 def test_norms_of_sums(folder, inputs, kind, adds, dtype):
-    """As the op set's own norm of the rounded sum, but for the order in which squares are added."""
+    """Results equal the op set's own norm of the rounded sum, but for the order in which squares
+    are added."""
     size, rows = 1280, 5
     ranks = ranks_of(folder, size * dtype.itemsize)
     bias = numbers((size,), dtype, 3) if kind == "layer" else None

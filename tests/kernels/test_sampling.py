@@ -12,7 +12,7 @@ from slipstream.kernels.plain.reference import apply_bias_and_penalties, draw, u
 
 
 def one(weights, u):
-    """What is drawn of weights by `u`."""
+    """The token that `u` draws from the weights."""
     with np.errstate(divide="ignore"):
         return row_draw.draw(
             np.log(np.asarray(weights, np.float32)), np.float32(1.0), 0, 1.0, 0.0, u

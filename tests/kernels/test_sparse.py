@@ -32,7 +32,7 @@ def with_index(case: Step, dim: int, dtype: torch.dtype) -> LayerKV:
 
 
 def chosen_by(ops, case: Step, heads: int, dim: int, top_k: int, dtype: torch.dtype):
-    """What the index chooses, and its keys, from the same queries for all op sets."""
+    """Choice and keys of the index, for the same queries with every op set."""
     kv = with_index(case, dim, dtype)
     torch.manual_seed(len(case.q))
     q, k, weights = (torch.randn(len(case.q), n).to(dtype) for n in (heads * dim, dim, heads))
@@ -97,7 +97,7 @@ def test_a_cpu_chooses_the_keys_with_the_highest_scores(data, heads, dim, top_k,
 @settings(max_examples=25)
 @given(data=st.data(), rows=st.sampled_from([64, 2**20]), dtype=OF_TRITON, **SIZES)
 def test_triton_chooses_the_keys_with_the_highest_scores(data, rows, heads, dim, top_k, dtype):
-    """Of all tokens at once, and in slices."""
+    """Scores are computed for all tokens at once, and in slices."""
     shape = data.draw(edge_shapes(max_sequences=3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "MAX_SCORES", rows)

@@ -81,7 +81,8 @@ def test_kernels_of_decodes_compile(kind, num_seqs, group):
     window=st.none() | st.integers(1, 3000),
 )
 def test_parts_of_decodes(lens, extra, splits, window):
-    """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
+    """Parts cover each key of a decode once. With several sequences none is much longer than a
+    fair share."""
     step = uniform(len(lens), 1, 1, block_size=16, platform=platform_of(torch.device("cpu")))
     meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
     (found,) = DecodeParts.find(
@@ -136,7 +137,7 @@ def test_parts_of_decodes(lens, extra, splits, window):
     ids=["plain", "window", "sinks", "softcap", "one head"],
 )
 def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
-    """In each layer: what it counts by is 0 again behind it."""
+    """The counter is 0 again after the merge of each layer."""
     monkeypatch.setattr(module, "PARTS_PER_SM", 200)
     monkeypatch.setattr(module, "MIN_KEYS", 16)
     sequences = tuple((1, n - 1) for n in (500, 17, 300, 1, 64, 49))
@@ -216,8 +217,8 @@ def test_parts_are_found_once_a_step():
 
 @pytest.mark.parametrize(("size", "room"), [(2, 4), (7, 8)])
 def test_parts_of_several_steps_are_found_at_once(size, room):
-    """They are what each step would find, and one step counts its parts apart from another. Few sequences have equal numbers of
-    parts."""
+    """Parts equal those that each step would find, and each step counts its own. Few sequences
+    have equal numbers of parts."""
     lens = torch.randint(
         1, 3000, (3 * room,), dtype=torch.int32
     )  # of each step `size` sequences, then padding

@@ -157,7 +157,8 @@ def test_attention(data: st.DataObject) -> None:
 
 
 def test_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would need too large a mask or gather is computed a few queries, or a few decodes, at a time."""
+    """Attention that would need too large a mask or gather is computed a few queries, or a few
+    decodes, at a time."""
     monkeypatch.setattr(cpu, "MAX_TEMPORARY_BYTES", 4000)
     case = step(
         Shape(

@@ -348,8 +348,8 @@ SIZES = (3, 20, 8, 72, 24), (4, 32, 32, 64, 16), (2, 16, 12, 40, 40)
     ],
 )
 def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
-    """With expanded keys and values: results and cache are the reference's. How prompts are found does not depend on sizes, so
-    each list of prompts has one of them, and one has all."""
+    """Results and cache equal the reference's, with expanded keys and values. Prompts are found in
+    the same way for all sizes, so each list of prompts has one size, and one list has all sizes."""
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     heads, plain, rotary, rank, width = sizes
     step = cases.step(
@@ -375,7 +375,8 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
 
 
 def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
-    """Of two equal prompts of 33 tokens that come together the second computes its last one, over the first one's blocks."""
+    """Two equal prompts of 33 tokens come together. The second computes only its last token, over
+    the first one's blocks."""
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     step = cases.step(
         cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24)
@@ -572,7 +573,8 @@ def test_norms(size, with_residual):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("inputs", [None, "fp8", "int8", "fp8-block"])
 def test_the_norm_of_a_pair_is_that_of_its_sum_bit_for_bit(dtype, inputs):
-    """Also of slices of wider rows. (The interpreter does not round bfloat16 as a GPU does: it cuts off.)"""
+    """Slices of wider rows are among the cases. (The interpreter does not round bfloat16 as a GPU
+    does: it cuts off.)"""
     size = 256
     x, residual = torch.randn(2, 7, size).to(dtype)
     y, weight = torch.randn(7, 2 * size).to(dtype)[:, size:], torch.randn(size).to(dtype)
@@ -815,7 +817,7 @@ def test_rounding_keeps_to_its_error(name):
 
 
 FUNCTIONS = {"fp8_block": "fp8_tile_linear", "int4_groupwise": "int4_linear"}
-"""Of `linear`, for the ops whose names are others."""
+"""Names of the functions for `linear` that differ from the op's name."""
 
 
 def spied(patch, op):
@@ -959,7 +961,7 @@ def test_linear_embed_and_copies():
     "sizes", [((6, 2, 4, 8), (6, 1, 4, 8)), ((6, 2, 8, 128),), ((6, 2, 4, 8), (6, 1, 3, 1))]
 )
 def test_copies_of_blocks(sizes):
-    """In a cache, from there to a buffer, and back; the last sizes are no multiple of eight bytes."""
+    """Copies within a cache, to a buffer and back. The last sizes are no multiple of eight bytes."""
     caches = [torch.randn(size).to(torch.bfloat16) for size in sizes]
     caches = [cache for k in caches for cache in (k, by_dim(torch.randn_like(k)))]
     pairs = torch.tensor([[1, 3], [2, 5]])
@@ -1008,7 +1010,8 @@ def test_sampling(case):
 
 @pytest.mark.parametrize(("num_rows", "vocab"), [(1, 5), (3, 200), (2, 1000), (70, 150)])
 def test_the_likeliest_token(num_rows, vocab):
-    """By one program a row, and by several; of equals the first, wherever they are dealt to; a token even of NaN."""
+    """One program a row, and several. The first of equal tokens wins, whichever program has it,
+    and a row of NaN gives a token."""
     torch.manual_seed(0)
     for logits in (
         torch.randn(num_rows, vocab),

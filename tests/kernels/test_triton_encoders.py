@@ -43,7 +43,8 @@ def test_an_encoder(tmp_path, num_first):
 
 @pytest.mark.parametrize("family", ["modernbert", "mpnet", "gte", "deberta-v3", "deberta-v2"])
 def test_windows_distances_and_turns(tmp_path, family):
-    """Of an encoder: to both sides. DeBERTa's distances are in the scores of queries and of keys."""
+    """An encoder's windows reach to both sides. DeBERTa's distances are in the scores of queries
+    and of keys."""
     tiny_models.build_encoder(tmp_path, family, num_hidden_layers=2)
     texts = [*TEXTS, [(11 * i) % 250 + 5 for i in range(70)]]
     for ours, theirs in zip(
@@ -143,7 +144,7 @@ def test_a_text_that_went_wrong_harms_no_other():
 @pytest.mark.parametrize("size", [16, 130, 384])
 @pytest.mark.parametrize("ops", [OURS, REFERENCE], ids=["triton", "reference"])
 def test_means_of_texts(ops, size):
-    """With texts that have no tokens, and tokens of no text."""
+    """Cases include texts without tokens, and tokens of no text."""
     lengths = [1, 40, 16, 0, 17, 0]
     hidden = torch.randn(80, size)
     starts = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -16,7 +16,8 @@ from tests.worker.test_graph_steps import answers, captured_at_once, kinds  # no
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
 def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
-    """With sinks, windows, experts and latents, beside the reference's steps as they are."""
+    """Steps with sinks, windows, experts and latents are compared with the reference's unpadded
+    steps."""
     tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     expected, _ = answers(str(tmp_path), False, sampling, (3, 12), max_model_len=40)
@@ -31,7 +32,8 @@ def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_whole_prompts_of_latents_say_the_same(tmp_path, monkeypatch, family):
-    """With keys and values of their own, then in chunks, behind a prefix, and as decodes over what that left in the cache."""
+    """Prompts run with keys and values of their own, then in chunks, after a prefix, and as
+    decodes over the cache that this left."""
     tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
     settings, lengths = dict(max_model_len=80, max_num_batched_tokens=40), (9, 31, 30, 50)

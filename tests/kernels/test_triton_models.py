@@ -60,7 +60,8 @@ def test_logits_equal_transformers(tmp_path, family, overrides):
 
 @pytest.mark.parametrize(("scheme", "error"), [(None, 1e-5), ("fp8", 0.05)])
 def test_one_norm_of_all_states(scheme, error):
-    """What a draft head reads between layers. The states differ in size, as those of low and high layers do."""
+    """A draft head reads states between layers. They differ in size, as those of low and high
+    layers do."""
     ops, layers, size = TritonOps(), (1, 2, 4), 32
     states = {i: torch.randn(5, size) * 10.0**i for i in range(6)}
     weight, fc = 1 + 0.1 * torch.randn(3 * size), torch.randn(size, 3 * size) * 0.3

@@ -58,7 +58,7 @@ def test_op_equals_the_oracle_in_steps_of_decodes_drafts_and_prompts(name, parts
 
 @pytest.mark.parametrize("name", SPECS)
 def test_op_in_16_bits_is_near_the_oracle(name):
-    """In float16: the interpreter has no products of bfloat16."""
+    """The type is float16: the interpreter has no products of bfloat16."""
     parts = [Part(1), Part(5, (0, 1, 2, 3, 4)), Part(100, (40,))]
     for ours, theirs in both(OURS, REFERENCE, SPECS[name], parts, Maker(0, "cpu", torch.float16)):
         assert (

@@ -23,7 +23,7 @@ from slipstream.spec.reason import Reason
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
-"""Of whole texts."""
+"""Block size for whole texts."""
 
 
 def load(

@@ -122,7 +122,8 @@ class ArrivedPart:
 
 
 def as_threads(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
-    """What each rank gives. If one fails, the others wait no longer, and its error is raised."""
+    """Runs the ranks as threads and returns each one's result. If one fails, the others stop
+    waiting, and its error is raised."""
     meeting = Meeting(size)
 
     def of_rank(rank: int) -> T:
@@ -156,7 +157,8 @@ def on_ranks(
     piece: int = 0,
     **how: object,
 ) -> list[T]:
-    """What `work` gives on each rank's part of the model. `piece`: sums go on beside products, so many tokens at a time."""
+    """Returns the result of `work` on each rank's part of the model. With `piece`, sums run next
+    to products, so many tokens at a time."""
 
     def run(group: ThreadGroup) -> T:
         group.beside = SumsOfThreads(group, piece) if piece else None
@@ -179,7 +181,8 @@ def on_stages(
     kernels: str = "reference",
     **how: object,
 ) -> T:
-    """What `work` gives on the last of a pipeline's stages, each of which has so many layers."""
+    """Returns the result of `work` on the last stage of a pipeline with the given number of layers
+    in each stage."""
     ends, queues = [0, *accumulate(layers)], [queue.Queue[Tensor]() for _ in layers]
 
     def run(stage: int) -> T:

@@ -26,7 +26,7 @@ from tests.tiny_models import correction_buffers
 
 TOKENS = [(7 * i) % 89 + 5 for i in range(40)]
 TOLERANCE = 1e-4
-"""Of the largest number: what sums in another order change."""
+"""Difference that sums in another order make, relative to the largest number."""
 
 Config = dict[str, Any]
 SIZES: Config = {

@@ -24,7 +24,7 @@ RANK = 8
 
 
 def with_adapter(folder):
-    """What a rank's logits are with the adapter of `folder` on every token."""
+    """Logits of a rank with the adapter of `folder` on every token."""
 
     def work(model):
         shard = model.decoder.partition.shard
@@ -111,8 +111,8 @@ def test_a_rank_refuses_what_another_has(tmp_path):
 
 
 def test_all_ranks_know_the_same_parts(tmp_path):
-    """Also a rank whose heads are all zeros: graphs are captured anew when a part is new, and
-    ranks that don't capture at the same time wait for each other for ever."""
+    """A rank whose heads are all zeros knows them, too: graphs are captured anew when a part is
+    new, and ranks that don't capture at the same time wait for each other for ever."""
     hf = tiny_models.build(
         tmp_path / "base", "llama", hidden_size=72, num_attention_heads=9, num_key_value_heads=3
     )

@@ -307,7 +307,8 @@ def test_other_blocks_of_compressed_tensors_are_refused(tmp_path, what):
 
 
 def test_where_it_runs(tmp_path):
-    """On a GPU as it is, from compute capability 8.9; on a CPU expanded, and `info` says so; as a setting it needs a GPU."""
+    """A GPU of compute capability 8.9 and later keeps the weights as they are, a CPU expands them,
+    and `info` says so. The setting needs a GPU."""
     write(tmp_path, "qwen3")
     description = read_spec(tmp_path)
     args = EngineArgs(model=str(tmp_path), max_model_len=64)

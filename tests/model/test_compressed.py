@@ -419,7 +419,8 @@ def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("ops", [ReferenceOps, NativeOps])
 def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kind, ops):
-    """What a checkpoint holds by weights, and `info` says: some products rounded, one as it was, or all expanded."""
+    """A checkpoint's bytes equal those that `info` shows: with some products rounded and one not,
+    or with all expanded."""
     if ops is NativeOps and native.library_path() is None:
         pytest.skip("the C++ kernels are not built")
     tiny_models.write(
@@ -459,7 +460,7 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
 @pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "fp8-block", "int8", "int4-g32"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):
-    """What a loaded model holds is what `costs.memory` says, position tables apart."""
+    """A loaded model's bytes equal those of `costs.memory`, except for position tables."""
     sizes = (
         dict(hidden_size=128, intermediate_size=384, head_dim=48, num_attention_heads=8)
         if kind == "fp8-block"
@@ -509,7 +510,8 @@ def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_dummy_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
-    """Also where not all are: that is refused, and where the ops expand the checkpoint's weights nothing is rounded."""
+    """Mixed checkpoints are refused, and where the ops expand the checkpoint's weights nothing is
+    rounded."""
     tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, kind)
     settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=64)

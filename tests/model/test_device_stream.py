@@ -110,7 +110,7 @@ def test_a_step_that_was_broken_off(tmp_path):
     ("family", "share", "alike"), [("llama", 0.85, True), ("deepseek_v3", 0.5, False)]
 )
 def test_steps_whose_numbers_no_one_reads(tmp_path, family, share, alike):
-    """They copy nothing, unless a layer could not stand for another."""
+    """Such steps copy nothing, unless the layers differ in shape."""
     build(tmp_path, family, 6)
     whole, model = pair(tmp_path, share)
     if (

@@ -180,7 +180,7 @@ AUTHORS = {
 
 @pytest.mark.parametrize("family", list(AUTHORS))
 def test_the_authors_configs_say_the_same(family, tmp_path):
-    """Those of the hub, whose code is not needed."""
+    """Configs of the hub that name code of their own are read without it."""
     tiny_models.build_encoder(tmp_path, family)
     expected = torch.cat(states(load(tmp_path), TEXTS))
     (tmp_path / "config.json").write_text(json.dumps(AUTHORS[family]))
@@ -203,7 +203,7 @@ def test_a_classifier_of_means(pooling, bias, tmp_path):
 @pytest.mark.parametrize("family", tiny_models.T5S)
 @pytest.mark.parametrize("shared", [False, True])
 def test_t5_logits_equal_transformers(family, shared, tmp_path):
-    """In one mixed step: encoder texts and answers of different lengths, one token and many."""
+    """One mixed step has encoder texts and answers of different lengths, one token and many."""
     theirs = tiny_models.build_t5(tmp_path, family)
     if shared:  # newer writers share the table of 1.1 too
         theirs.tie_weights()

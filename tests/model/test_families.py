@@ -358,7 +358,8 @@ def error(ours, theirs):
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_logits_equal_transformers(case, kernels):
-    """Of a text in chunks. Token by token only its beginning, which is longer than every window and than five blocks."""
+    """The text runs in chunks, and its beginning also token by token. The beginning is longer than
+    every window and than five blocks."""
     path, _, logits = case
     model = load(path, kernels=kernels)
     for chunks, block_size in [

@@ -1,4 +1,5 @@
-"""What families read: configs as they stand on hubs, spellings of before, what is refused; other layouts of the same model."""
+"""Configs that families read: as they stand on hubs, in earlier spellings, refused ones, and other
+layouts of the same model."""
 
 from __future__ import annotations
 

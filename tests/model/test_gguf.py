@@ -287,7 +287,7 @@ def test_an_empty_file_is_named_so(tmp_path: Path) -> None:
 def test_data_starts_at_the_next_aligned_byte_whatever_the_header_is_long(
     tmp_path: Path, padding: int
 ) -> None:
-    """Also where the header ends on an aligned byte already."""
+    """One header ends on an aligned byte already."""
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.name", "n" * padding)

@@ -143,7 +143,7 @@ LLAMA3 = {
 
 
 def llama3_factors():
-    """What the converter works out of LLAMA3 for heads of 8."""
+    """Factors that the converter computes from LLAMA3 for heads of 8."""
     plain = 1e4 ** -(torch.arange(0, 8, 2).double() / 8)
     scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32
@@ -1168,7 +1168,7 @@ def folded(config, name, value):
 
 
 def of_delta(config, name, value):
-    """What the converter makes of a tensor of Qwen3-Next or Qwen3.5: by its own names of parts."""
+    """A tensor of Qwen3-Next or Qwen3.5 in the converter's form, with its names for the parts."""
     if name.endswith("norm.weight") and "linear_attn" not in name:
         return {name: value + 1}
     if "linear_attn" not in name:
@@ -1443,7 +1443,7 @@ def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
 
 
 def test_embedding_gemma_as_llama_cpp_writes_it(tmp_path):
-    """Its Dense steps are tensors of the file, and its window counts both sides."""
+    """The Dense steps are tensors of the file, and its window counts both sides."""
     number = gguf.MODEL_ARCH.GEMMA_EMBEDDING
     tiny_models.build_encoder(tmp_path / "hf", "gemma3-encoder", **GEMMA3, sliding_window=20)
     spec = read_spec(tmp_path / "hf").spec
@@ -1613,7 +1613,8 @@ LONG = LongRopeScaling(
     ],
 )
 def test_scaling_of_positions_is_llama_cpps(tmp_path, keys, scaling):
-    """Its logits were compared once, for these and for all families (context 64, heads of 8)."""
+    """llama.cpp's logits were compared once, for these and for all families (context 64, heads of
+    8)."""
     spec = described(
         tmp_path / "x.gguf", context_length=64, **{f"rope.scaling.{k}": v for k, v in keys.items()}
     )
@@ -1659,7 +1660,7 @@ def test_metadata_without_effect_is_accepted(tmp_path):
 
 
 def test_a_decoder_of_embeddings_says_how_it_pools(tmp_path):
-    """As Qwen3-Embedding's files do."""
+    """Qwen3-Embedding's files have such a field."""
     described(tmp_path / "last.gguf", pooling_type=3)
     described(tmp_path / "mean.gguf", pooling_type=1)
     assert [read_spec(tmp_path / f"{kind}.gguf").pooling.kind for kind in ("last", "mean")] == [
@@ -1723,7 +1724,8 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     "kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q2_K", "Q4_K"), ("Q3_K", "Q5_K")], ids="+".join
 )
 def test_superblocks_are_used_as_they_are(tmp_path, kinds):
-    """As llama.cpp's Q4_K_M, Q5_K_M, Q2_K and Q3_K_M mix them. What they take is what `info` says beforehand."""
+    """Files mix superblocks as llama.cpp's Q4_K_M, Q5_K_M, Q2_K and Q3_K_M do. Their bytes equal
+    those that `info` shows beforehand."""
     sizes = dict(
         hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2
     )
@@ -1844,7 +1846,7 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
 
 
 def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
-    """For the model's description, its weights and its tokenizer."""
+    """One reading serves the model's description, its weights and its tokenizer."""
     opened, reading = [], GGUFFile.__init__
 
     def read(self, path):

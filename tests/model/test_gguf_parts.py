@@ -170,7 +170,7 @@ def test_renamed_part_says_how_parts_are_named(tmp_path):
 
 
 def test_file_that_is_alone_keeps_its_name(tmp_path):
-    """As a model of one part, or a file that is named so by chance."""
+    """Such a file is a model of one part, or its name looks like a part's by chance."""
     path = write_gguf(tmp_path / "x-00001-of-00001.gguf", TOKENS | {"pre": "gpt-2"})
     assert GGUFFile(path).files == [path]
 

@@ -21,7 +21,7 @@ from tests.model.test_save import save
 TOKENS = list(range(5, 28))
 HEADS = {"gpt_neox": ("embed_out.weight", "gpt_neox.embed_in.weight")}
 FAMILIES = [f for f in tiny_models.FAMILIES if f not in ("nemotron_h", "kimi_linear")]
-"""Of the two left out transformers ties no head, whatever the config says."""
+"""Families of the test. transformers ties no head of the two left out, whatever the config says."""
 
 
 def tied(path, family, **more):

@@ -263,7 +263,7 @@ def test_an_engine_keeps_and_reads(tmp_path, rounded, caplog):
 
 
 def test_a_gguf_file_rounded_keeps_its_head_as_stored(tmp_path):
-    """And what is kept of it are the rounded products alone."""
+    """The cache keeps the rounded products alone."""
     path = resolve_model("smollm2")
     first = load(path, tmp_path / "kept", dtype=torch.bfloat16)
     second = load(path, tmp_path / "kept", dtype=torch.bfloat16)

@@ -154,7 +154,7 @@ def test_a_part_of_too_few_inputs_is_refused(tmp_path):
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("width", [128, 96])
 def test_gguf(tmp_path, kernels, width):
-    """On the CPU's kernels blocks stay as they are, and inputs are rounded by the same 32."""
+    """The CPU's kernels keep blocks as they are, and inputs are rounded in the same groups of 32."""
     kinds = "Q4_0", "Q8_0"
     tiny_models.write(
         tmp_path / "hf", "llama", hidden_size=64, intermediate_size=width, tie_word_embeddings=True

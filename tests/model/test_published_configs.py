@@ -33,7 +33,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_read(tmp_path, name):
-    """As its authors write it, and as it looks when others have saved it: the model is the same."""
+    """The config as its authors write it and the same saved by others give the same model."""
     file, config = tmp_path / "config.json", CONFIGS[name]
     file.write_text(json.dumps(config))
     plain = read_spec(tmp_path).spec
@@ -100,7 +100,8 @@ def check(tmp_path, name, wanted=lambda style, i: True):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_shrunk_config_computes_what_transformers_does(tmp_path, name):
-    """As published, and in two more styles, which are others from family to family."""
+    """Each config is tried as published and in two further styles, which differ from family to
+    family."""
     turn = ONE_OF_EACH.index(name)
     found = check(tmp_path, name, lambda style, i: i == 0 or (i + turn) % 5 == 0)
     assert 1 <= len(found) <= 4

@@ -182,7 +182,8 @@ def test_ropes_of_all_mixtures_are_those_of_transformers_or_refused(tmp_path, fa
 
 
 def compare(tmp_path, family, *, num_cases):
-    """At most so many mixtures, drawn at random: each alike or refused by the field's name."""
+    """Compares at most so many mixtures, drawn at random: each is equal, or refused by the field's
+    name."""
     plain, num_same, wrong, unnamed = plain_config(family), 0, [], []
     tops = [*TOPS, *OWN.get(family, [])]
     parameters = OF_KINDS if family in ("gemma3_text", "olmo3", "modernbert") else FLAT

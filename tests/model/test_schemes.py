@@ -152,7 +152,8 @@ def unrounded(folder):
 
 
 WHOLE = ("llama", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "t5")
-"""Of each kind of layer a family. Each of the others has three schemes, by turns, and the rest where time is no matter."""
+"""One family of each kind of layer, tried with all schemes. Each other family has three schemes,
+by turns, and the rest in the slow tests."""
 
 
 def pairs():
@@ -166,7 +167,7 @@ def pairs():
 
 @pytest.mark.parametrize(("folder", "scheme"), pairs(), indirect=["folder"])
 def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
-    """What comes out is near the unrounded, and the ledger says what is held."""
+    """Logits are near those of the unrounded model, and the bytes held equal the ledger's."""
     spec, dense = unrounded
     if SCHEMES[scheme].experts_only and not is_mixture(spec):
         with pytest.raises(ConfigError, match="experts"):
@@ -259,7 +260,8 @@ def test_gates_of_heads_that_no_kernel_takes_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "jamba", "falcon_h1", "gemma4_text"])
 def test_a_load_rounds_the_products_that_a_layer_says(family, tmp_path):
-    """So the ledger counts them rounded, and a file's blocks of them are held as they are."""
+    """The ledger counts these products as rounded, and a file's blocks of them are held as they
+    are."""
     tiny_models.write(tmp_path, family)
     spec = read_spec(tmp_path).spec
     for layer in spec.layers:

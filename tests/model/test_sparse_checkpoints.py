@@ -140,8 +140,8 @@ def test_what_does_not_fit_is_named(tmp_path):
 @pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
-    """With quantization='int8' the products become sparse, the ledger says so and counts what
-    they take."""
+    """The products become sparse with quantization='int8'. The ledger says so and counts their
+    bytes."""
     tiny_models.write(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256})
     settings = dict(
         kernels="cpu", dtype=dtype, quantization="int8", max_num_seqs=8

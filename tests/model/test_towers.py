@@ -149,7 +149,7 @@ def test_gates_of_heads_are_rounded_with_queries(tmp_path):
 
 
 def test_gemma_3n_without_its_towers(tmp_path):
-    """As Google's checkpoints have it. transformers needs another package to make the towers."""
+    """Google's checkpoints have towers. transformers needs another package to make them."""
     from safetensors.torch import load_file, save_file
 
     theirs = tiny_models.build(tmp_path, "gemma3n_text")
@@ -169,7 +169,7 @@ def test_gemma_3n_without_its_towers(tmp_path):
 
 
 def test_experts_stored_the_other_way_round_are_turned(tmp_path):
-    """As Qwen's own checkpoints have them."""
+    """Qwen's own checkpoints store them so."""
     from safetensors.torch import load_file, save_file
 
     theirs = build(tmp_path, "qwen3_vl_moe")

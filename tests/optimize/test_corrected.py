@@ -1,4 +1,4 @@
-"""What is believed of candidates: the prior, and what measurements say of it."""
+"""Beliefs about candidates: the prior, and its correction by measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured(candidates, factor):
 
 
 def logs(found, candidates):
-    """Of how many times as slow as predicted each is believed to be."""
+    """Logarithms of the ratio of believed to predicted time, for each candidate."""
     mean, deviation = found.at(candidates)
     return mean[:, 1] - math.log(0.01), deviation[:, 1]
 

@@ -313,7 +313,8 @@ def test_differences_are_in_words():
 
 
 def test_no_engine_lives_on_when_it_has_ended(tiny_model, tmp_path, monkeypatch):
-    """Its memory of the GPU would not be given back, and the process that measures the folder would find none."""
+    """A surviving engine would hold memory of the GPU, and the process that measures the folder
+    would find none."""
     shut_down, ended = LLM.shutdown, []
 
     def watched(llm):

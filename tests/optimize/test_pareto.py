@@ -39,7 +39,8 @@ def test_front_is_what_nobody_dominates(given_points):
 
 @given(SIZES)
 def test_hypervolume_is_the_number_of_dominated_cells(given_points):
-    """With whole coordinates the volume is the number of unit cells whose lower corner a point dominates or is."""
+    """The volume for whole coordinates is the number of unit cells whose lower corner a point
+    dominates or is."""
     d, points = given_points
     reference = (6,) * d
     cells = sum(

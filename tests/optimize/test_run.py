@@ -1,4 +1,5 @@
-"""What surrounds the search: traffic, limits, choosing, what is kept, the prior, and the whole command on a tiny model."""
+"""Parts around the search: traffic, limits, choosing, records, the prior, and the whole command on
+a tiny model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan.py"
 
 
 def record(path, *, num_rounds, with_predictions=True):
-    """Of 54 candidates. Figures are the predicted ones with an effect of the compression and noise; int4 does not fit."""
+    """A record of 54 candidates. Figures are the predicted ones with an effect of the compression
+    and noise; int4 does not fit."""
     rng, rows = random.Random(0), []
     axes = {
         "kv_cache_dtype": ("auto", "int8"),

@@ -95,7 +95,8 @@ class RunningServer:
 
 
 def lines_of(caplog, *names):
-    """What loggers of these names said. Servers that other tests left running may say something, too."""
+    """Lines that loggers of these names wrote. Servers that other tests left running may write
+    some, too."""
     return [record for record in caplog.records if record.name in names]
 
 

@@ -77,7 +77,7 @@ class Runner:
         await self.store.add(batch)
 
     async def step(self, times=1):
-        """What the loop does, and what is ready of the lines' tasks."""
+        """Runs one round of the loop, and the tasks of lines that are ready."""
         for _ in range(times):
             for batch in await self.store.open():
                 await self.runner._look(batch)

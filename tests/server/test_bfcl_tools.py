@@ -25,7 +25,7 @@ MISTRALS, TRIGGER = FORMATS["mistral_args"].trigger, "<|im_start|>"
 
 
 def as_schema(value):
-    """Their types as JSON schema has them; "any" is no bound."""
+    """Translates the suite's types to JSON schema's; "any" is no bound."""
     if isinstance(value, list):
         return [as_schema(item) for item in value]
     if not isinstance(value, dict):

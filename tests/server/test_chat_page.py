@@ -256,7 +256,7 @@ def test_a_wrong_setting_and_a_refused_picture_are_said_and_nothing_is_lost(driv
 
 @pytest.mark.parametrize(("width", "height", "scheme"), [(1280, 900, "light"), (390, 844, "dark")])
 def test_the_pages_are_accessible(driver, width, height, scheme):
-    """By axe-core's rules."""
+    """The rules are axe-core's."""
     found = importlib.util.find_spec("axe_core_python")
     if found is None:
         pytest.skip("needs axe-core-python")

@@ -27,7 +27,7 @@ def started(tiny_path):
 
 
 def front_ends(served: Served) -> list[psutil.Process]:
-    """With one front end it is the started process's only child."""
+    """Process ids of front ends. A single front end is the only child of the started process."""
     if served.banner["api_servers"] > 1:
         return list(served.front_ends().values())
     return psutil.Process(served.process.pid).children()
@@ -93,7 +93,7 @@ def test_front_ends_that_die_again_and_again_end_the_server_with_an_error(starte
 
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
 def test_server_with_one_front_end_drains_at_a_signal_to_all_its_processes(started, ends):
-    """As a terminal or a service manager sends it: it counts once."""
+    """A terminal or a service manager sends the signal to all; it counts once."""
     served = started(1, "--drain-timeout=1000")
     with served.client() as client:
         stream = client.completions.create(**SHORT | {"max_tokens": 300}, stream=True)

@@ -111,7 +111,7 @@ class Served:
 
     @contextlib.contextmanager
     def stopped_engine(self) -> Iterator[None]:
-        """It makes no step meanwhile, nor does that of another model."""
+        """Stops an engine for a while. It makes no step meanwhile, nor does that of another model."""
         engines = self.processes("slipstream.engine.process.core_process").values()
         for engine in engines:
             engine.suspend()
@@ -122,7 +122,7 @@ class Served:
                 engine.resume()
 
     def log(self) -> list[dict]:
-        """Its whole lines; another may be on its way."""
+        """Whole lines of the log; another may be on its way."""
         text = self._log.read_text()
         return [
             json.loads(line)
@@ -198,7 +198,7 @@ class Served:
         )
 
     def is_quiet(self) -> bool:
-        """Of all whole answers there are lines in the log, and counts."""
+        """Tells whether every answer has its line in the log and its count."""
         return self.metric(ANSWERS) == self.num_answers()
 
     def is_idle(self) -> bool:
@@ -280,7 +280,7 @@ class Streams:
 
 
 def words_of(process: psutil.Process) -> list[str]:
-    """Its command; empty if it has ended."""
+    """Command line of a process; empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

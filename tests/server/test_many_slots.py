@@ -1,4 +1,4 @@
-"""Which models are loaded (`ModelSlots`): order, memory, time, failures, deaths."""
+"""The loaded models (`ModelSlots`): order, memory, time, failures, deaths."""
 
 from __future__ import annotations
 

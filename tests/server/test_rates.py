@@ -99,7 +99,8 @@ def test_a_clock_that_jumps():
 
 
 def test_rows_of_keys_that_are_gone_are_used_again(tmp_path, monkeypatch):
-    """Only when nothing of them counts any more. Another front end that knew such a row finds its own anew."""
+    """A row is reused when nothing in it counts any more. Another front end that knew the row
+    finds its own anew."""
     monkeypatch.setattr(rates, "MAX_ROWS", 4)
     now, wall = [1000.0], [10.5 * DAY_S]
     one, other = (
@@ -220,7 +221,7 @@ def test_place_of_a_request_at_once_is_free_when_it_ends_and_only_once():
 
 
 def test_limits_are_reached_and_not_passed():
-    """As many tokens as the limit are allowed, one more is not."""
+    """Tokens up to the limit are allowed, but not one more."""
     clocks = Clocks()
     for name, limit in (("m", "tokens_per_minute"), ("d", "tokens_per_day")):
         key = Key(id=name, **{limit: 100})

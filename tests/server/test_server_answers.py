@@ -1,4 +1,5 @@
-"""What a client gets: the official `openai` client, a real server, and a fake engine that repeats the prompt."""
+"""Answers to a client: the official `openai` client, a real server, and a fake engine that repeats
+the prompt."""
 
 from __future__ import annotations
 
@@ -543,7 +544,8 @@ def test_the_models_own_defaults_hold_where_a_request_says_nothing(serve):
 
 
 def test_a_conversation_is_shortened(serve):
-    """By a small model; system messages and the question stay as they are, and so does what is protected."""
+    """A small model shortens it. System messages, the question and protected parts stay as they
+    are."""
     server = serve(FakeEngine())
     small = FakeEngine()
     server.state.shortener = Shortener(small)

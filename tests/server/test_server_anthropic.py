@@ -22,7 +22,7 @@ ASK = {"model": "smollm2", "messages": SAID, "max_tokens": 8, "extra_body": {"te
 
 
 def drawn(**more):
-    """What the client has no names for any more."""
+    """Fields for which the client has no names any more."""
     return {"extra_body": {"temperature": 1, "seed": 1, **more}}
 
 
@@ -321,7 +321,7 @@ def test_a_client_that_leaves_frees_its_blocks(serve):
 
 
 def test_broken_arguments_stand_apart(client, model):
-    """Without a grammar a model may write what is no JSON."""
+    """A model without a grammar may write arguments that are no JSON."""
     from slipstream.server.answers.tools import written_arguments
 
     assert written_arguments('{"a": 1}') == {"a": 1}

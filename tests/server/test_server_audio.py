@@ -88,7 +88,7 @@ def test_openais_client_translates(server, llm):
 
 @pytest.mark.parametrize("seconds", [0.9, 2.3])
 def test_streams_add_up_to_the_whole_text(server, llm, seconds):
-    """Of a short sound the tokens come one by one, of a longer one each window."""
+    """Tokens of a short sound come one by one, those of a longer one once a window."""
     stream = server.client().audio.transcriptions.create(
         file=file(seconds, 2), model="w", language="de", stream=True
     )

@@ -350,7 +350,7 @@ def test_expiry(serve, tmp_path, monkeypatch):
 
 
 def test_in_idle_capacity_only(serve, tmp_path):
-    """While a client's request runs there is no line, and lines that ran make way."""
+    """No line runs while a client's request does, and lines under way stop for it."""
     engine = FakeEngine(delay_s=1000.0, max_model_len=10**6)
     server = serve(engine, files_dir=str(tmp_path))
     client = server.client()

@@ -1,4 +1,4 @@
-"""What bodies say about the return of their sessions, and what `usage` says was read and written."""
+"""Hints in bodies about the return of their sessions, and the cache reads and writes in `usage`."""
 
 from __future__ import annotations
 

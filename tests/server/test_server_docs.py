@@ -23,7 +23,7 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example(code, request):
-    """Those with `minilm` run against an encoder."""
+    """Examples with `minilm` run against an encoder."""
     server = request.getfixturevalue("tiny_encoder_server" if "minilm" in code else "tiny_server")
     code = code.replace("127.0.0.1:8000", server.url.removeprefix("http://"))
     exec(compile(code, "example", "exec", dont_inherit=True), {})

@@ -1,4 +1,5 @@
-"""What a replica tells its fleet's gateway: marks in streams, answers that go on from their tokens, what its cache holds."""
+"""A replica's part towards its fleet's gateway: marks in streams, answers that go on from their
+tokens, the contents of its cache."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def units(raw: bytes) -> list[tuple[bytes, list[int] | None]]:
 
 @pytest.mark.parametrize("case", ASKS)
 def test_an_answer_goes_on_from_any_of_its_tokens(replica, case):
-    """What the first tokens brought, and what comes behind them elsewhere, is what would have come in one."""
+    """The text of the first tokens and the rest from elsewhere equal the text of one answer."""
     path, body = ASKS[case]
     whole = units(ask(replica, path, body).content)
     assert whole[-1][1] is None

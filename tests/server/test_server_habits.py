@@ -1,4 +1,4 @@
-"""What other clients are used to: vLLM's and OpenAI's newer fields, browsers, probes."""
+"""Habits of other clients: vLLM's and OpenAI's newer fields, browsers, probes."""
 
 from __future__ import annotations
 
@@ -277,7 +277,8 @@ def test_none_without_the_option(shared):
 
 
 def test_the_model_may_be_left_out(serve):
-    """As with vLLM: the answer bears the name of what is served. Ollama's bodies need it, as there."""
+    """The answer bears the name of the served model, as with vLLM. Ollama's bodies need the name,
+    as with Ollama."""
     server = serve(served_model_names=("one", "two"))
     with server.http() as http:
         for path, body in (

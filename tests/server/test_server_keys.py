@@ -86,6 +86,25 @@ def test_add_list_rotate_revoke(keys_file, capsys, monkeypatch):
     assert "revoked" in capsys.readouterr().err
 
 
+def test_a_revoked_key_takes_the_secret_of_its_grace_with_it(keys_file, capsys):
+    made = add(capsys, keys_file)
+    cli(capsys, "keys", "rotate", keys_file, made["id"], "--grace=1h")
+    assert keys_module.read(keys_file)[made["id"]].old_digest is not None
+    cli(capsys, "keys", "revoke", keys_file, made["id"])
+    key = keys_module.read(keys_file)[made["id"]]
+    assert (key.old_digest, key.old_until) == (None, 0)
+    assert KeyFile(keys_file).find(made["key"]) is None
+
+
+@pytest.mark.parametrize(
+    ("span", "seconds"), [("45s", 45), ("2m", 120), ("3h", 10_800), ("2d", 172_800)]
+)
+def test_a_span_of_each_unit_is_added_to_the_time_of_making(keys_file, capsys, span, seconds):
+    made = add(capsys, keys_file, f"--expires={span}")
+    key = keys_module.read(keys_file)[made["id"]]
+    assert key.expires - key.created == seconds
+
+
 def test_the_group_that_shares_prefixes_is_kept_and_shown(keys_file, capsys):
     made = add(capsys, keys_file, "--share-prefixes=team a")
     alone = add(capsys, keys_file)

@@ -67,7 +67,7 @@ def inputs_of(kind, text=PROMPT, **more):
 
 
 def texts(result):
-    """As bytes in binary tensors, and in JSON as they are."""
+    """Texts as bytes in binary tensors, and unchanged in JSON."""
     return [
         text if isinstance(text, str) else text.decode() for text in result.as_numpy("text_output")
     ]
@@ -489,7 +489,7 @@ def test_generate_names_where_a_completions_field_stands(shared):
 
 
 def test_generate_takes_inputs_among_the_parameters(shared):
-    """As Triton does, whose vLLM backend's own test sends the first of these."""
+    """Triton does so, and its vLLM backend's own test sends the first of these."""
     with shared.http() as http:
 
         def post(parameters, route="generate"):

@@ -1,4 +1,5 @@
-"""What a review left open: fair eviction of kept answers, clients that never read, hints where a request went wrong."""
+"""Findings of a review: fair eviction of kept answers, clients that never read, hints where a
+request went wrong."""
 
 from __future__ import annotations
 

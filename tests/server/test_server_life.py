@@ -82,7 +82,8 @@ def test_leaving_without_reading_frees_the_request(serve, prompts):
         (connection,) = server.server.server_state.connections
 
         def nothing_is_written():
-            """While a thousand tokens are made. The system may find room for more at first."""
+            """Waits until nothing is written during a thousand tokens. The system may find room
+            for more at first."""
             paused, written = (
                 connection.flow.write_paused,
                 connection.transport.get_write_buffer_size(),
@@ -256,7 +257,8 @@ def test_a_second_signal_ends_the_wait(serve, caplog):
 
 
 async def test_work_behind_a_server_ends_at_whatever_moment_it_is_to(monkeypatch):
-    """Also where the engine's figures come in the same turn of the loop. The end of a server waits for it."""
+    """The end of a server waits for such work, even if the engine's figures come in the same turn
+    of the loop."""
     state = make_server(FakeEngine(), ServerSettings()).state
     monkeypatch.setattr(StatusMemory, "EVERY_S", 0.0)
     for turns in range(20):

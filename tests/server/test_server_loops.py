@@ -113,7 +113,7 @@ def node_versions_of(request, packages):
 
 
 def finish(command, versions, **settings):
-    """What a client printed. Fails with its versions if it does."""
+    """Returns a client's output. Fails with the client's versions if the client does."""
     settings = {
         "capture_output": True,
         "text": True,

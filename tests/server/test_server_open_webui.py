@@ -1,6 +1,7 @@
-"""What Open WebUI 0.12.4 sends, and what it reads of the answers, by its `main.py`, `routers/openai.py`, `routers/ollama.py`,
-`routers/tasks.py`, `utils/payload.py` and `retrieval/utils.py`. Its chat's own fields (features, files, session_id, params,
-metadata, …) stay with it."""
+"""Requests of Open WebUI 0.12.4 and the fields that it reads of answers, by its `main.py`,
+`routers/openai.py`, `routers/ollama.py`, `routers/tasks.py`, `utils/payload.py` and
+`retrieval/utils.py`. Its chat's own fields (features, files, session_id, params, metadata, …) stay
+with it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ PARAMS |= {
 
 @pytest.fixture
 def http(tiny_server):
-    """With the headers that it sends, those of forwarded users among them."""
+    """Client with the headers that Open WebUI sends, those of forwarded users among them."""
     with tiny_server.http() as http:
         http.headers.update(
             {
@@ -43,7 +44,7 @@ def http(tiny_server):
 
 
 def events(answer):
-    """As its middleware reads them: lines that begin with `data: `."""
+    """Events as its middleware reads them: lines that begin with `data: `."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     data = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]

@@ -1,4 +1,4 @@
-"""What one key has sent is not told to another: cached prefixes are salted by key, by group of keys, and by `cache_salt`."""
+"""Privacy between keys: cached prefixes are salted by key, by group of keys, and by `cache_salt`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def client(tiny_server):
 
 @pytest.fixture(autouse=True)
 def nothing_left(tiny_server):
-    """After each test every request has ended and every block is free."""
+    """Checks after each test that every request has ended and every block is free."""
     yield
     tiny_server.wait_for(lambda: is_idle(tiny_server), "the engine still works or holds blocks")
 

@@ -112,7 +112,7 @@ def check_stream(events, final):
 
 
 def outline(answer):
-    """What does not differ from one run to the next."""
+    """The part of an answer that is the same in every run."""
 
     def bare(item):
         return {k: v for k, v in item.items() if k not in ("id", "call_id")}

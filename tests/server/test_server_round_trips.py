@@ -304,7 +304,7 @@ def turns(draw, name):
 
 
 def sent(arguments):
-    """What the template is given for a call's arguments when the turn comes back."""
+    """A call's arguments as the template gets them when the turn comes back."""
     return {"invalid_json": arguments} if isinstance(arguments, str) else arguments
 
 

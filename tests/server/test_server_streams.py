@@ -93,7 +93,7 @@ async def told(engine, answer, steps, *, write):
 
 
 def said(events):
-    """Of each choice its text and how it ended; and the usage, if it is told."""
+    """Text and finish reason of each choice, and the usage if the stream has it."""
     texts, reasons, usage = {}, {}, None
     *chunks, done = [e.removeprefix(b"data: ") for e in events.split(b"\n\n") if e]
     assert done == b"[DONE]"
@@ -165,7 +165,7 @@ def test_tokens_told_one_by_one_are_the_same_events(engine, kind, data):
 @settings(max_examples=200)
 @given(data=st.data())
 def test_the_message_of_steps_keeps_each_requests_order(data):
-    """Also where the news of several steps are in one message."""
+    """One message may have the tokens of several steps."""
     logprobs = (TokenLogprobs(3, -1.0, 1),)
     output = st.builds(
         TokenOutput,
@@ -353,7 +353,7 @@ def step(server, news):
 
 
 def read_all(readers):
-    """Until all have their answers."""
+    """Reads until all have their answers."""
     with selectors.DefaultSelector() as selector:
         for reader in readers:
             selector.register(reader.socket, selectors.EVENT_READ, reader)

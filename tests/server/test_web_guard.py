@@ -1,4 +1,5 @@
-"""What a server without keys refuses of web pages: foreign hosts, other origins, bodies of forms. And what goes on working."""
+"""Requests of web pages that a server without keys refuses: foreign hosts, other origins, bodies
+of forms. Other requests still work."""
 
 from __future__ import annotations
 
@@ -373,7 +374,7 @@ def test_a_body_without_a_content_type_is_refused_of_browsers_only(keyless, path
 
 
 def test_a_form_without_a_body_is_answered(keyless):
-    """As of `curl -X POST -d ''`."""
+    """`curl -X POST -d ''` sends such a form."""
     form = "application/x-www-form-urlencoded"
     assert ask(keyless, "POST", "/sleep", b"", content_type=form)[0] == 200
     assert ask(keyless, "POST", "/wake_up", b"", content_type=form)[0] == 200

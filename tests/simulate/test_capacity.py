@@ -1,4 +1,5 @@
-"""What a simulated load must show to count as carried: the requests that count, their quantiles, a queue that stays bounded."""
+"""Conditions for a simulated load to count as carried: the requests that count, their quantiles, a
+queue that stays bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.costs.metrics import RequestTiming
-from slipstream.simulate.capacity import KEEPS_UP, LatencyObjectives, keeps_up, quantile, settled
+from slipstream.simulate.capacity import (
+    ANSWERS,
+    KEEPS_UP,
+    NUM_REQUESTS,
+    LatencyObjectives,
+    carried,
+    keeps_up,
+    quantile,
+    settled,
+)
+from slipstream.simulate.traffic import of_lengths
+from tests.simulate.test_simulator import Linear, engine
 
 
 def request(sent, ttft_s=1.0):
@@ -51,3 +63,26 @@ def test_queue_is_bounded_if_answers_end_with_the_arrivals_but_for_one_answers_t
 
     assert carried(100 / KEEPS_UP + 19)
     assert not carried(100 / KEEPS_UP + 21)
+
+
+PATIENT = LatencyObjectives(limits={"e2e_s": 1e9}, attainment=1.0)
+
+
+def test_a_rate_is_refused_for_its_queue_though_every_answer_meets_the_objectives():
+    workload = of_lengths("x", [(8, 40)])  # a step takes 10 ms: one sequence, 2 requests/s at most
+    made = engine(max_num_seqs=1)
+    assert carried(made, workload, PATIENT, 1.5) is not None
+    assert carried(made, workload, PATIENT, 20.0) is None
+
+
+def test_a_load_of_long_answers_is_simulated_for_several_of_them():
+    class Steady(Linear):
+        def seconds(self, shape):
+            return 0.1
+
+    limits = {"max_num_seqs": 200, "max_num_batched_tokens": 512, "max_num_mixed_tokens": 512}
+    made = engine(Steady(), num_blocks=4000, **limits)  # an answer takes 4 s
+    run = carried(made, of_lengths("x", [(2, 40)]), PATIENT, 30.0)
+    assert run is not None
+    count, mean = run.summary.num_requests, run.summary.e2e_s.mean
+    assert count >= 30.0 * ANSWERS * mean > NUM_REQUESTS

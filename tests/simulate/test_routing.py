@@ -1,4 +1,4 @@
-"""Which replica requests go to: prefixes stay together, nobody is overfull."""
+"""The replica that a request goes to: prefixes stay together, and none is overfull."""
 
 from __future__ import annotations
 

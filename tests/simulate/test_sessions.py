@@ -41,7 +41,7 @@ LOAD = parse_load(
 )
 
 BYTES_A_TOKEN = 2 * 2 * 2 * 8 * 4
-"""Of the model's cache: keys and values, layers, heads, their size, float32."""
+"""Bytes of the model's cache per token: keys and values, layers, heads, their size, float32."""
 
 
 @dataclasses.dataclass

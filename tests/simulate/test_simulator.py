@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 
@@ -92,8 +93,8 @@ def test_a_longer_step_of_a_graph_is_paid_for():
 
 
 def test_a_step_that_no_graph_holds_takes_as_long_as_its_launch():
-    """And the host does nothing else meanwhile: a token that is there waits for the launch of the next step. A step that takes
-    longer hides it."""
+    """The host does nothing else during a launch: a finished token waits for the launch of the
+    next step. A longer step hides the launch."""
     given = engine(Linear(HostCost(launch_s=0.025)), run_ahead=None)
 
     def captured(most):
@@ -150,6 +151,32 @@ def test_gaps_are_those_of_the_requests():
     count = sum(r.output_tokens - 1 for r in found.records)
     assert found.num_preemptions > 0
     assert found.summary.itl_s.mean == pytest.approx(spans / count)
+
+
+def test_a_gap_by_preemption_is_its_requests_longest():
+    found = simulate(engine(num_blocks=9, max_num_seqs=2), traffic((0.0, 5, 24), (0.0, 5, 24)))
+    assert found.num_preemptions == 1
+    kept, preempted = found.records
+    assert kept.last_token < preempted.last_token
+    span = preempted.last_token - preempted.first_token
+    longest = 2 * found.summary.worst_gap_s.mean - 0.012  # the other's is a step of two
+    assert span - 22 * 0.012 <= longest <= span - 22 * 0.011
+
+
+def test_replicas_that_compute_all_the_time_are_busy_and_an_idle_one_halves_the_share():
+    two = [simulate(engine(), traffic(*[(0.0, 10, 4)] * n), num_replicas=2).busy for n in (1, 2)]
+    assert two == [pytest.approx(0.5), pytest.approx(1.0)]
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_collection_is_afterwards_as_it_was(was_on):
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        simulate(engine(), traffic((0.0, 10, 4)))
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_more_load_is_never_faster_and_more_replicas_never_slower():

@@ -29,7 +29,8 @@ def request(number, prompt, answer, arrival=0.0, priority=0, shared=0):
 
 
 def steps_of(kind, arrivals, *, depth, num_blocks, block_size, caching, groups, **limits):
-    """What each step held: {(request, computed, tokens)}, and the tokens that decodes look at; then the ends, by step."""
+    """Contents of each step: {(request, computed, tokens)} and the number of tokens that decodes
+    look at; then the ends, by step."""
     given = config(
         max_model_len=62,
         num_blocks=num_blocks,

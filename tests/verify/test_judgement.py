@@ -1,4 +1,4 @@
-"""What is made of estimates and counts, without a server: fault, pass or undecided."""
+"""Judgements from estimates and counts, without a server: fault, pass or undecided."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""What a captured chain of drafts does, computed without a GPU: the drafts that the head or draft model makes op by op."""
+"""Captured chains of drafts, computed without a GPU: they give the drafts that the head or draft
+model makes op by op."""
 
 from __future__ import annotations
 
@@ -292,8 +293,9 @@ def only_seeing(monkeypatch, kind):
 @KINDS
 @pytest.mark.parametrize("batched", [512, 24])
 def test_prompts_are_seen_behind_their_steps(models, monkeypatch, kind, batched):
-    """So a request's first drafts come out of a graph, and are those of a drafter that sees the prompt when it first drafts.
-    Also of prompts that take several steps, and while another request drafts."""
+    """A request's first drafts come out of a graph, and equal those of a drafter that sees the
+    prompt when it first drafts. Some prompts take several steps, and some come while another
+    request drafts."""
     prompts = [
         {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (9, 61, 40, 33)
     ]
@@ -326,7 +328,8 @@ def test_what_a_graph_can_not_catch_up_on_runs_op_by_op(models, monkeypatch, kin
 
 @KINDS
 def test_a_chain_ahead_is_forgotten_where_drafts_rest(models, kind):
-    """After a step without drafts the number of tokens fits the chain, but they are not those that it continued."""
+    """The number of tokens fits the chain after a step without drafts, but they are not those that
+    it continued."""
     drafts_at = lambda running: bool(running) and len(running[0].token_ids) % 5 > 0
     given = (models, kind, PROMPTS[:3], (60, 31, 90))
     expected, drafts, _, _ = proposals(*given, graphs=True, ahead=False, chosen=drafts_at)
@@ -358,8 +361,8 @@ def test_drafts_that_no_graph_made_are_not_those_of_the_last_chain(models, monke
     ("kind", "enable_prefix_caching"), [("head", True), ("draft", True), ("draft", False)]
 )
 def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_caching):
-    """What begins with another's prompt, joins while others draft, or is preempted and computed anew: the same answers, and
-    wherever drafts are made with and without graphs, the same drafts."""
+    """Requests that begin with another's prompt, join while others draft, or are preempted and
+    computed anew get the same answers. Drafts made with graphs equal those made without."""
     common = [(5 * i) % 250 + 4 for i in range(21)]
     prompts = [{"prompt_token_ids": common + [30 + i, 40, 50 + i][: 1 + i % 3]} for i in range(6)]
     lengths = (60, 9, 20, 40, 33, 70)
@@ -422,7 +425,8 @@ def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
     ("kind", "num_blocks", "has_room"), [("head", 4, True), ("draft", 4, False), ("draft", 5, True)]
 )
 def test_a_chain_ahead_stays_in_its_blocks(models, kind, num_blocks, has_room):
-    """Behind 11 tokens and 3 right drafts stand 3 more; a head has the last one's pair a position before."""
+    """Three more drafts stand after 11 tokens and 3 right drafts. A head has the last one's pair
+    one position earlier."""
     model, config = config_of(models, kind)
     with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner
@@ -437,7 +441,8 @@ def test_a_chain_ahead_stays_in_its_blocks(models, kind, num_blocks, has_room):
 
 
 def test_no_chain_ahead_captures_a_graph(models):
-    """Of two requests one has too few tokens for the chain; the graph for the other alone is not captured."""
+    """One of two requests has too few tokens for the chain. The graph for the other alone is not
+    captured."""
     config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
     with LLM(
         str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}

@@ -171,7 +171,7 @@ def test_without_the_library_torchs_threads_are_measured(monkeypatch):
 
 
 def test_what_is_measured_without_the_library_is_not_stored_as_the_librarys(monkeypatch):
-    """If it were stored, every later engine would run by torch, at half the speed."""
+    """A stored measurement would make every later engine run by torch, at half the speed."""
     with_library = cpu_choice._identity()
     monkeypatch.setattr(cpu_choice, "has_cpu_kernels", lambda: False)
     assert cpu_choice._identity() != with_library

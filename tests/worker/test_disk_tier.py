@@ -255,7 +255,7 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_a_devices_blocks_go_to_the_host_to_files_and_back(tmp_path, odd):
-    """On a CPU the lines of a GPU run without a stream."""
+    """The code of a GPU runs on a CPU without a stream."""
     check_device_blocks(tmp_path, CpuPlatform(torch.device("cpu")), ReferenceOps(), odd)
 
 

@@ -1,4 +1,5 @@
-"""Which experts change ranks: exchanges never make the largest load larger, respect groups, and come to an end."""
+"""Experts that change ranks: exchanges never make the largest load larger, respect groups, and
+come to an end."""
 
 from __future__ import annotations
 

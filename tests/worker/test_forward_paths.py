@@ -1,4 +1,4 @@
-"""What `slipstream info` says of the forward paths is what an engine finds with the loaded model."""
+"""Forward paths that `slipstream info` names: an engine finds the same with the loaded model."""
 
 from __future__ import annotations
 

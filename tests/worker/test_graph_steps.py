@@ -470,8 +470,8 @@ def test_drafts_are_verified_by_graphs(tmp_path):
 
 @pytest.mark.parametrize("again", [-(2**40), 2**15])
 def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
-    """Where the keys that it reads once more are few; else drafts are verified as a prompt's tokens are. Some requests of the
-    steps have no drafts, and one draws."""
+    """Drafts are rows if they read few keys again; otherwise they are verified as a prompt's
+    tokens. Some requests of the steps have no drafts, and one draws."""
     monkeypatch.setattr(ladder, "MAX_KEYS_AGAIN", again)
     tiny_models.write(tmp_path, "llama")
     sampling = [
@@ -693,8 +693,8 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
 
 
 def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
-    """As many as the GPU's time allows, one while other requests wait for their tokens, none behind one that took long, and
-    only the commonest."""
+    """Sizes are captured as the GPU's time allows: one while other requests wait for their tokens,
+    none after one that took long, and only the commonest."""
     tiny_models.write(tmp_path, "llama")
     with LLM(
         str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
@@ -837,7 +837,8 @@ def test_one_layer_of_each_kind_compiles(tmp_path, monkeypatch):
 
 
 def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch):
-    """Until then its steps run op by op, and an idle moment captures it before all others."""
+    """Steps of that size run op by op until then, and an idle moment captures it before all
+    others."""
     monkeypatch.setattr(ladder, "PATIENCE", PATIENCE)
     monkeypatch.setattr(ladder, "FIRST_MIXED", ())
     tiny_models.write(tmp_path, "llama")

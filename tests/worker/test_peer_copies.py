@@ -218,7 +218,7 @@ def test_an_error_of_the_test_itself_ends_the_start(monkeypatch):
 
 @pytest.mark.parametrize("step", ["empty", "rendezvous"])
 def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
-    """If only one shared it, it would wait for the other's next call."""
+    """A rank that shared it alone would wait for the other's next call."""
     from torch.distributed import _symmetric_memory as symmetric
 
     failing = threading.local()

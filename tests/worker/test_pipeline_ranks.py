@@ -35,7 +35,8 @@ def test_two_stages_answer_as_one_device(pipeline, wanted):
 
 
 def test_both_stages_have_a_step(pipeline, wanted, monkeypatch):
-    """While one step is waited for, the other stage computes a step of other requests, and the next is queued."""
+    """The other stage computes a step of other requests while one step is waited for, and the next
+    is queued."""
     executor, counts = pipeline.core.executor, []
     wait = executor.result_of
 

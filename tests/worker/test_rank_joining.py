@@ -47,7 +47,7 @@ def come(address):
 
 
 def accepts_a_good_one(address, waiting):
-    """Who came before counts as nobody: one who fits is the one that is waited for."""
+    """Checks that a fitting rank is accepted, whoever came before."""
     with contextlib.closing(join(address, Join(__version__, 7, 2), wait_s=PATIENCE_S)):
         ((link, found, _),) = waiting.result()
         link.close()

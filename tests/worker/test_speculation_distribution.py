@@ -1,4 +1,5 @@
-"""What is drawn with drafts has the distribution of plain sampling: each proposer × each setting, by chi-squared.
+"""Distribution of tokens drawn with drafts: it equals that of plain sampling, for each proposer
+and setting, by chi-squared.
 
 At the level of sampler and verification, with known logits over five tokens: a request draws three tokens, and the expected
 count of each of the 125 answers follows from the probabilities of one token after another. The long version asks more: over
@@ -239,7 +240,8 @@ def edges(counts) -> tuple[list[int], list[int]]:
 
 
 def masks(text: Answer, drafts) -> Iterator[int]:
-    """As `GrammarState.mask_drafts`: behind a draft that is not allowed all tokens are."""
+    """Masks as `GrammarState.mask_drafts` makes them: every token is allowed after a draft that is
+    not allowed."""
     right = True
     for k in range(len(drafts) + 1):
         now = (*text, *drafts[:k])
@@ -320,8 +322,8 @@ def chi_squared_p(found: Counter[Answer], shares: dict[Answer, float]) -> float:
 
 
 def kolmogorov_p(values: list[float]) -> float:
-    """Of the largest distance between `values` and the uniform distribution: Kolmogorov's series, with Stephens's correction
-    (1970) for few values."""
+    """The p-value of the largest distance between `values` and the uniform distribution:
+    Kolmogorov's series, with Stephens's correction (1970) for few values."""
     n = len(values)
     far = max(max((i + 1) / n - v, v - i / n) for i, v in enumerate(sorted(values)))
     x = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * far

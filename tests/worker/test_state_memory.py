@@ -1,4 +1,4 @@
-"""What the memory ledger says of keys, values and recurrent states is what stands allocated, byte for byte."""
+"""The memory ledger's bytes of keys, values and recurrent states equal the allocated ones."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_what_graphs_hold(tmp_path):
     ],
 )
 def test_whose_steps_are_graphs(tmp_path, build, family, more, has_graphs):
-    """On a GPU texts run in graphs, except those of a decoder that gives scores."""
+    """Texts run in graphs on a GPU, except those of a decoder that gives scores."""
     build(tmp_path, family)
     gpu = DeviceInfo(
         device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"

@@ -315,7 +315,7 @@ class SimulatedReplica:
             seconds += cost.host.ahead_s
         launch_s = 0.0 if in_graph else cost.host.launch_s
         begin = max(self.now, self.device_free)
-        self.device_free = max(begin + seconds, self.now + launch_s)
+        self.device_free = begin + seconds
         if engine.run_ahead is not None:
             self.now = begin if ahead else self.device_free  # a CPU's host computes too
         self.now += host + launch_s

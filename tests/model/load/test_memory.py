@@ -103,7 +103,7 @@ def test_peak_of_a_load_is_the_quantized_model_and_few_modules(tmp_path, load_fo
 def test_peak_of_a_checkpoint_in_4_bit_floats_is_its_own_and_few_modules(
     tmp_path, load_format, kind
 ):
-    """As a GPU packs it."""
+    """The weights are packed as a GPU packs them."""
     from slipstream.kernels.triton import TritonOps
 
     tiny_models.write(tmp_path, "llama", **SIZES)
