@@ -15,6 +15,9 @@
    "two replicas" are two engines at the same time, a GPU and as many requests each. Engines of one GPU run two at a time.
 5. mixtures: the same for mixtures.
 6. large: a model of 70 billion parameters on two GPUs: its start, and 4 sequences of 1,024 tokens in and out.
+7. context: 8 prompts of 131,072 random tokens, FP8 weights and cache: seconds of the first prompt, then milliseconds of a step
+   of all 8 (`--prompts`) whose prompts are cached, by one GPU and by two that share keys and tokens out. No two prompts begin
+   alike.
 
 Every engine runs in a process of its own, without a prefix cache. Weights are random (load_format="dummy"): speed does not
 depend on them. `--engines TEXT` runs only those whose name has the text. The record is written after each part.
@@ -41,7 +44,9 @@ from typing import Any
 
 import common
 
-PARTS = ("equality", "collectives", "token", "throughput", "mixtures", "large")
+PARTS = ("equality", "collectives", "token", "throughput", "mixtures", "large", "context")
+LONG = 131072
+"""Tokens of a prompt of `context`."""
 SIZES_KB = (8, 64, 512, 2048, 8192, 16384, 65536, 131072)
 ROW = 4096
 NUM_REPLAYS, NUM_REDUCES = 30, 50
@@ -76,16 +81,26 @@ SMALL: dict[str, dict[str, Any]] = {
         ),
         **dict(num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
     },
+    "deepseek_v3": {
+        **LLAMA,
+        **dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3"),
+        **dict(kv_lora_rank=64, q_lora_rank=96, qk_nope_head_dim=32, qk_rope_head_dim=16),
+        **dict(v_head_dim=32, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2),
+        **dict(moe_intermediate_size=128, first_k_dense_replace=1, n_group=2, topk_group=1),
+        **dict(norm_topk_prob=True, routed_scaling_factor=1.0, num_key_value_heads=8),
+    },
 }
-TENSOR, EXPERTS, STAGES = (
+TENSOR, EXPERTS, STAGES, CONTEXT = (
     {"tensor_parallel_size": 2},
     {"expert_parallel_size": 2},
     {"pipeline_parallel_size": 2},
+    {"context_parallel_size": 2},
 )
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
-    "llama": (TENSOR, {**TENSOR, "sequence_parallel": True}, STAGES),
-    "one kv head": (TENSOR,),
-    "qwen3_moe": (TENSOR, {**TENSOR, **EXPERTS}, EXPERTS, STAGES),
+    "llama": (TENSOR, {**TENSOR, "sequence_parallel": True}, STAGES, CONTEXT),
+    "one kv head": (TENSOR, CONTEXT),
+    "qwen3_moe": (TENSOR, {**TENSOR, **EXPERTS}, EXPERTS, STAGES, CONTEXT),
+    "deepseek_v3": (TENSOR, CONTEXT),
 }
 
 
@@ -99,6 +114,7 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=1024, help="of throughput and mixtures, at once"
     )
+    parser.add_argument("--prompts", type=int, default=8, help="of context, at once")
     parser.add_argument(
         "--engines",
         default="",
@@ -118,7 +134,7 @@ def main() -> None:
         "token": token_times,
         "throughput": throughput,
     }
-    work |= {"mixtures": mixtures, "large": large}
+    work |= {"mixtures": mixtures, "large": large, "context": context}
     found = {}
     for part in chosen:
         begin = time.perf_counter()
@@ -180,7 +196,7 @@ def run_engine(task: dict[str, Any]) -> Any:
         **task["settings"],
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": task["what"] == "long",
     }
     with LLM(**how) as llm:
         start_s = time.perf_counter() - begin
@@ -212,6 +228,18 @@ def run_engine(task: dict[str, Any]) -> Any:
             ]
             found = {"token_ids": answer.token_ids, "logprobs": of_tokens}
             return {"ms_a_token": common.median(times), "all": times, "start_s": start_s, **found}
+        if task["what"] == "long":
+            run(prompts(1, 9000), 2)  # kernels and graphs
+            many = prompts(task["requests"], LONG)
+            first = run(many[:1], 1)[0]
+            run(many, 1)
+            fewer, more = (run(many, n)[0] for n in (33, 161))
+            return {
+                "first_token_s": first,
+                "ms_a_step": (more - fewer) / 128 * 1e3,
+                "kv_tokens": llm.core.ledger.num_kv_tokens,
+                "start_s": start_s,
+            }
         if task["what"] == "four":
             four = prompts(4, 1024)
             run(four, 16)
@@ -361,6 +389,29 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
         **TENSOR,
     )
     return engines(args, {"llama-3-70b, fp8, 2 GPUs": ("four", settings, None)}, 1)
+
+
+def context(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((Path(args.model) / "config.json").read_text())
+        config["max_position_embeddings"] = LONG + 1024
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        settings = dict(
+            model=folder,
+            device=args.device,
+            quantization="fp8",
+            kv_cache_dtype="fp8",
+            max_num_seqs=8,
+            max_num_batched_tokens=8192,
+        )
+        args.requests = args.prompts
+        ways = {"context, 2 GPUs": ("long", {**settings, **CONTEXT}, None)}
+        found = engines(args, {**ways, "context, 1 GPU": ("long", settings, 0)}, 1)
+    one, two = found.get("context, 1 GPU"), found.get("context, 2 GPUs")
+    if isinstance(one, dict) and isinstance(two, dict):
+        found |= {f"{k}, times one GPU": one[k] / two[k] for k in ("first_token_s", "ms_a_step")}
+        print({k: v for k, v in found.items() if "times" in k}, flush=True)
+    return found
 
 
 def collectives(args: argparse.Namespace) -> dict[str, Any]:

@@ -244,10 +244,8 @@ class Quiet:
         while True:
             busy, copied = self._busy(), self._copy()
             self._best = max(self._best, copied)
-            quiet, waited = (
-                busy < QUIET_BUSY and copied > QUIET_COPY * self._best,
-                time.monotonic() - begin,
-            )
+            quiet = busy < QUIET_BUSY and copied > QUIET_COPY * self._best
+            waited = time.monotonic() - begin
             if quiet or waited > self._most_s:
                 return {
                     "quiet": quiet,

@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_count": 16,
         "kv_heads": [8 * (i in (2, 5, 8, 10, 12, 14)) for i in range(16)],
         "l_cache": 3,
-    },
+    }
 }
 
 

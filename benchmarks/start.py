@@ -41,11 +41,9 @@ def peer(name: str, path: Path, threads: int) -> None:
     from peers_cpu import make, requests
 
     engine = make(name, path, threads, (1, 1024), {})
-    age, begin, processor = (
-        seconds_since_process_start() or 0.0,
-        time.perf_counter(),
-        time.process_time(),
-    )
+    age = seconds_since_process_start() or 0.0
+    begin = time.perf_counter()
+    processor = time.process_time()
     (record,) = engine.run(requests(1, PROMPT, ANSWER))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(

@@ -32,10 +32,8 @@ class Browser:
     @contextmanager
     def start(cls, folder, *more):
         """`more` are options of the browser. Skips the test, and says why, where there is none."""
-        driver, browser = (
-            shutil.which("chromedriver"),
-            next(filter(None, map(shutil.which, BROWSERS)), None),
-        )
+        driver = shutil.which("chromedriver")
+        browser = next(filter(None, map(shutil.which, BROWSERS)), None)
         if driver is None or browser is None:
             pytest.skip("needs Chromium and its driver (apt-get install chromium chromium-driver)")
         process = subprocess.Popen(

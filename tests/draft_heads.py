@@ -253,10 +253,8 @@ def mtp(path: Path, *, seed: int = 0) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     g = torch.Generator().manual_seed(seed)
-    config, tensors = (
-        json.loads((path / "config.json").read_text()),
-        load_file(path / "model.safetensors"),
-    )
+    config = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
     n, e = config["num_hidden_layers"], config["hidden_size"]
     last = f"model.layers.{n - 1}."
     new = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}

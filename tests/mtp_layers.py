@@ -199,10 +199,8 @@ def layer(config: dict[str, Any], t: dict[str, Tensor], x: Tensor, norm: Any) ->
         else ("input_layernorm", "post_attention_layernorm")
     )
     x = x + attention(config, t, norm(x, f"{first}{ins[0]}.weight"), norm)
-    h, mlp = (
-        norm(x, f"{first}{ins[1]}.weight"),
-        f"{first}{'1.mixer' if kind == 'nemotron_h' else 'mlp'}.",
-    )
+    h = norm(x, f"{first}{ins[1]}.weight")
+    mlp = f"{first}{'1.mixer' if kind == 'nemotron_h' else 'mlp'}."
     return x + (mixture(config, t, h, mlp) if num_experts(config) else dense(t, h, mlp))
 
 

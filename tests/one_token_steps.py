@@ -47,35 +47,13 @@ RECURRENT = dict(
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     "llama": {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64},
-    "qwen3_moe": {
-        **SIZES,
-        **dict(num_attention_heads=8, num_key_value_heads=2, head_dim=128),
-        **dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384),
-    },
-    "mixtral": {
-        **SIZES,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "num_local_experts": 8,
-    },
-    "glm4_moe": {
-        **SIZES,
-        **dict(
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=128,
-            n_routed_experts=40,
-            num_experts_per_tok=4,
-        ),
-        **dict(
-            moe_intermediate_size=512,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-        ),
-    },
+    "qwen3_moe": {**SIZES, **dict(num_attention_heads=8, num_key_value_heads=2, head_dim=128),
+        **dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384)},
+    "mixtral": {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+        "num_local_experts": 8},
+    "glm4_moe": {**SIZES, **dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128,
+        n_routed_experts=40, num_experts_per_tok=4), **dict(moe_intermediate_size=512,
+        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)},
     "gptj": {"n_embd": 1024, "n_layer": 4, "n_head": 4, "rotary_dim": 64, "n_positions": 2048},
     "deepseek_v2": {
         **SIZES,
@@ -89,25 +67,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         ),
     },
     "qwen3_5_text": {**SIZES, **RECURRENT, "num_attention_heads": 8},
-    "qwen3_5_moe_text": {
-        **SIZES,
-        **RECURRENT,
-        "num_attention_heads": 16,
-        **dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=256),
-        **dict(shared_expert_intermediate_size=256),
-    },
-    "gpt_oss": {
-        "max_position_embeddings": 2048,
-        **dict(
-            hidden_size=2880,
-            intermediate_size=2880,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-        ),
-        **dict(num_local_experts=6, num_experts_per_tok=4, sliding_window=128, num_hidden_layers=2),
-    },
-}
+    "qwen3_5_moe_text": {**SIZES, **RECURRENT, "num_attention_heads": 16, **dict(num_experts=64,
+        num_experts_per_tok=8, moe_intermediate_size=256),
+        **dict(shared_expert_intermediate_size=256)},
+    "gpt_oss": {"max_position_embeddings": 2048, **dict(hidden_size=2880, intermediate_size=2880,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64), **dict(num_local_experts=6,
+        num_experts_per_tok=4, sliding_window=128, num_hidden_layers=2)},
+}  # fmt: skip
 MIXTURES = ("qwen3_5_moe_text", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "gpt_oss")
 MOST = {None: 0.03, "mxfp4": 0.03, "int4": 0.03, "int4-g32": 0.03, "int8": 0.08, "fp8": 0.15}
 """How far from float32 hidden states may be, over all lengths, as a part of them. Measured of the reference in bfloat16: up to
@@ -161,10 +127,8 @@ def build(path: Path, family: str, **overrides: Any) -> None:
                 data = data.mT if family == "gpt_oss" and name.endswith("down_proj") else data
                 weight.data = data.reshape(weight.shape).bfloat16()
     for name in routers:
-        weight, norm = (
-            weights[name],
-            weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"],
-        )
+        weight = weights[name]
+        norm = weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"]
         if (bias := weights.get(name.replace("weight", "bias"))) is not None:
             bias.data *= 0.1
         multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]

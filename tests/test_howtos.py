@@ -38,8 +38,7 @@ def with_tools(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p.stem in SLOW)) for p in PAGES],
+    "page", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p.stem in SLOW)) for p in PAGES]
 )
 def test_a_howto_works_from_top_to_bottom(page, place, preloaded, with_tools):  # noqa: F811
     environment = {**os.environ, "PATH": f"{preloaded.tools}:{os.environ['PATH']}"}

@@ -347,7 +347,7 @@ def test_the_rules_can_fail(tmp_path):
         ("server.app", "torch.nn"),
     ]
     assert forbidden("slipstream.core.scheduler", found) == [
-        *(("core.scheduler", other) for other in ("engine.llm", "worker.device", "torch.nn")),
+        *(("core.scheduler", other) for other in ("engine.llm", "worker.device", "torch.nn"))
     ]
     assert forbidden("slipstream.errors", {"slipstream.messages.steps"}) == [
         ("errors", "messages.steps")

@@ -35,30 +35,15 @@ class Installed:
         return None if self.url is None else json.dumps({"url": self.url, "archive_info": {}})
 
 
-@pytest.mark.parametrize(
-    ("compiler", "source", "url", "said"),
-    [
-        (True, True, None, "python -m slipstream.kernels.build"),
-        (
-            True,
-            False,
-            None,
-            "pip install --force-reinstall --no-deps --no-cache-dir . in a clone of Slipstream",
-        ),
-        (
-            True,
-            False,
-            "file:///x/s.tar.gz",
-            "pip install --force-reinstall --no-deps --no-cache-dir file:///x/s.tar.gz",
-        ),
-        (
-            False,
-            True,
-            None,
-            "install a C++ compiler (Debian: apt install g++), then python -m slipstream.kernels.build",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("compiler", "source", "url", "said"), [
+    (True, True, None, "python -m slipstream.kernels.build"),
+    (True, False, None,
+        "pip install --force-reinstall --no-deps --no-cache-dir . in a clone of Slipstream"),
+    (True, False, "file:///x/s.tar.gz",
+        "pip install --force-reinstall --no-deps --no-cache-dir file:///x/s.tar.gz"),
+    (False, True, None,
+        "install a C++ compiler (Debian: apt install g++), then python -m slipstream.kernels.build"),
+])  # fmt: skip
 def test_how_to_get_the_library(monkeypatch, tmp_path, compiler, source, url, said):
     monkeypatch.setattr(build, "SOURCE", ROOT / "csrc" / "cpu" if source else tmp_path)
     monkeypatch.setattr(build, "distribution", lambda name: Installed(url))

@@ -377,9 +377,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             *("compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"),
             "compressed_sparse_attention",
         ],
-        "compress_rates": {
-            **dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
-        },
+        "compress_rates": {**dict(compressed_sparse_attention=4, heavily_compressed_attention=8)},
         "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
         **dict(max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.2),
     },
@@ -534,11 +532,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(moe_intermediate_size=32, global_attn_every_n_layers=3, mup_enabled=True),
         **dict(initializer_range=0.2, route_scale=1.5),
     },
-    "hy_v3": {
-        **_LLAMA,
-        **_EXPERTS,
-        **dict(model_type="hy_v3", head_dim=16, initializer_range=0.2),
-    },
+    "hy_v3": {**_LLAMA, **_EXPERTS, **dict(model_type="hy_v3", head_dim=16, initializer_range=0.2)},
     "mellum": {
         **_LLAMA,
         **_EXPERTS,

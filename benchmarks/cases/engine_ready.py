@@ -132,10 +132,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 "XDG_CACHE_HOME": f"{work}/{cache}",
                 "TRITON_CACHE_DIR": f"{work}/{cache}/triton",
             }
-            env, command = (
-                {**common.with_source(), **folders},
-                [sys.executable, "-c", program, *words],
-            )
+            env = {**common.with_source(), **folders}
+            command = [sys.executable, "-c", program, *words]
             return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
         def start(name: str, model: Path, cache: str, load: str = "no") -> None:

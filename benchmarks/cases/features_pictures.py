@@ -198,11 +198,9 @@ class Theirs:
         self.processor = (Qwen2VLImageProcessorPil if self.is_qwen else SmolVLMImageProcessorPil)(
             **processing
         )
-        self.token, self.device, self.one_by_one = (
-            config["image_token_id"],
-            args.device,
-            args.one_by_one,
-        )
+        self.token = config["image_token_id"]
+        self.device = args.device
+        self.one_by_one = args.one_by_one
         vision = config["vision_config"]
         self.each = (
             0

@@ -16,23 +16,16 @@ import asyncio
 import json
 import os
 import random
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import psutil
 import uvloop
+from cases.fleet_serving import JSON, RunningFleet
 
 from slipstream.bench.report import print_table
-from slipstream.fleet.config import check
-from slipstream.fleet.gateway.upstream import ConnectionPool
-from slipstream.fleet.head import Head
-from slipstream.server.run import bind, url
-from slipstream.server.state import ServerSettings
 
-JSON = b"content-type: application/json\r\n"
 POOLS = {
     "together": [{"name": "all", "replicas": 2}],
     "apart": [
@@ -42,30 +35,14 @@ POOLS = {
 }
 
 
-class Fleet:
+class Fleet(RunningFleet):
     def __init__(self, args, form: str) -> None:
         engine = {"num_threads": 1, "max_model_len": 2048, "max_num_seqs": 16}
         engine["kv_cache_bytes"] = 2**28
         version = {"name": "v1", "model": args.model, "engine": engine, "pools": POOLS[form]}
         file = {"port": 0, "models": {"m": {"versions": [version]}}, "router": {"probe_s": 0}}
         file["router"]["handover"] = args.handover
-        self.settings = ServerSettings(port=0, served_model_names=("m",))
-        self.head = Head(check(file), Path(tempfile.mkdtemp()) / "state", self.settings)
-
-    async def __aenter__(self) -> Fleet:
-        self._listener, ready = bind(self.settings), asyncio.Event()
-        self._running = asyncio.create_task(self.head.run(self._listener, ready.set))
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if self._running.done():
-            self._running.result()
-        self.gateway = ConnectionPool(url(self.settings, self._listener), None)
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        self.head.stop()
-        await self._running
-        self._listener.close()
+        super().__init__(file, "m")
 
     def cpu_s(self) -> float:
         """Processor time of the replicas so far."""

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import common
 import numpy as np
@@ -43,7 +44,32 @@ from slipstream.server.state import ServerSettings
 JSON = b"content-type: application/json\r\n"
 
 
-class Fleet:
+class RunningFleet:
+    """A head and its replicas, from a fleet file. `gateway` has connections to it."""
+
+    def __init__(self, file: dict, name: str) -> None:
+        self.settings = ServerSettings(port=0, served_model_names=(name,))
+        self.head = Head(check(file), Path(tempfile.mkdtemp()) / "state", self.settings)
+
+    async def __aenter__(self) -> Self:
+        self._listener, ready = bind(self.settings), asyncio.Event()
+        self._running = asyncio.create_task(self.head.run(self._listener, ready.set))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            self._running.result()
+        self.gateway = ConnectionPool(url(self.settings, self._listener), None)
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.head.stop()
+        await self._running
+        self._listener.close()
+
+
+class Fleet(RunningFleet):
+    """Replicas of one model, whose number a test changes."""
+
     def __init__(self, args, replicas: int) -> None:
         engine = {
             "num_threads": 1,
@@ -58,18 +84,7 @@ class Fleet:
             "models": {args.name: {"versions": [version]}},
             "router": {"queue_s": 120},
         }
-        self.settings = ServerSettings(port=0, served_model_names=(args.name,))
-        self.head = Head(check(file), Path(tempfile.mkdtemp()) / "state", self.settings)
-
-    async def __aenter__(self) -> Fleet:
-        self._listener, ready = bind(self.settings), asyncio.Event()
-        self._running = asyncio.create_task(self.head.run(self._listener, ready.set))
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if self._running.done():
-            self._running.result()
-        self.gateway = ConnectionPool(url(self.settings, self._listener), None)
-        return self
+        super().__init__(file, args.name)
 
     @property
     def key(self) -> str:
@@ -81,11 +96,6 @@ class Fleet:
         await self.head.scale(self.key, replicas)
         while sum(r.heard and not r.draining for r in self.replicas) != replicas:
             await asyncio.sleep(0.05)
-
-    async def __aexit__(self, *_) -> None:
-        self.head.stop()
-        await self._running
-        self._listener.close()
 
     @property
     def replicas(self):
@@ -159,10 +169,8 @@ def quantile(values: list[float], share: float) -> float:
 def added(ttfts: dict[str, list[float]], share: float) -> tuple[float, float, float]:
     """Time in ms that the gateway adds to this quantile of the TTFT, with the interval of 95 of
     100 bootstrap draws."""
-    rng, ways = (
-        np.random.default_rng(0),
-        [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")],
-    )
+    rng = np.random.default_rng(0)
+    ways = [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")]
     drawn = [np.quantile(rng.choice(way, (2000, len(way))), share, axis=1) for way in ways]
     least, most = np.quantile(drawn[0] - drawn[1], (0.025, 0.975))
     return (

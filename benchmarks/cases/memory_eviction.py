@@ -83,11 +83,9 @@ class Agent:
     """A session and those after it, whose texts and pauses depend on nothing else."""
 
     def __init__(self, number: int, seed: int, args: argparse.Namespace, system: list[int]) -> None:
-        self.rng, self.system, self.longest = (
-            random.Random(1000 * seed + number),
-            system,
-            args.longest,
-        )
+        self.rng = random.Random(1000 * seed + number)
+        self.system = system
+        self.longest = args.longest
         self.pace = math.log(args.pause) + self.rng.gauss(0, 0.7)
         self.begin()
 
@@ -281,21 +279,17 @@ def pool_ns(order: str, num_blocks: int = 65536, size: int = 1024) -> dict[str, 
     """Nanoseconds per block of what a request without a known session does to a full cache."""
     clock = Clock()
     kv = scheduler_of(order, num_blocks, 16, 8192, clock).kv
-    pool, names, took = (
-        kv.pool,
-        itertools.count(),
-        {"allocate": [], "release": [], "hold": [], "plain": []},
-    )
+    pool = kv.pool
+    names = itertools.count()
+    took = {"allocate": [], "release": [], "hold": [], "plain": []}
     for name in range(3 * num_blocks // size):
         clock.now += 0.01
         keys = [next(names).to_bytes(16) for _ in range(size)]
         begin = time.perf_counter_ns()
         blocks = pool.allocate(size)
         took["allocate"].append(time.perf_counter_ns() - begin)
-        run, session = (
-            None,
-            None if kv.sessions is None else kv.sessions.arrived(keys, NO_HINTS),
-        )
+        run = None
+        session = None if kv.sessions is None else kv.sessions.arrived(keys, NO_HINTS)
         for i, (block, key) in enumerate(zip(blocks, keys, strict=True)):
             pool.register(block, key)
             if session is not None:

@@ -52,10 +52,8 @@ THOUGHT = {
     "content": [{"type": "reasoning_text", "text": "a"}],
 }
 ITEMS = [{"role": "user", "content": "hello"}, THOUGHT, CALLED_ITEM, OUTPUT_ITEM]
-TOOL_A, TEXT_BLOCK = (
-    {"name": "look", "description": "d", "input_schema": SCHEMA},
-    {"type": "text", "text": "hello"},
-)
+TOOL_A = {"name": "look", "description": "d", "input_schema": SCHEMA}
+TEXT_BLOCK = {"type": "text", "text": "hello"}
 USE = {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT_BLOCK], "is_error": True}
 TURNS = [
@@ -75,199 +73,77 @@ OTHER = {
 }
 BINARY = {"binary_data": True}
 VALID: list[tuple[str, dict]] = [
-    (
-        "/v1/completions",
-        TEXT | {"n": 2, "stop": ["a"], "seed": 1, "logprobs": 2, "echo": True, "stream": True},
-    ),
-    (
-        "/v1/completions",
-        FEW
-        | {
-            "prompt": [[5, 6], [7]],
-            "temperature": 0.5,
-            "top_k": 3,
-            "min_p": 0.1,
-            "prompt_logprobs": 1,
-        },
-    ),
-    (
-        "/v1/completions",
-        TEXT
-        | {
-            "logit_bias": {"7": 5},
-            "allowed_token_ids": [7, 8],
-            "bad_words": ["x"],
-            "min_tokens": 1,
-        },
-    ),
-    (
-        "/v1/completions",
-        TEXT
-        | {
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
-    ),
+    ("/v1/completions", TEXT | {"n": 2, "stop": ["a"], "seed": 1, "logprobs": 2, "echo": True,
+        "stream": True}),
+    ("/v1/completions", FEW | {"prompt": [[5, 6], [7]], "temperature": 0.5, "top_k": 3,
+        "min_p": 0.1, "prompt_logprobs": 1}),
+    ("/v1/completions", TEXT | {"logit_bias": {"7": 5}, "allowed_token_ids": [7, 8],
+        "bad_words": ["x"], "min_tokens": 1}),
+    ("/v1/completions", TEXT | {"stream": True, "stream_options": {"include_usage": True,
+        "continuous_usage_stats": True}}),
     ("/v1/completions", TEXT | {"guided_json": SCHEMA}),
     ("/v1/completions", TEXT | {"guided_grammar": 'root ::= "a" | "b" root'}),
-    (
-        "/v1/completions",
-        TEXT
-        | {
-            "structured_outputs": {"regex": "[0-9]{1,3}"},
-            "truncate_prompt_tokens": 3,
-            "stream": True,
-        },
-    ),
-    (
-        "/v1/chat/completions",
-        CHAT | {"stream": True, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.3},
-    ),
-    (
-        "/v1/chat/completions",
-        CHAT | {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
-    ),
+    ("/v1/completions", TEXT | {"structured_outputs": {"regex": "[0-9]{1,3}"},
+        "truncate_prompt_tokens": 3, "stream": True}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "logprobs": True, "top_logprobs": 2,
+        "frequency_penalty": 0.3}),
+    ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "auto",
+        "parallel_tool_calls": True}),
     ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required", "stream": True}),
-    (
-        "/v1/chat/completions",
-        CHAT | {"messages": [*SAID, CALLED, {"role": "tool", "tool_call_id": "c", "content": "1"}]},
-    ),
-    (
-        "/v1/chat/completions",
-        CHAT | {"response_format": JSON_SCHEMA, "metadata": {"a": "b"}, "user": "u"},
-    ),
+    ("/v1/chat/completions", CHAT | {"messages": [*SAID, CALLED, {"role": "tool",
+        "tool_call_id": "c", "content": "1"}]}),
+    ("/v1/chat/completions", CHAT | {"response_format": JSON_SCHEMA, "metadata": {"a": "b"},
+        "user": "u"}),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "stream": True}),
-    (
-        "/v1/chat/completions",
-        CHAT | {"guided_choice": ["yes", "no"], "chat_template_kwargs": {"a": 1}},
-    ),
-    (
-        "/v1/chat/completions",
-        {"model": "tiny", "messages": SAID, "guided_regex": "(a|b)+", "max_completion_tokens": 3},
-    ),
-    (
-        "/v1/embeddings",
-        {"model": "tiny", "input": ["hello"], "encoding_format": "float", "dimensions": 32},
-    ),
+    ("/v1/chat/completions", CHAT | {"guided_choice": ["yes", "no"],
+        "chat_template_kwargs": {"a": 1}}),
+    ("/v1/chat/completions", {"model": "tiny", "messages": SAID, "guided_regex": "(a|b)+",
+        "max_completion_tokens": 3}),
+    ("/v1/embeddings", {"model": "tiny", "input": ["hello"], "encoding_format": "float",
+        "dimensions": 32}),
     ("/v1/rerank", {"model": "tiny", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
     ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
     ("/tokenize", {"model": "tiny", "prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": SAID, "add_generation_prompt": True}),
     ("/detokenize", {"model": "tiny", "tokens": [5, 6, 200], "skip_special_tokens": True}),
-    (
-        "/v1/responses",
-        ASKED
-        | {"stream": True, "instructions": "be brief", "include": ["message.output_text.logprobs"]},
-    ),
-    (
-        "/v1/responses",
-        ASKED
-        | {"input": [*ITEMS, {"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
-    ),
-    (
-        "/v1/responses",
-        ASKED
-        | {"tools": [LOOK], "tool_choice": {"type": "function", "name": "look"}, "store": False},
-    ),
-    (
-        "/v1/responses",
-        ASKED
-        | {
-            "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
-            "stream": True,
-        },
-    ),
-    (
-        "/v1/responses",
-        ASKED
-        | {
-            "previous_response_id": "resp_1",
-            "reasoning": {"effort": "low"},
-            "metadata": {"a": "b"},
-        },
-    ),
-    (
-        "/v1/responses/input_tokens",
-        {"model": "tiny", "input": "hello", "tools": [LOOK], "tool_choice": "none"},
-    ),
-    (
-        "/v1/messages",
-        FEW
-        | {
-            "messages": [{"role": "user", "content": "hello"}],
-            "system": "be brief",
-            "stream": True,
-        },
-    ),
-    (
-        "/v1/messages",
-        FEW | {"messages": TURNS, "tools": [TOOL_A], "tool_choice": {"type": "any"}, "top_k": 3},
-    ),
-    (
-        "/v1/messages",
-        FEW
-        | {
-            "messages": TURNS,
-            "stop_sequences": ["a"],
-            "thinking": {"type": "disabled"},
-            "stream": True,
-        },
-    ),
-    (
-        "/v1/messages",
-        FEW
-        | {
-            "messages": TURNS[:1],
-            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
-        },
-    ),
-    (
-        "/v1/messages/count_tokens",
-        {"model": "tiny", "messages": TURNS, "tools": [TOOL_A], "system": [TEXT_BLOCK]},
-    ),
+    ("/v1/responses", ASKED | {"stream": True, "instructions": "be brief",
+        "include": ["message.output_text.logprobs"]}),
+    ("/v1/responses", ASKED | {"input": [*ITEMS, {"role": "user",
+        "content": [{"type": "input_text", "text": "a"}]}]}),
+    ("/v1/responses", ASKED | {"tools": [LOOK], "tool_choice": {"type": "function",
+        "name": "look"}, "store": False}),
+    ("/v1/responses", ASKED | {"text": {"format": {"type": "json_schema", "name": "s",
+        "schema": SCHEMA}}, "stream": True}),
+    ("/v1/responses", ASKED | {"previous_response_id": "resp_1", "reasoning": {"effort": "low"},
+        "metadata": {"a": "b"}}),
+    ("/v1/responses/input_tokens", {"model": "tiny", "input": "hello", "tools": [LOOK],
+        "tool_choice": "none"}),
+    ("/v1/messages", FEW | {"messages": [{"role": "user", "content": "hello"}],
+        "system": "be brief", "stream": True}),
+    ("/v1/messages", FEW | {"messages": TURNS, "tools": [TOOL_A], "tool_choice": {"type": "any"},
+        "top_k": 3}),
+    ("/v1/messages", FEW | {"messages": TURNS, "stop_sequences": ["a"],
+        "thinking": {"type": "disabled"}, "stream": True}),
+    ("/v1/messages", FEW | {"messages": TURNS[:1],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": TURNS, "tools": [TOOL_A],
+        "system": [TEXT_BLOCK]}),
     ("/v2/models/tiny/infer", {"inputs": [TENSOR], "parameters": {"max_tokens": 3}, "id": "a"}),
-    (
-        "/v2/models/tiny/infer",
-        {"inputs": [TENSOR, OTHER], "outputs": [{"name": "text_output", "parameters": BINARY}]},
-    ),
-    (
-        "/v2/models/tiny/generate",
-        {"text_input": "hello", "parameters": {"max_tokens": 3, "temperature": 0.5}},
-    ),
-    (
-        "/v2/models/tiny/generate_stream",
-        {"text_input": "hello", "sampling_parameters": '{"max_tokens": 3}', "id": "a"},
-    ),
-    (
-        "/api/chat",
-        {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "hi"}],
-            "options": {"num_predict": 4},
-        },
-    ),
-    (
-        "/api/chat",
-        {
-            "model": "tiny",
-            "messages": [],
-            "format": SCHEMA,
-            "stream": False,
-            "options": {"num_predict": 4},
-        },
-    ),
-    (
-        "/api/generate",
-        {
-            "model": "tiny",
-            "prompt": "hi",
-            "stream": False,
-            "options": {"num_predict": 4, "top_k": 2, "seed": 1},
-        },
-    ),
+    ("/v2/models/tiny/infer", {"inputs": [TENSOR, OTHER], "outputs": [{"name": "text_output",
+        "parameters": BINARY}]}),
+    ("/v2/models/tiny/generate", {"text_input": "hello", "parameters": {"max_tokens": 3,
+        "temperature": 0.5}}),
+    ("/v2/models/tiny/generate_stream", {"text_input": "hello",
+        "sampling_parameters": '{"max_tokens": 3}', "id": "a"}),
+    ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}],
+        "options": {"num_predict": 4}}),
+    ("/api/chat", {"model": "tiny", "messages": [], "format": SCHEMA, "stream": False,
+        "options": {"num_predict": 4}}),
+    ("/api/generate", {"model": "tiny", "prompt": "hi", "stream": False,
+        "options": {"num_predict": 4, "top_k": 2, "seed": 1}}),
     ("/api/embed", {"model": "tiny", "input": "hi"}),
     ("/api/show", {"model": "tiny", "verbose": True}),
-]
+]  # fmt: skip
 PATHS = [
     *dict(VALID),
     "/v1/models/tiny",

@@ -211,11 +211,9 @@ async def held_out(
     loads = loads_of(args, capacity, scale)
     async with await AsyncSlipstream.start(settings) as engine:
         phase("start")
-        config, ledger, description = (
-            engine.engine.config,
-            engine.engine.ledger,
-            engine.engine.description,
-        )
+        config = engine.engine.config
+        ledger = engine.engine.ledger
+        description = engine.engine.description
         info, vocab = config.device.info, description.spec.vocab_size
         warm = from_lengths("warm", [(64, 16)] * 8, vocab_size=vocab, seed=args.seed)
         await run_load(engine, warm.requests, ClosedLoop(concurrency=8))
@@ -264,10 +262,8 @@ def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
     executor = LocalExecutor.build(settings)
     while executor.capture_next():
         pass
-    scheduling, longest = (
-        executor.config.scheduling,
-        LONGEST_ON_GPU if executor.config.device.info.is_cuda else 600,
-    )
+    scheduling = executor.config.scheduling
+    longest = LONGEST_ON_GPU if executor.config.device.info.is_cuda else 600
     limits = (
         scheduling.max_num_seqs,
         scheduling.max_num_batched_tokens,

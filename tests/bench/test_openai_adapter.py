@@ -54,29 +54,15 @@ def test_an_endless_event_is_refused():
         read([b"data: " + b"x" * 2**20] * 20)
 
 
-@pytest.mark.parametrize(
-    ("event", "tokens", "usage", "cached"),
-    [
-        ({"choices": [{"text": "x"}]}, 1, None, 0),
-        ({"choices": [{"text": ""}]}, 0, None, 0),
-        ({"choices": []}, 0, None, 0),
-        ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, 0, (3, 4), 0),
-        (
-            {
-                "choices": [],
-                "usage": {
-                    "prompt_tokens": 3,
-                    "completion_tokens": 4,
-                    "prompt_tokens_details": {"cached_tokens": 2},
-                },
-            },
-            0,
-            (3, 4),
-            2,
-        ),
-        ({"choices": [{"text": "x"}], "usage": None, "error": None}, 1, None, 0),
-    ],
-)
+@pytest.mark.parametrize(("event", "tokens", "usage", "cached"), [
+    ({"choices": [{"text": "x"}]}, 1, None, 0),
+    ({"choices": [{"text": ""}]}, 0, None, 0),
+    ({"choices": []}, 0, None, 0),
+    ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, 0, (3, 4), 0),
+    ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 2}}}, 0, (3, 4), 2),
+    ({"choices": [{"text": "x"}], "usage": None, "error": None}, 1, None, 0),
+])  # fmt: skip
 def test_an_event(event, tokens, usage, cached):
     answer = MeasuredAnswer()
     Events(answer).feed(b"data: " + json.dumps(event).encode() + b"\n\n", 7.0)

@@ -177,11 +177,7 @@ def test_a_chat_alternates_and_holds_results_of_tools_and_summaries():
         "assistant",
     ]
     assert (len(system["content"].split()), len(user["content"].split())) == (10, 20)
-    assert answer == {
-        "role": "assistant",
-        "content": "Let me look.",
-        "reasoning_content": "Hm.",
-    }
+    assert answer == {"role": "assistant", "content": "Let me look.", "reasoning_content": "Hm."}
     assert results["content"].startswith('<tool_result name="read_file">')
     assert '<tool_result name="subagent">\nAll well.' in results["content"]
     assert nothing["content"]

@@ -78,7 +78,7 @@ def test_alternating_repetitions_take_turns():
     text = 'repeats = 2\nalternate = true\n[[engines]]\nengine = "llamacpp"\n[[engines]]\nengine = "openvino"'
     jobs = list(grid_of(text).jobs())
     assert [(s.engine.label, {c.repeat for c in cases}) for s, cases in jobs] == [
-        *((name, {r}) for r in (0, 1) for name in ("llamacpp", "openvino")),
+        *((name, {r}) for r in (0, 1) for name in ("llamacpp", "openvino"))
     ]
 
 

@@ -101,10 +101,8 @@ def test_encoders_and_encoder_decoders(tmp_path, capsys, family, end):
 
 def test_a_fault_in_an_encoder_is_found(tmp_path):
     theirs = tiny_models.build_t5(tmp_path, "umt5")
-    file, name = (
-        tmp_path / "model.safetensors",
-        "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
-    )
+    file = tmp_path / "model.safetensors"
+    name = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
     tensors = load_file(file)
     save_file(
         {**tensors, name: tensors[name] + 1.0 * torch.arange(8)[:, None]},

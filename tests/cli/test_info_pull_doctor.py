@@ -240,28 +240,18 @@ BLIND_TORCH = diagnosis.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=
 ALL = {"triton": "3"}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "torch", "packages", "has_model", "words", "needed"),
-    [
-        ((), CPU_TORCH, ALL, True, [], False),
-        ((), CUDA_TORCH, ALL, True, [], False),
-        ((GPU,), CUDA_TORCH, ALL, True, [], False),
-        ((), None, ALL, True, ["torch, for compression"], False),
-        ((GPU,), CPU_TORCH, ALL, True, ["CUDA build"], False),
-        ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
-        ((GPU,), CUDA_TORCH, {}, True, ["triton"], False),
-        ((), CPU_TORCH, {}, False, ["default model"], False),
-        (
-            (),
-            CPU_TORCH,
-            {**ALL, "transformers": None, "triton": None},
-            True,
-            ["transformers"],
-            False,
-        ),
-        ((), CPU_TORCH, {**ALL, "numpy": None, "tokenizers": "1"}, True, ["numpy"], True),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "torch", "packages", "has_model", "words", "needed"), [
+    ((), CPU_TORCH, ALL, True, [], False),
+    ((), CUDA_TORCH, ALL, True, [], False),
+    ((GPU,), CUDA_TORCH, ALL, True, [], False),
+    ((), None, ALL, True, ["torch, for compression"], False),
+    ((GPU,), CPU_TORCH, ALL, True, ["CUDA build"], False),
+    ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
+    ((GPU,), CUDA_TORCH, {}, True, ["triton"], False),
+    ((), CPU_TORCH, {}, False, ["default model"], False),
+    ((), CPU_TORCH, {**ALL, "transformers": None, "triton": None}, True, ["transformers"], False),
+    ((), CPU_TORCH, {**ALL, "numpy": None, "tokenizers": "1"}, True, ["numpy"], True),
+])  # fmt: skip
 def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
     missing = diagnosis.find_missing(HOST, gpus, torch, packages, has_model=has_model)
     assert len(missing) == len(words)
@@ -309,21 +299,12 @@ def test_doctor_names_each_absent_extra_with_its_command():
     assert diagnosis.can_run(missing)
 
 
-@pytest.mark.parametrize(
-    ("recorded", "told"),
-    [
-        (
-            '{"url": "file:///a/clone", "dir_info": {"editable": true}}',
-            "pip install -e '/a/clone[x]'",
-        ),
-        ('{"url": "file:///a%20b", "dir_info": {}}', "pip install '/a b[x]'"),
-        (
-            '{"url": "file:///s.whl", "archive_info": {}}',
-            "pip install 'slipstream[x] @ file:///s.whl'",
-        ),
-        (None, "pip install '.[x]' in a clone of Slipstream"),
-    ],
-)
+@pytest.mark.parametrize(("recorded", "told"), [
+    ('{"url": "file:///a/clone", "dir_info": {"editable": true}}', "pip install -e '/a/clone[x]'"),
+    ('{"url": "file:///a%20b", "dir_info": {}}', "pip install '/a b[x]'"),
+    ('{"url": "file:///s.whl", "archive_info": {}}', "pip install 'slipstream[x] @ file:///s.whl'"),
+    (None, "pip install '.[x]' in a clone of Slipstream"),
+])  # fmt: skip
 def test_advice_to_install_an_extra_names_the_source(monkeypatch, tmp_path, recorded, told):
     of_pip(monkeypatch, tmp_path, recorded)
     assert install_command("x").startswith(told)

@@ -49,10 +49,8 @@ def test_adapters_are_for_verbs_that_take_them():
 def test_every_field_can_be_set(field):
     flag = "--" + field.name.replace("_", "-")
     if "bool" in str(field.type):
-        words, value = (
-            [flag if not field.default else flag.replace("--", "--no-", 1)],
-            not field.default,
-        )
+        words = [flag if not field.default else flag.replace("--", "--no-", 1)]
+        value = not field.default
     elif "dict" in str(field.type):
         words, value = [flag, '{"method": "suffix"}'], {"method": "suffix"}
     elif "str" in str(field.type) or field.metadata["choices"]:

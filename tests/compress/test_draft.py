@@ -58,10 +58,8 @@ def test_training_sees_what_drafting_will(path, norms):
     head = eagle_for(model.spec, DRAFT_VOCAB, **norms)
     parameters = {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()}
     embed, length, steps = torch.randn(tiny_models.VOCAB, 32), 9, 4
-    tokens, aux = (
-        torch.randint(0, tiny_models.VOCAB, (2, length)),
-        torch.randn(2, length, 32 * len(head.aux_layers)),
-    )
+    tokens = torch.randint(0, tiny_models.VOCAB, (2, length))
+    aux = torch.randn(2, length, 32 * len(head.aux_layers))
     found = EagleNet(head, {n: p.clone() for n, p in parameters.items()}, embed, max_len=32)(
         tokens, aux, steps
     )
@@ -112,10 +110,8 @@ def test_the_loss_is_the_cross_entropy_to_the_model(path):
         for row in range(2):
             for place in range(7 - step - 1):
                 if counted[row, place + step + 1]:
-                    logits, target = (
-                        net.get_parameter("head.weight") @ h[row, place],
-                        wanted[row, place + step + 1],
-                    )
+                    logits = net.get_parameter("head.weight") @ h[row, place]
+                    target = wanted[row, place + step + 1]
                     terms.append(F.cross_entropy(logits, target.softmax(-1)))
                     right += int(logits.argmax() == target.argmax())
         expected = expected + DECAY**step * torch.stack(terms).mean()
@@ -286,10 +282,8 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     if kind == "eagle3":
         head = read_head("eagle3", out, read_spec(path)).spec
         assert (head.fc_norm, head.norm_output) == ("joint" if norms else None, bool(norms))
-    prompts, sampling = (
-        [{"prompt_token_ids": [5, 6, 7, 8]}],
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-    )
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8]}]
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with LLM(str(path), **SIZES) as llm:
         expected = llm.generate(prompts, sampling)[0].outputs[0].token_ids
     config = {"method": kind, "model": str(out), "num_speculative_tokens": 2}

@@ -11,13 +11,7 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress import run as run_module
-from slipstream.compress.calibrate import (
-    FakeInputs,
-    InputStats,
-    ObservingOps,
-    Stream,
-    load_ends,
-)
+from slipstream.compress.calibrate import FakeInputs, InputStats, ObservingOps, Stream, load_ends
 from slipstream.compress.checkpoint import Attempts, Names, WorkFolder
 from slipstream.compress.planning import plan
 from slipstream.compress.quantize.rounding import gptq, nearest
@@ -74,7 +68,7 @@ RECIPES = {
                 "rounding": "gptq",
                 "true_sequential": False,
             }
-        },
+        }
     ],
     "learned": [{"quantize": {"bits": 3, "group_size": 32, "rounding": "learned", "num_steps": 3}}],
     "mixed": [{"quantize": {"group_size": 32, **MIXED}}],
@@ -419,10 +413,8 @@ def test_the_command(tmp_path, model, capsys):
 def test_text_is_cut_to_the_models_context(tmp_path, capsys):
     """The model has a table of positions, which ends there."""
     tiny_models.write_with_tokenizer(tmp_path / "model", "opt", max_position_embeddings=16)
-    source, steps = (
-        read_spec(tmp_path / "model"),
-        [{"quantize": {"group_size": 32, "rounding": "gptq"}}],
-    )
+    source = read_spec(tmp_path / "model")
+    steps = [{"quantize": {"group_size": 32, "rounding": "gptq"}}]
     written(source, tmp_path / "long", steps)
     written(source, tmp_path / "cut", steps, windows=[w[:16] for w in WINDOWS])
     first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("long", "cut"))
@@ -600,10 +592,8 @@ def test_zero_points_are_as_compressed_tensors_writes_them(tmp_path, model, bits
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
         "config_groups"
     ]["group_0"]
-    tensors, module = (
-        load_file(tmp_path / "out" / "model.safetensors"),
-        "model.layers.1.mlp.up_proj",
-    )
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    module = "model.layers.1.mlp.up_proj"
     parts = {
         n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")
     }

@@ -37,10 +37,8 @@ def test_folding_changes_nothing(tmp_path, family):
     """Every product's inputs are divided by something between a quarter and four; the layers compute the same."""
     tiny_models.write(tmp_path, family)
     source = read_spec(tmp_path)
-    stream, rng = (
-        Stream(source, WINDOWS, device=CPU, dtype=torch.float32),
-        torch.Generator().manual_seed(0),
-    )
+    stream = Stream(source, WINDOWS, device=CPU, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(0)
     assert set(folds(source.spec.layers[0])) == EXPECTED[family]
     for index, layer in enumerate(source.spec.layers):
         values = load_layer(source, index, CPU)
@@ -62,10 +60,8 @@ def test_norms_are_rounded_to_what_is_written(tmp_path):
     """The weight is multiplied by what the written norm divides by, so that not even 16 bits of norm change the model."""
     tiny_models.write(tmp_path, "llama")
     source = read_spec(tmp_path)
-    stream, values = (
-        Stream(source, WINDOWS, device=CPU, dtype=torch.float32),
-        load_layer(source, 0, CPU),
-    )
+    stream = Stream(source, WINDOWS, device=CPU, dtype=torch.float32)
+    values = load_layer(source, 0, CPU)
     values = {n: v.bfloat16().float() for n, v in values.items()}
     before = stream.run(0, values, ObservingOps())
     layer = source.spec.layers[0]

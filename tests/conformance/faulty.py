@@ -176,6 +176,27 @@ def swapped(i, j):
     return reply
 
 
+def rising(sent, got):
+    """Gives the likeliest tokens of a chat from the last to the first."""
+    answer = json.loads(got.text)
+    for choice in answer.get("choices", ()):
+        for row in (choice.get("logprobs") or {}).get("content", ()):
+            row["top_logprobs"].reverse()
+    got.text = json.dumps(answer)
+
+
+def another_first(asked, pattern, by):
+    """Changes the first whole answer to a request with the text `asked`, and no other."""
+    changed = []
+
+    def reply(sent, got):
+        if not is_stream(sent) and not changed and asked in json.dumps(sent.body):
+            changed.append(True)
+            got.text = re.sub(pattern, by, got.text)
+
+    return reply
+
+
 def broken_bytes(sent, got):
     if is_stream(sent):
         got.text = got.text.encode().replace(b'"', b'"\xf0\x9f', 1)

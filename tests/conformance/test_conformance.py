@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
+import httpx
 import pytest
 
 from slipstream.cli.main import main
+from slipstream.conformance.areas import load
 from slipstream.conformance.protocols import PROTOCOLS
 from slipstream.conformance.protocols.base import read_ndjson, read_sse
-from slipstream.conformance.registry import CHECKS, FAIL, PASS, UNSUPPORTED, FailedError
-from slipstream.conformance.runner import run, selected
+from slipstream.conformance.registry import CHECKS, FAIL, PASS, UNSUPPORTED, Check, FailedError
+from slipstream.conformance.runner import absent, judge, run, selected
 from slipstream.conformance.schemas import SCHEMAS, begins_json, faults
-from slipstream.conformance.session import Endpoint
+from slipstream.conformance.session import Endpoint, Session
 from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import ConfigError, SlipstreamError
 from tests.conformance.faulty import (
     Fault,
     FaultyTransport,
+    another_first,
     broken_bytes,
     growing,
     refusing,
     replies,
+    rising,
     setting,
     some,
     status,
@@ -66,16 +71,21 @@ FAULTS = [
     Fault("sampling.greedy", ask=setting("temperature", 2)),
     Fault("sampling.seed", ask=without("seed")),
     Fault("sampling.max_tokens", ask=setting("max_tokens", 9)),
+    Fault("sampling.max_tokens", ask=setting("max_tokens", 1)),
     Fault("sampling.stop", ask=without("stop")),
     Fault("sampling.stop", ask=without("stop", only_streams=True)),
     Fault("sampling.stop", "messages", reply=replies('"stop_sequence": ?"(?:[^"\\\\]|\\\\.)+"', '"stop_sequence":null')),
     Fault("sampling.logprobs", reply=replies('"logprob": ?-', '"logprob":')),
     Fault("sampling.logprobs", "completions", reply=replies(r'"token_logprobs": ?\[', '"token_logprobs":[0,')),
+    Fault("sampling.logprobs", reply=rising),
     Fault("sampling.n", ask=without("n")),
+    Fault("sampling.n", reply=replies(r'"completion_tokens": ?\d+', '"completion_tokens":14')),
     Fault("usage.adds_up", reply=replies(r'"total_tokens": ?\d', '"total_tokens":9')),
     Fault("usage.adds_up", "messages", reply=replies(r'"output_tokens": ?\d+', '"output_tokens":0')),
     Fault("usage.prompt", reply=growing(r'("prompt_tokens": ?)(\d+)')),
+    Fault("usage.prompt", reply=replies(r'"prompt_tokens": ?\d+', '"prompt_tokens":5')),
     Fault("usage.cached", reply=replies(r'"cached_tokens": ?\d+', '"cached_tokens":1')),
+    Fault("usage.cached", reply=replies(r'"cached_tokens": ?\d+', '"cached_tokens":9999')),
     Fault("usage.cached", "messages", reply=replies('"cache_read_input_tokens": ?', '"cache_read_input_tokens":-')),
     Fault("usage.count_tokens", "messages", ask=without("system"), reply=growing(r'(^\{"input_tokens": ?)(\d+)')),
     Fault("schemas.hold", ask=without("response_format")),
@@ -93,6 +103,7 @@ FAULTS = [
     Fault("tools.round_trip", reply=refusing('"role": "tool"')),
     Fault("tools.round_trip", "messages", reply=refusing('"tool_result"', only_streams=True)),
     Fault("tools.several", reply=refusing("call_2")),
+    Fault("tools.several", reply=refusing('"tool_call_id": "call_2".*"tool_call_id": "call_1"')),
     Fault("tools.broken_arguments", reply=refusing(r"Par\\*\"", 500)),
     Fault("tools.ids", reply=refusing("functions.get_weather:0")),
     Fault("tools.results", reply=refusing("<tool_call>")),
@@ -123,6 +134,7 @@ FAULTS = [
     Fault("embeddings.base64", needs="encoder", ask=without("encoding_format")),
     Fault("load.cancellation", needs="places", keeps=True),
     Fault("load.overload", reply=some(status(200, 500))),
+    Fault("load.overload", reply=some(status(200, 500, headers={"retry-after": "1"}))),
     Fault("load.overload", reply=some(status(200, 429))),
     Fault("load.mixed", reply=growing(r'("prompt_tokens": ?)(\d+)')),
     Fault("load.mixed", reply=replies("tag 1", "tag 2")),
@@ -210,6 +222,76 @@ def test_refusals_with_retry_after_are_no_fault(serve):
     (found,) = results(server.url, only=["load.overload"], protocols=["chat"])
     assert found.outcome == PASS, found.why
     assert " 0 refused" not in found.why
+
+
+def test_a_whole_answer_that_differs_once_is_asked_for_again(serve):
+    """A server whose prefix cache fills may give another greedy answer the first time."""
+    server = serve(FakeEngine())
+    differs = Fault("", reply=another_first("lighthouse", CONTENT, '"content": "x"'))
+    (found,) = results(server.url, fault=differs, only=["streams.text"], protocols=["chat"])
+    assert found.outcome == PASS, found.why
+
+
+def judged(run, reply, timeout_s=0.01):
+    """Result of a check on a server that answers everything with `reply`."""
+
+    async def main():
+        transport = httpx.MockTransport(lambda request: reply)
+        async with Endpoint("http://there", timeout_s=timeout_s, transport=transport) as endpoint:
+            session = Session(endpoint, PROTOCOLS["chat"], "m", 2, None)
+            checked = await judge(Check("area.name", ("chat",), run), session)
+            return checked, await absent(session)
+
+    return asyncio.run(main())
+
+
+def test_places_that_abandoned_whole_answers_keep_are_found(monkeypatch):
+    kept = []
+
+    @contextlib.asynccontextmanager
+    async def running(session, ask, limit_s, *, streams):
+        yield
+        kept[:] = [] if streams else ["place"]
+
+    async def seconds(session, limit_s):
+        return None if kept else 0.001
+
+    async def as_told(told):
+        return told
+
+    monkeypatch.setattr(load, "running", running)
+    monkeypatch.setattr(load, "seconds", seconds)
+    monkeypatch.setattr(load, "longest", lambda session: as_told(load.LONG))
+    monkeypatch.setattr(load, "is_full", lambda session, limit_s: as_told(True))
+    monkeypatch.setattr(load, "ROUNDS", 1)
+    found, _ = judged(load.disconnects_free_the_server, httpx.Response(200), timeout_s=60)
+    assert found.outcome == FAIL
+    assert "for abandoned requests" in found.why
+
+
+def test_a_check_that_does_not_end_fails():
+    found, _ = judged(lambda session: asyncio.sleep(60), httpx.Response(200))
+    assert (found.outcome, found.why) == (FAIL, "not done in 0.04 s")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("no model 'm'", None), ("Not Found", "no route /v1/chat/completions (HTTP 404)")],
+)
+def test_a_refused_model_is_no_missing_route(text, why):
+    _, missing = judged(lambda session: asyncio.sleep(0), httpx.Response(404, text=text))
+    assert missing == why
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_key_that_lists_no_models_is_named(code):
+    async def main():
+        transport = httpx.MockTransport(lambda request: httpx.Response(code))
+        async with Endpoint("http://there", transport=transport) as endpoint:
+            await run(endpoint)
+
+    with pytest.raises(ConfigError, match="api_key: http://there asks for another key"):
+        asyncio.run(main())
 
 
 def test_features_that_a_server_refuses_are_unsupported(serve):

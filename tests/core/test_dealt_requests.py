@@ -28,11 +28,9 @@ class Ranks:
         self.check = check
         self.workers = [Worker(groups) for _ in range(num_ranks)]
         self.owners = RequestOwners(num_ranks)
-        self.own, self.tokens, self.beams = (
-            self.workers[0].own,
-            self.workers[0].tokens,
-            self.workers[0].beams,
-        )
+        self.own = self.workers[0].own
+        self.tokens = self.workers[0].tokens
+        self.beams = self.workers[0].beams
         for (
             worker
         ) in self.workers:  # what each request has said; a request is at one rank at a time

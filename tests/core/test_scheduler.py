@@ -210,10 +210,8 @@ class Worker:
 
 def logprobs(tokens):
     """Log-probabilities of one token a request, by name. That token is the likeliest."""
-    ids, values = (
-        np.array([*tokens.values()], np.int64)[:, None],
-        np.full((len(tokens), 1), -1.0, np.float32),
-    )
+    ids = np.array([*tokens.values()], np.int64)[:, None]
+    values = np.full((len(tokens), 1), -1.0, np.float32)
     arrays = values, np.ones(len(tokens), np.int64), ids, values
     return SampledLogprobs(
         tuple(tokens), tuple(tokens.values()), (1,) * len(tokens), *(a.tobytes() for a in arrays)
@@ -734,12 +732,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups = [FULL if w is None else window(w) for w in windows] + [CROSS] * encoder
         num_blocks *= len(windows)
         if encoder:  # as `resolve` has it
-            caching, chunked, mixed, budget = (
-                False,
-                True,
-                max_num_seqs + MAX_READ,
-                budget + max_num_seqs + MAX_READ,
-            )
+            caching = False
+            chunked = True
+            mixed = max_num_seqs + MAX_READ
+            budget = budget + max_num_seqs + MAX_READ
         self.engine = Engine(
             config(
                 num_blocks=num_blocks,
@@ -958,10 +954,7 @@ def test_decodes_that_share_a_long_prompt_are_named():
     alike = [Request(request(name, range(length)), (0, 0.0, 0), b"", 1) for name in "xy"]
     for each in alike:
         each.blocks[0] = list(range(1, 35))
-    for computed, shared in (
-        (MIN_SHARED, (SharedPrefix(0, 2, MIN_SHARED),)),
-        (MIN_SHARED - 1, ()),
-    ):
+    for computed, shared in ((MIN_SHARED, (SharedPrefix(0, 2, MIN_SHARED),)), (MIN_SHARED - 1, ())):
         assert shared_prefixes(engine.scheduler.kv, [(each, computed) for each in alike]) == shared
 
 

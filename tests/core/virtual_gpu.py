@@ -169,10 +169,8 @@ class VirtualGPU:
     def _launch(self, plan: StepPlan) -> None:
         drafted = [s for s in plan.scheduled if s.drafts]
         decodes = [s for s in plan.scheduled if s.num_tokens == s.num_sampled]
-        rows, num_prompt = (
-            sum(s.num_tokens for s in decodes),
-            sum(s.num_tokens for s in plan.scheduled if s not in decodes),
-        )
+        rows = sum(s.num_tokens for s in decodes)
+        num_prompt = sum(s.num_tokens for s in plan.scheduled if s not in decodes)
         ms, behind, is_cold = 0.03 * num_prompt, 0.0, False
         ms += between(VERIFY, padded(rows)) if drafted else between(PLAIN, max(1, rows))
         for s in plan.scheduled:

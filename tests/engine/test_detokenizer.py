@@ -82,10 +82,8 @@ def test_prompt_and_answer_are_what_decoding_both_gives(small, kind, data):
 
 def test_the_space_between_prompt_and_answer_stays(small):
     tokenizer = small["spaces"]
-    prompt, answer = (
-        tokenizer.encode("France is"),
-        tokenizer.encode("Paris", add_special_tokens=False),
-    )
+    prompt = tokenizer.encode("France is")
+    answer = tokenizer.encode("Paris", add_special_tokens=False)
     assert tokenizer.token_bytes(answer[0])[:1] == b" "
     assert continued(tokenizer, prompt, answer) == " Paris"
     assert (

@@ -221,10 +221,8 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
             nonlocal compared
             for s in (s for s in plan.scheduled if s.drafts):
                 row, places = rows.rows[s.request_id].index, np.arange(s.num_computed_tokens)
-                table, tokens = (
-                    np.asarray(rows.block_tables[0][row]),
-                    torch.as_tensor(rows.tokens[row]),
-                )
+                table = np.asarray(rows.block_tables[0][row])
+                tokens = torch.as_tensor(rows.tokens[row])
                 size = draft.block_size
                 states = draft.states.floats(
                     table[places // size].astype(np.int64) * size + places % size

@@ -75,10 +75,8 @@ def test_answers_are_the_same(llm, monkeypatch, name):
     expected, num_steps = without(llm, params, monkeypatch)
     before = llm.stats()
     assert answers(llm, params) == expected
-    jumped, steps = (
-        llm.stats().forced_tokens - before.forced_tokens,
-        llm.stats().num_steps - before.num_steps,
-    )
+    jumped = llm.stats().forced_tokens - before.forced_tokens
+    steps = llm.stats().num_steps - before.num_steps
     if name in ("greedy", "drawn", "several", "penalised"):
         for text, *_ in expected:
             jsonschema.validate(json.loads(text), SCHEMA)

@@ -103,8 +103,7 @@ RANKS = {
     "three": dict(tensor_parallel_size=3),
     "both": dict(tensor_parallel_size=2, pipeline_parallel_size=2),
     "drafts": dict(
-        tensor_parallel_size=2,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        tensor_parallel_size=2, speculative_config={"method": "mtp", "num_speculative_tokens": 2}
     ),
 }
 

@@ -177,38 +177,19 @@ GPU = DeviceInfo(
 )
 
 
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"kv_host_bytes": 2**30}, "kv_host_bytes"),  # a CPU's cache is the host's memory
-        ({"kv_disk_bytes": 2**30}, "kv_disk_bytes"),
-        ({"kv_disk_path": "kv"}, "kv_disk_path"),
-        ({"kv_disk_bytes": 0, "kv_disk_path": "kv"}, "kv_disk_bytes"),
-        (
-            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "enable_prefix_caching": False},
-            "kv_disk_bytes",
-        ),
-        (
-            {
-                "kv_disk_bytes": 2**30,
-                "kv_disk_path": "kv",
-                "tensor_parallel_size": 2,
-                "rank_address": "127.0.0.1:1",
-                "local_ranks": 1,
-            },
-            "kv_disk_bytes",
-        ),
-        (
-            {"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2},
-            "kv_host_bytes",
-        ),
-        (
-            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"},
-            "kv_disk_bytes",
-        ),  # by way of the host
-        ({"kv_host_bytes": 0, "device": "cuda"}, "kv_host_bytes"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "field"), [
+    ({"kv_host_bytes": 2**30}, "kv_host_bytes"),
+    ({"kv_disk_bytes": 2**30}, "kv_disk_bytes"),
+    ({"kv_disk_path": "kv"}, "kv_disk_path"),
+    ({"kv_disk_bytes": 0, "kv_disk_path": "kv"}, "kv_disk_bytes"),
+    ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "enable_prefix_caching": False},
+        "kv_disk_bytes"),
+    ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2,
+        "rank_address": "127.0.0.1:1", "local_ranks": 1}, "kv_disk_bytes"),
+    ({"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2}, "kv_host_bytes"),
+    ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"}, "kv_disk_bytes"),
+    ({"kv_host_bytes": 0, "device": "cuda"}, "kv_host_bytes"),
+])  # fmt: skip
 def test_what_goes_with_nothing_is_refused(made, settings, field):
     args = EngineArgs(str(made), **{"device": "cpu", **settings})
     info = GPU if args.device == "cuda" else this_device("cpu")

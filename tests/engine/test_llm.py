@@ -391,10 +391,8 @@ def test_chat_gives_calls(path):
     spaces = dict.fromkeys(
         llm.get_tokenizer().encode(" \n\r\t", add_special_tokens=False), -100.0
     )  # there is room for few
-    any_of, named = (
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
-    )
+    any_of = {"tool_choice": "required"}
+    named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
     for choice in (any_of, named):
         sampling = SamplingParams(seed=1, max_tokens=120, logit_bias=spaces)
         tools = [WEATHER] if choice is any_of else [WEATHER, NOTE]
@@ -650,10 +648,8 @@ def test_only_a_chain_in_graphs_goes_ahead(path, speculation, is_chain):
 
 
 def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):
-    whole, part = (
-        on_a_gpu(path, quantization="int4"),
-        on_a_gpu(path, quantization="int4", weights_bytes=2**20),
-    )
+    whole = on_a_gpu(path, quantization="int4")
+    part = on_a_gpu(path, quantization="int4", weights_bytes=2**20)
     assert (whole.device.dense_copies, part.device.dense_copies) == (True, False)
     assert (whole.scheduling.max_num_batched_tokens, part.scheduling.max_num_batched_tokens) == (
         8192,

@@ -67,10 +67,8 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
         return
     if family == "mistral3" and max(width, height) > 60 * min(width, height):
         return  # transformers scales to no pixels and fails; ours has one
-    ours, image = (
-        processors[family].prepare(picture(seed, width, height)),
-        picture(seed, width, height),
-    )
+    ours = processors[family].prepare(picture(seed, width, height))
+    image = picture(seed, width, height)
     made = their_processor(family)(
         [[image]] if family == "smolvlm" else [image], return_tensors="np"
     )
@@ -130,11 +128,9 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             )
 
             class Named:
-                fake_image_token, image_token, global_image_token = (
-                    "<fake_token_around_image>",
-                    "<image>",
-                    "<global-img>",
-                )
+                fake_image_token = "<fake_token_around_image>"
+                image_token = "<image>"
+                global_image_token = "<global-img>"
                 global_image_tag, image_seq_len = "<global-img>", count
 
             wanted = SmolVLMProcessor.replace_image_token(

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engine.grammars.reasoning import (
-    DONE,
-    ReasoningBudget,
-    ReasoningVocabulary,
-    counter,
-)
+from slipstream.engine.grammars.reasoning import DONE, ReasoningBudget, ReasoningVocabulary, counter
 from slipstream.engine.text.tool_formats.base import Parser, Reasoning
 from slipstream.engine.text.tool_formats.harmony import CHANNEL, ENDS, MESSAGE, START, Harmony
 from slipstream.errors import RequestError
@@ -161,10 +156,7 @@ def test_reasoning_ends_where_the_parser_ends_it(markers, tokens):
         spot = counts.after(spot, token)
     text = b"".join(spelled(markers, token) for token in tokens).decode(errors="replace")
     parser = Parser(
-        None,
-        (markers.begin, markers.end),
-        thinking=markers.opened,
-        interrupts=markers.interrupts,
+        None, (markers.begin, markers.end), thinking=markers.opened, interrupts=markers.interrupts
     )
     events = parser.feed(text + "!!") + parser.finish()
     is_open = bool(events) and isinstance(events[-1], Reasoning)

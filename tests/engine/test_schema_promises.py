@@ -208,40 +208,18 @@ PERSON = {
 }
 WALKED: list[Any] = [
     {"type": "object", "properties": {"a": INTEGER}},
-    {
-        "type": "object",
-        "properties": {"a": INTEGER},
-        "required": ["a", "b"],
-        "additionalProperties": STRING,
-    },
-    {
-        "type": "object",
-        "patternProperties": {"^a": INTEGER, "^b": STRING},
-        "additionalProperties": {"type": "null"},
-    },
-    {
-        "type": "object",
-        "patternProperties": {"a$": INTEGER},
-        "properties": {"ba": {"maximum": 3}},
-        "required": ["ba"],
-    },
-    {
-        "type": "object",
-        "properties": {"a\nb": INTEGER, "\x01": INTEGER, 'q"': STRING, "é": INTEGER},
-    },
-    {
-        "allOf": [
-            {"properties": {"a": INTEGER}, "required": ["a"]},
-            {"properties": {"a": {"maximum": 9.5}}},
-        ],
-        "type": "object",
-    },
-    {
-        "$defs": {
-            "T": {"type": "object", "properties": {"k": {"$ref": "#/$defs/T"}, "v": INTEGER}}
-        },
-        "$ref": "#/$defs/T",
-    },
+    {"type": "object", "properties": {"a": INTEGER}, "required": ["a", "b"],
+        "additionalProperties": STRING},
+    {"type": "object", "patternProperties": {"^a": INTEGER, "^b": STRING},
+        "additionalProperties": {"type": "null"}},
+    {"type": "object", "patternProperties": {"a$": INTEGER}, "properties": {"ba": {"maximum": 3}},
+        "required": ["ba"]},
+    {"type": "object", "properties": {"a\nb": INTEGER, "\x01": INTEGER, 'q"': STRING,
+        "é": INTEGER}},
+    {"allOf": [{"properties": {"a": INTEGER}, "required": ["a"]},
+        {"properties": {"a": {"maximum": 9.5}}}], "type": "object"},
+    {"$defs": {"T": {"type": "object", "properties": {"k": {"$ref": "#/$defs/T"}, "v": INTEGER}}},
+        "$ref": "#/$defs/T"},
     {
         "oneOf": [
             {"type": "object", "properties": {"k": {"const": c}, "v": v}, "required": ["k"]}
@@ -266,22 +244,14 @@ WALKED: list[Any] = [
     {"type": "string", "format": "ipv6"},
     {"type": "string", "format": "uuid"},
     {"type": "string", "format": "date", "pattern": "^2"},
-    {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": "array",
-        "items": [INTEGER],
-        "allOf": [{"minItems": 1}],
-        "additionalItems": {"type": "null"},
-    },
+    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [INTEGER],
+        "allOf": [{"minItems": 1}], "additionalItems": {"type": "null"}},
     {"type": "array", "prefixItems": [INTEGER], "items": STRING, "additionalItems": False},
-    {
-        "$schema": "http://json-schema.org/draft-04/schema#",
-        "type": "object",
+    {"$schema": "http://json-schema.org/draft-04/schema#", "type": "object",
         "properties": {"a": {"type": "number", "minimum": 0, "exclusiveMinimum": True}},
-        "required": ["a"],
-    },
+        "required": ["a"]},
     {},
-]
+]  # fmt: skip
 
 
 def walk(made: Any, rng: random.Random, most: int = 300) -> str | None:

@@ -62,11 +62,9 @@ def test_drafts_change_no_answer(model, kernels):
 def add_drafting_layer(path):
     """Adds a layer that drafts: the first one with experts and an index, with noise, and what is around it."""
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / SAVED)
-    n, g, size = (
-        config["num_hidden_layers"],
-        torch.Generator().manual_seed(0),
-        config["hidden_size"],
-    )
+    n = config["num_hidden_layers"]
+    g = torch.Generator().manual_seed(0)
+    size = config["hidden_size"]
     new = {
         name.replace("layers.2.", f"layers.{n}."): x + 0.1 * torch.randn(x.shape, generator=g)
         for name, x in tensors.items()

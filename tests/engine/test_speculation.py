@@ -23,10 +23,8 @@ SIZES = dict(
 PROMPTS = [
     {"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 3 for i in range(6 + 5 * j)]} for j in range(7)
 ]
-NGRAM, SUFFIX = (
-    {"method": "ngram", "num_speculative_tokens": 3},
-    {"method": "suffix", "num_speculative_tokens": 6},
-)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 6}
 AUTO = {"method": "suffix"}
 SETTINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=50),

@@ -151,10 +151,8 @@ def test_two_steps_in_flight(tiny_model, llm, monkeypatch):
 def test_a_prefix_is_reused(tiny_model):
     llm = make(tiny_model)
     prompt = "in the hour " * 8
-    first, second = (
-        answers(llm, sampling(), [prompt])[0],
-        llm.generate([prompt], sampling(), progress=False)[0],
-    )
+    first = answers(llm, sampling(), [prompt])[0]
+    second = llm.generate([prompt], sampling(), progress=False)[0]
     assert second.num_cached_tokens > 0
     assert second.outputs[0].text == first.text
 

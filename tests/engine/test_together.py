@@ -132,10 +132,8 @@ def test_memory_is_kept_for_all_that_a_step_samples(path, monkeypatch, config, r
 
 def test_a_draft_model_beside_steps_under_way(path):
     """A step of greedy requests that check drafts is still under way when its launch returns."""
-    prompt, greedy = (
-        {"prompt_token_ids": [5, 9, 30, 7]},
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    )
+    prompt = {"prompt_token_ids": [5, 9, 30, 7]}
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(str(path), **SIZES, num_threads=2) as llm:
         expected = llm.generate(prompt, greedy, progress=False)[0].outputs[0].token_ids
     drafts = {"method": "draft", "model": str(path), "num_speculative_tokens": 4}

@@ -85,10 +85,8 @@ def test_scores_count_not_the_order_of_tokens(pieces) -> None:
         2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 6 if theirs.is_byte(i) else 1
         for i in numbers
     ]
-    tokens, scores = (
-        [theirs.id_to_piece(i) for i in numbers],
-        [theirs.get_score(i) for i in numbers],
-    )
+    tokens = [theirs.id_to_piece(i) for i in numbers]
+    scores = [theirs.get_score(i) for i in numbers]
     prefix = theirs.encode("a", out_type=str)[0].startswith("▁")
     turned = build(tokens, scores, kinds, add_space_prefix=prefix)
     for line in LINES[:200]:

@@ -158,10 +158,8 @@ def test_encoder_input_equals_transformers(whisper, kernels):
 
 def test_logits_equal_transformers(whisper, llm):
     _, theirs = whisper
-    x, head = (
-        features(sound(0.7)),
-        [whisper_id(n) for n in ("startoftranscript", "de", "transcribe")],
-    )
+    x = features(sound(0.7))
+    head = [whisper_id(n) for n in ("startoftranscript", "de", "transcribe")]
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=20)
     prompt = {"prompt_token_ids": head, "multi_modal_data": {"audio": sound(0.7)}}
     (output,) = llm.generate([prompt], sampling)

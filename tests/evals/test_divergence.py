@@ -165,10 +165,8 @@ def test_the_same_model_is_the_same(models, scorers):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_what_would_run_is_measured(models, kv_cache_dtype):
     """The format of the cache counts."""
-    a, b = (
-        load(models[0], kernels="reference"),
-        load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype),
-    )
+    a = load(models[0], kernels="reference")
+    b = load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype)
     found = compare(a, b, windows(a))
     assert (found.kl.mean > 1e-6) == (kv_cache_dtype != "auto")
 

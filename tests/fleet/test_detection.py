@@ -21,11 +21,9 @@ HEALTHY = 200  # observations before a fault
 
 def observation(rng, number, *, slow=1.0, **fault):
     """A replica under a steady load; `slow` multiplies the time of its steps."""
-    steps, tokens, prompts = (
-        400 + rng.randrange(40),
-        4000 + rng.randrange(800),
-        6000 + rng.randrange(4000),
-    )
+    steps = 400 + rng.randrange(40)
+    tokens = 4000 + rng.randrange(800)
+    prompts = 6000 + rng.randrange(4000)
     step_s = (steps * 0.006 + tokens * 2e-4 + prompts * 5e-5) * math.exp(rng.gauss(0, 0.03)) * slow
     finished = 15 + rng.randrange(10)
     usual = {

@@ -265,10 +265,8 @@ def test_no_replica_publishes_its_prefix_cache(tiny):
 def test_a_long_whole_answer_is_no_silence(tiny, tmp_path):
     fleet = fleet_of(version(tiny, replicas=1), router={"silence_s": 1.5, "probe_s": 0})
     with running(fleet, tmp_path / "state") as made, made.client() as client:
-        began, long = (
-            time.monotonic(),
-            {"n": 4, "max_tokens": 900, "extra_body": {"ignore_eos": True}},
-        )
+        began = time.monotonic()
+        long = {"n": 4, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
         answer = client.completions.create(model="tiny", prompt=["x"] * 8, **long)
         assert len(answer.choices) == 32
         assert time.monotonic() - began > 2, "it was too quick to tell"

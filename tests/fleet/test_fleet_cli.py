@@ -225,43 +225,22 @@ def test_unknown_fields(tiny, change, field, said):
     assert field in (wrong.value.field, wrong.value.message.split(":")[0])
 
 
-@pytest.mark.parametrize(
-    ("one", "where", "said"),
-    [
-        ({"modle": "x"}, "models.a.b.versions[0]", "did you mean 'model'?"),
-        (
-            {"model": "x", "replicas": {"mn": 1, "max": 2}},
-            "models.a.b.versions[0].replicas",
-            "did you mean 'min'?",
-        ),
-        ({"model": "x", "max_model_len": 3}, "models.a.b.versions[0]", "no field 'max_model_len'"),
-        (
-            {"model": "x", "engine": {"max_modellen": 3}},
-            "models.a.b.versions[0].engine",
-            "did you mean 'max_model_len'?",
-        ),
-        (
-            {"model": "x", "engine": {"num_threads": "4"}},
-            "models.a.b.versions[0].engine",
-            "num_threads must be int or None",
-        ),
-        (
-            {"model": "x", "server": {"max_body_bytes": 1.5}},
-            "models.a.b.versions[0].server",
-            "must be int, got 1.5",
-        ),
-        (
-            {"model": "x", "server": {"allowed_media_hosts": "a.example"}},
-            "models.a.b.versions[0].server",
-            "a list of texts",
-        ),
-        (
-            {"model": "x", "server": {"max_body_byte": 3}},
-            "models.a.b.versions[0].server",
-            "did you mean 'max_body_bytes'?",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("one", "where", "said"), [
+    ({"modle": "x"}, "models.a.b.versions[0]", "did you mean 'model'?"),
+    ({"model": "x", "replicas": {"mn": 1, "max": 2}}, "models.a.b.versions[0].replicas",
+        "did you mean 'min'?"),
+    ({"model": "x", "max_model_len": 3}, "models.a.b.versions[0]", "no field 'max_model_len'"),
+    ({"model": "x", "engine": {"max_modellen": 3}}, "models.a.b.versions[0].engine",
+        "did you mean 'max_model_len'?"),
+    ({"model": "x", "engine": {"num_threads": "4"}}, "models.a.b.versions[0].engine",
+        "num_threads must be int or None"),
+    ({"model": "x", "server": {"max_body_bytes": 1.5}}, "models.a.b.versions[0].server",
+        "must be int, got 1.5"),
+    ({"model": "x", "server": {"allowed_media_hosts": "a.example"}},
+        "models.a.b.versions[0].server", "a list of texts"),
+    ({"model": "x", "server": {"max_body_byte": 3}}, "models.a.b.versions[0].server",
+        "did you mean 'max_body_bytes'?"),
+])  # fmt: skip
 def test_unknown_fields_of_a_version(one, where, said):
     with pytest.raises(ConfigError) as wrong:
         check(
@@ -279,10 +258,7 @@ def test_unknown_fields_of_a_version(one, where, said):
 def test_a_home_folder_that_is_not_known(tiny, tmp_path):
     (tmp_path / "fleet.yaml").write_text(
         yaml.safe_dump(
-            {
-                "keys_file": "~no-such-user/keys",
-                "models": {"tiny": {"versions": [version(tiny)]}},
-            }
+            {"keys_file": "~no-such-user/keys", "models": {"tiny": {"versions": [version(tiny)]}}}
         )
     )
     with pytest.raises(

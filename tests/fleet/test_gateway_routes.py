@@ -29,10 +29,7 @@ def two(tiny, tmp_path):
     models = {name: {"versions": [version(tiny, replicas=1)]} for name in ("first", "second")}
     with stubbed(
         check({"port": 0, "models": models, "router": {"probe_s": 0}}), tmp_path / "s"
-    ) as (
-        fleet,
-        stubs,
-    ):
+    ) as (fleet, stubs):
         fleet.wait_serving(2)
         for stub in stubs:
             stub.status = 418

@@ -266,27 +266,16 @@ def test_prompts_replicas_answer_only_if_no_other_can():
     assert phases.answering(made, {"m"}) == {"p", "d", "m"}
 
 
-@pytest.mark.parametrize(
-    ("pools", "more", "field", "why"),
-    [
-        (POOLS[:1], {}, "pools", "no pool has the role decode or mixed"),
-        (POOLS[1:], {}, "pools", "no pool has the role prefill or mixed"),
-        (POOLS, {"backend": "ray"}, "pools", "backend: processes"),
-        (
-            [POOLS[0], {**POOLS[1], "engine": {"block_size": 32}}],
-            {},
-            "engine.block_size",
-            "block_size is None in prompts and 32 in answers",
-        ),
-        (
-            [POOLS[0], {**POOLS[1], "engine": {"max_model_len": 512}}],
-            {},
-            "engine.max_model_len",
-            "max_model_len is 1024 in prompts and 512 in answers",
-        ),
-        ([POOLS[0], {**POOLS[1], "role": "both"}], {}, "role", "mixed"),
-    ],
-)
+@pytest.mark.parametrize(("pools", "more", "field", "why"), [
+    (POOLS[:1], {}, "pools", "no pool has the role decode or mixed"),
+    (POOLS[1:], {}, "pools", "no pool has the role prefill or mixed"),
+    (POOLS, {"backend": "ray"}, "pools", "backend: processes"),
+    ([POOLS[0], {**POOLS[1], "engine": {"block_size": 32}}], {}, "engine.block_size",
+        "block_size is None in prompts and 32 in answers"),
+    ([POOLS[0], {**POOLS[1], "engine": {"max_model_len": 512}}], {}, "engine.max_model_len",
+        "max_model_len is 1024 in prompts and 512 in answers"),
+    ([POOLS[0], {**POOLS[1], "role": "both"}], {}, "role", "mixed"),
+])  # fmt: skip
 def test_roles_that_can_not_work_are_refused_by_name(pools, more, field, why):
     with pytest.raises(ConfigError, match=why) as error:
         fleet_of(version("model", pools=pools), **more)

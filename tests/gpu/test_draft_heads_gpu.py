@@ -27,11 +27,9 @@ SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 def build(folder, kind):
     """(the model's path, a speculative_config)"""
     method, write = draft_heads.BY_KIND.get(kind, (kind, None))
-    model, head, config = (
-        folder / "model",
-        folder / "head",
-        {"method": method, "num_speculative_tokens": 3},
-    )
+    model = folder / "model"
+    head = folder / "head"
+    config = {"method": method, "num_speculative_tokens": 3}
     if kind == "mtp":
         dense = tiny_models.FAMILIES["glm4_moe"][
             "num_hidden_layers"

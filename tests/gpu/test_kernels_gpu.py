@@ -290,10 +290,8 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
     def attend(o, meta, kind):
         q, row, keys, values, norm = (t.to(kind) for t in given)
         k = kv.k.to(kind, copy=True)
-        of_latents, cos_sin = (
-            NormParams(kind="rms", weight=norm, eps=1e-6),
-            torch.cat((angles.cos(), angles.sin()), -1),
-        )
+        of_latents = NormParams(kind="rms", weight=norm, eps=1e-6)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
         options = dict(norm=of_latents, cos_sin=cos_sin, interleaved=interleaved, scale=192**-0.5)
         return k, o.mla_attention(
             q, row, LayerKV(k, k[..., 64:]), meta, MLAParams(keys=keys, values=values, **options)
@@ -311,10 +309,8 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
     ("n", "k"), [(4672, 4544), (4544, 18176), (5120, 2880), (576, 2048), (201088, 2880), (51, 37)]
 )
 def test_one_token_of_any_width(ops, n, k):
-    x, weight = (
-        torch.randn(1, k, device="cuda", dtype=torch.bfloat16),
-        torch.randn(n, k, device="cuda", dtype=torch.bfloat16),
-    )
+    x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
         w = ops.quantize_weight(weight, bias)
         assert error(ops.linear(x, w), REFERENCE.linear(x, w)) < 4e-3
@@ -418,10 +414,8 @@ def test_dense_products(ops, dtype, num_tokens):
         (100, 576),
         (2100, 37),
     ):
-        weight, x = (
-            torch.randn(n, k, device="cuda", dtype=dtype) * 0.02,
-            torch.randn(num_tokens, k, device="cuda", dtype=dtype),
-        )
+        weight = torch.randn(n, k, device="cuda", dtype=dtype) * 0.02
+        x = torch.randn(num_tokens, k, device="cuda", dtype=dtype)
         for bias in (None, torch.randn(n, device="cuda", dtype=dtype)):
             w = ops.quantize_weight(weight, bias)
             theirs = REFERENCE.linear(x, w)

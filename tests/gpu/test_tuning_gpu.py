@@ -42,10 +42,8 @@ def test_tune_and_start(words, tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["num_measured"] > 0
     settings = {w[2:].split("=")[0].replace("-", "_"): w.split("=")[1] for w in words}
-    prompt, greedy = (
-        {"prompt_token_ids": list(range(5, 60))},
-        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
-    )
+    prompt = {"prompt_token_ids": list(range(5, 60))}
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     answers = []
     for _ in range(2):
         model = str(tmp_path / "model")

@@ -99,6 +99,25 @@ def test_drafts(tmp_path, kind):
     assert one[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor"), [(2, 1), (1, 1), ("latent", 1), (1, 2), ("latent", 2)]
+)
+def test_keys_shared_out_by_tokens(tmp_path, kv_heads, tensor):
+    """Prompts of a few tokens and of several steps, cached ones, and 12 sequences at once."""
+    heads = {} if kv_heads == "latent" else {**SHAPE, "num_key_value_heads": kv_heads}
+    family = "deepseek_v3" if kv_heads == "latent" else "llama"
+    tiny_models.write(tmp_path, family, max_position_embeddings=1024, **heads)
+    long = {"prompt_token_ids": [(11 * i) % 250 + 3 for i in range(700)]}
+    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
+    found = []
+    for how in ({}, {"enforce_eager": True}, {}):
+        split = {"context_parallel_size": 2, "tensor_parallel_size": tensor} if found else {}
+        with LLM(str(tmp_path), **{**SIZES, **sizes}, **split, **how) as llm:
+            found.append([answers(llm, s, [*PROMPTS, long]) for s in (GREEDY, DRAWN, GREEDY)])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"])
 def test_pictures(tmp_path, family, split):
@@ -144,20 +163,12 @@ def test_experts_move_between_steps(tmp_path, monkeypatch, family, settings, spl
 
 
 SHAPE_OF_EXPERTS = {
-    "qwen3_moe": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "moe_intermediate_size": 128,
-    },
+    "qwen3_moe": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32,
+        "moe_intermediate_size": 128},
     "deepseek_v3": {},
-    "gpt_oss": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "intermediate_size": 128,
-    },
-}
+    "gpt_oss": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32,
+        "intermediate_size": 128},
+}  # fmt: skip
 
 
 MIXTURES = {

@@ -68,10 +68,8 @@ def tensors(wants: list[Wants], seeds=None, rows=None) -> SamplingTensors:
 
 def are_draws_of(weights: np.ndarray, tokens: np.ndarray) -> bool:
     """Whether the tokens are distributed like the weights, by a chi-square test that errs in one of 10⁵ cases."""
-    drawn, expected = (
-        np.bincount(tokens, minlength=len(weights)),
-        len(tokens) * weights / weights.sum(),
-    )
+    drawn = np.bincount(tokens, minlength=len(weights))
+    expected = len(tokens) * weights / weights.sum()
     there = weights > 0
     statistic, freedom = ((drawn - expected)[there] ** 2 / expected[there]).sum(), there.sum() - 1
     return not drawn[~there].any() and statistic < freedom + 5 * np.sqrt(2 * freedom) + 10

@@ -13,14 +13,7 @@ from slipstream.kernels.cpu.sampling.row_sampler import RowSampler
 from slipstream.kernels.cpu.sampling.sampling import uniform
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.plain.reference import ReferenceOps
-from tests.kernels.draws import (
-    Wants,
-    are_draws_of,
-    kept_weights,
-    may_draw,
-    random_case,
-    tensors,
-)
+from tests.kernels.draws import Wants, are_draws_of, kept_weights, may_draw, random_case, tensors
 
 POOLS = {isa: ThreadPool(2, isa) for isa in native.instruction_sets(emulated=False)}
 

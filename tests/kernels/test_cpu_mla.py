@@ -66,10 +66,8 @@ def check(
     num_tokens, heads, dim = case.q.shape
     rank = dim - rotary
     torch.manual_seed(num_tokens)
-    q, row = (
-        torch.randn(num_tokens, heads, plain + rotary).to(dtype),
-        torch.randn(num_tokens, dim).to(dtype),
-    )
+    q = torch.randn(num_tokens, heads, plain + rotary).to(dtype)
+    row = torch.randn(num_tokens, dim).to(dtype)
     keys, values = (
         torch.randn(heads, *n).to(dtype) / n[0] ** 0.5 for n in ((plain, rank), (rank, width))
     )
@@ -83,10 +81,8 @@ def check(
         scale=0.3,
     )
     exact = dataclasses.replace(params, keys=keys.float(), values=values.float())
-    ours, theirs = (
-        latents(case.kv.k.to(dtype), rotary),
-        latents(case.kv.k.to(dtype).float(), rotary),
-    )
+    ours = latents(case.kv.k.to(dtype), rotary)
+    theirs = latents(case.kv.k.to(dtype).float(), rotary)
     asked = ops.mla_queries(q, row, ours, case.meta, params)
     expected = reference.mla_queries(q.float(), row.float(), theirs, case.meta, exact)
     assert (asked.dtype, asked.shape) == (dtype, (num_tokens, heads, dim))
@@ -107,10 +103,8 @@ def check(
 def test_random_steps(data):
     """Sizes that fill no vector among them."""
     shape, rotary = data.draw(edge_shapes()), data.draw(st.sampled_from([2, 14, 16, 32]))
-    heads, rank = (
-        data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 9, 16])),
-        data.draw(st.sampled_from([3, 16, 32, 37, 80, 96])),
-    )
+    heads = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 9, 16]))
+    rank = data.draw(st.sampled_from([3, 16, 32, 37, 80, 96]))
     shape = dataclasses.replace(shape, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)
     check(
         OPS[data.draw(st.sampled_from(ISAS))],
@@ -187,23 +181,13 @@ YARN = {
 }
 MODELS = {
     "v2": ("deepseek_v2", {}),
-    "v2 with latent queries, groups, biases and yarn": (
-        "deepseek_v2",
-        dict(
-            q_lora_rank=16,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            attention_bias=True,
-        )
-        | dict(rope_parameters=YARN),
-    ),
+    "v2 with latent queries, groups, biases and yarn": ("deepseek_v2", dict(q_lora_rank=16,
+        topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        attention_bias=True) | dict(rope_parameters=YARN)),
     "v3": ("deepseek_v3", {}),
-    "v3 with turned halves": (
-        "deepseek_v3",
-        dict(q_lora_rank=None, rope_interleave=False, rope_parameters=YARN),
-    ),
-}
+    "v3 with turned halves": ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False,
+        rope_parameters=YARN)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -230,10 +214,8 @@ def test_in_bfloat16(isa, tmp_path):
     tiny_models.write(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)
     ours = load_model(tmp_path, ops=NativeOps(1, isa), device=CPU, dtype=torch.bfloat16)
     assert is_program(ours.decoder)
-    a, torchs = (
-        run(ours, TOKENS, (7, 1)).float(),
-        load(tmp_path, kernels="torch", dtype=torch.bfloat16),
-    )
+    a = run(ours, TOKENS, (7, 1)).float()
+    torchs = load(tmp_path, kernels="torch", dtype=torch.bfloat16)
     parameters = {
         k: v.bfloat16().float() for k, v in load_file(tmp_path / "model.safetensors").items()
     }

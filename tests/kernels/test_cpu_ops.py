@@ -445,10 +445,8 @@ def test_products_of_4_bits_by_groups(ops, form, out, inner):
     times a scale of bfloat16 is exact in float32, and so is the difference from its zero point."""
     torch.manual_seed(out)
     size = 128 if form in ("int4", "int4 with zero points") else 32
-    codes, scales = (
-        torch.randint(0, 16, (out, inner), dtype=torch.int32),
-        torch.randn(inner // size, out).bfloat16(),
-    )
+    codes = torch.randint(0, 16, (out, inner), dtype=torch.int32)
+    scales = torch.randn(inner // size, out).bfloat16()
     scales[0, 0], scales[0, 1] = 1e-9 if "by 32" in form else 0.0, 2.0**-18
     zeros = torch.randint(0, 16, scales.shape).bfloat16() if "zero points" in form else None
     chunk, bias = chunk_of(inner, size), torch.randn(out)
@@ -703,10 +701,8 @@ def test_greedy_takes_the_lowest_of_equals(ops):
 def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
     """Exactly where the product itself is largest, whatever the number of tokens."""
     torch.manual_seed(out)
-    weight, bias = (
-        pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner),
-        torch.randn(out),
-    )
+    weight = pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner)
+    bias = torch.randn(out)
     scheme = SCHEMES["int8"] if form in ("int8", "sparse") else None
     w = ops.quantize_weight(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
     found, whole = LinearArgmax(ops.pool, w), LinearProgram(ops.pool, w)
@@ -777,11 +773,9 @@ def test_a_step_that_was_begun(threads):
     whoever drops it."""
     ops, x = NativeOps(threads), torch.randn(30, 256)
     w = ops.quantize_weight(torch.randn(640, 256), None)
-    y, found, expected = (
-        torch.empty(30, 640),
-        torch.empty(30, 1, dtype=torch.int64),
-        ops.linear(x, w),
-    )
+    y = torch.empty(30, 640)
+    found = torch.empty(30, 1, dtype=torch.int64)
+    expected = ops.linear(x, w)
     first, then = Program(ops.pool), Program(ops.pool)
     inputs, rows = first.bound(x), first.bound(y)
     add_linear(first, inputs, rows, w)

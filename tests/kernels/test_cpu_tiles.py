@@ -131,10 +131,8 @@ def test_prompts_are_multiplied_as_bfloat16(pair, kind):
         for decodes, tokens in ((0, 64), (0, 70), (9, 141), (0, 200), (40, 103), (80, 80)):
             x = torch.randn(tokens, inner) * torch.logspace(-2, 2, tokens)[:, None]
             rounded = eight_bits(x).double()
-            wanted, most = (
-                rounded @ exact.T + bias,
-                (rounded.abs() @ exact.abs().T) * (off * 1.02) + 1e-5,
-            )
+            wanted = rounded @ exact.T + bias
+            most = (rounded.abs() @ exact.abs().T) * (off * 1.02) + 1e-5
             many = tokens - decodes >= 64
             ours, theirs = (product_of(o, w, x, bias=bias, decodes=decodes) for o in pair)
             assert torch.equal(ours[:decodes], theirs[:decodes])
@@ -249,10 +247,8 @@ def test_attention_of_long_prompts(pair, cache, dim):
             torch.bfloat16,
         )
         kv, params = cached(case, cache), AttentionParams(scale=0.1, **more)
-        found, wanted = (
-            pair[0].attention(case.q, kv, case.meta, params),
-            reference.attention(case.q, kv, case.meta, params),
-        )
+        found = pair[0].attention(case.q, kv, case.meta, params)
+        wanted = reference.attention(case.q, kv, case.meta, params)
         torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=2**-5)
 
 

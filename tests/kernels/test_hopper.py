@@ -16,6 +16,7 @@ from slipstream.spec.devices.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
+import dataclasses
 from slipstream.kernels.cache.tensors import by_dim
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.uniform_steps import uniform
@@ -24,7 +25,7 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention import hopper
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
-hopper.combine = lambda *_: None
+hopper.combine = lambda *_, **__: None
 hopper.platform_of = lambda _: types.SimpleNamespace(multiprocessors=132)
 kind, dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
 meta = uniform(2, int(sys.argv[3]), 400, block_size=16, platform=platform_of(torch.device("cpu")))
@@ -32,18 +33,24 @@ k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
 q = torch.zeros(2 * int(sys.argv[3]), 32, dim, dtype=torch.bfloat16)
-fp8 = len(sys.argv) > 4
+fp8 = "fp8" in sys.argv
+if "limits" in sys.argv:
+    meta = dataclasses.replace(meta, limits=torch.zeros(len(meta.positions), dtype=torch.int32))
 hopper.prefill(q, kv, meta, AttentionParams(scale=0.1), torch.empty_like(q), first_seq=0, fp8=fp8)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binaries[-1].asm["sass"]]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [300, 60], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("num_tokens", "more"),
+    [(300, ()), (60, ()), (300, ("limits",))],
+    ids=["whole", "split", "keys shared out"],
+)
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "int8"])
-def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
+def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens, more):
     """Both products are under way when a consumer takes the exponents. Few tokens' keys are split."""
-    grid, sass = run_for_hopper(PROGRAM, kind, "128", str(num_tokens))
+    grid, sass = run_for_hopper(PROGRAM, kind, "128", str(num_tokens), *more)
     assert grid == [132]
     letters = {
         "HGMMA": "H",
@@ -64,11 +71,12 @@ def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("limits",)], ids=["whole", "keys shared out"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_8_bit_products_run_while_exponents_are_taken(dim):
+def test_8_bit_products_run_while_exponents_are_taken(dim, more):
     """Products overlap as with 16 bits, in half as many instructions; weights are rounded in pairs
     and stay in their threads."""
-    _, sass = run_for_hopper(PROGRAM, "float8_e4m3fn", str(dim), "300", "fp8")
+    _, sass = run_for_hopper(PROGRAM, "float8_e4m3fn", str(dim), "300", "fp8", *more)
     assert "HGMMA" not in sass
     letters = {
         "QGMMA": "Q",

@@ -100,10 +100,8 @@ def test_experts_rounded_at_load(tmp_path, scheme, sizes):
     only = dataclasses.replace(SCHEMES[scheme], experts_only=True)
     plain = load_model(tmp_path, ops=NativeOps(2), device=CPU, dtype=torch.float32, scheme=only)
     model = on_host(tmp_path, scheme=only)
-    wanted, near = (
-        run(plain, TOKENS),
-        dict(rtol=0, atol=2e-2 * float(run(plain, TOKENS).abs().max())),
-    )
+    wanted = run(plain, TOKENS)
+    near = dict(rtol=0, atol=2e-2 * float(run(plain, TOKENS).abs().max()))
     torch.testing.assert_close(run(model, TOKENS), wanted, **near)
     model.decoder.ops.copy_from = (
         0  # its inputs are not rounded then, and a token may choose another expert
@@ -130,10 +128,8 @@ def test_experts_that_a_checkpoint_holds_rounded(tmp_path, kind):
 )
 @pytest.mark.parametrize(("rows", "inner"), [(48, 256), (33, 128)])
 def test_what_a_device_unpacks_are_the_packed_numbers(source, rows, inner):
-    ops, weight = (
-        NativeOps(2),
-        torch.randn(3 * rows, inner, generator=torch.Generator().manual_seed(0)),
-    )
+    ops = NativeOps(2)
+    weight = torch.randn(3 * rows, inner, generator=torch.Generator().manual_seed(0))
     if "groups" in source:
         scheme = SCHEMES["int4" if source == "groups" else "int4-g32"]
         packed = ops.pack_experts(round_linear(weight, None, scheme), num_experts=3)

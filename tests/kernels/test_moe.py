@@ -141,10 +141,8 @@ def test_biases_and_an_activation_of_both_halves(ops, scheme):
 def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
     """Steps of few tokens (5 are many here) compute it in the kernels of the routed experts."""
     expert = DenseSpec(intermediate_size=48, activation="silu", gated=gated, bias=bias)
-    spec, ops = (
-        MoESpec(num_experts=17, num_experts_per_token=2, expert=expert, normalize=True),
-        TritonOps(),
-    )
+    spec = MoESpec(num_experts=17, num_experts_per_token=2, expert=expert, normalize=True)
+    ops = TritonOps()
     x, logits, up, down = case(num_tokens, spec)
     biases = (torch.randn(len(up)), torch.randn(len(down))) if bias else (None, None)
     pair = prepared(REFERENCE, spec, up, down, biases=biases)
@@ -222,10 +220,8 @@ def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
     expert = DenseSpec(
         intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped
     )
-    spec, ops = (
-        MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True),
-        TritonOps(),
-    )
+    spec = MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True)
+    ops = TritonOps()
     taken = []
     both = grouped_gemm.grouped_mlp
     monkeypatch.setattr(
@@ -287,12 +283,10 @@ def test_groups(monkeypatch, share, many, load):
         "few": torch.tensor([[5, 0]], dtype=torch.int32),
     }[load]
     g = moe_permute.sort_pairs(chosen, 6)
-    flat, order, starts, ends = (
-        chosen.flatten().tolist(),
-        g.order.tolist(),
-        g.starts.tolist(),
-        [0, *g.tile_ends.tolist()],
-    )
+    flat = chosen.flatten().tolist()
+    order = g.order.tolist()
+    starts = g.starts.tolist()
+    ends = [0, *g.tile_ends.tolist()]
     assert sorted(order) == list(range(len(flat)))
     assert g.inverse is not None
     assert [order[place] for place in g.inverse.tolist()] == list(range(len(flat)))

@@ -125,10 +125,8 @@ def test_blocks_that_the_host_computes_beside_a_gpu(rounded):
 @pytest.mark.parametrize("problem", ["missing", "misshapen", "nan"])
 def test_what_does_not_fit_is_named(rounded, tmp_path, problem):
     path, _ = rounded
-    tensors, name = (
-        load_file(path / "model.safetensors"),
-        "model.layers.1.mlp.experts.down_proj_scales",
-    )
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     if problem == "missing":
         del tensors[name]

@@ -783,10 +783,8 @@ def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, sch
     )
     torch.manual_seed(0)
     kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
-    meta, token = (
-        one_token_steps.last_of(200, torch.arange(1, 14, dtype=torch.int32)[None]),
-        torch.tensor([9]),
-    )
+    meta = one_token_steps.last_of(200, torch.arange(1, 14, dtype=torch.int32)[None])
+    token = torch.tensor([9])
     found = []
     with torch.inference_mode():
         for seed in range(3):

@@ -132,10 +132,8 @@ def test_sums_one_after_another(folder, size, dtype, seed):
 def test_a_rank_that_is_ahead(folder, seed):
     """No rank waits for the others to have read: it may be in the next sum by then. So many sums that warps sleep where it
     matters: with one place for a row each seed fails."""
-    ranks, given = (
-        ranks_of(folder, 640),
-        [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(2)],
-    )
+    ranks = ranks_of(folder, 640)
+    given = [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(2)]
     found = [torch.zeros_like(x) for x in given]
     for r, x, total in zip(ranks, given, found, strict=True):
         r.kernels, r.seed = len(x), seed

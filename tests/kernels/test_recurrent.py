@@ -75,11 +75,9 @@ def test_training_op_and_its_gradients_equal_the_oracle(name: str) -> None:
     call, rows = random_layer(SPECS[name])
     lengths = (1, 64, 16, 130)
     x = [y.requires_grad_() for y in rows(sum(lengths))]
-    flat, outs, grads = (
-        SequenceBatch.of([[0] * n for n in lengths], torch.device("cpu")).meta,
-        [],
-        [],
-    )
+    flat = SequenceBatch.of([[0] * n for n in lengths], torch.device("cpu")).meta
+    outs = []
+    grads = []
     for ops, meta in (
         (reference, step_of([StatefulSequence(n, 0) for n in lengths])),
         (AutogradOps(), flat),

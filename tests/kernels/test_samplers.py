@@ -26,35 +26,17 @@ PARAMS = [
     {"typical_p": 0.9, "temperature": 0.6},
     {"top_n_sigma": 0.7},
     {"dry_multiplier": 0.8},
-    {
-        "dry_multiplier": 0.8,
-        "dry_allowed_length": 1,
-        "dry_base": 2.0,
-        "dry_breaker_token_ids": (2,),
-        "dry_penalty_last_n": 9,
-    },
+    {"dry_multiplier": 0.8, "dry_allowed_length": 1, "dry_base": 2.0,
+        "dry_breaker_token_ids": (2,), "dry_penalty_last_n": 9},
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 3},
-    {
-        "samplers": ["temperature", "penalties", "xtc", "top_k"],
-        "presence_penalty": 1.0,
-        "top_k": 5,
-        "temperature": 0.7,
-    },
-    {
-        "samplers": ["min_p", "typ_p", "top_p"],
-        "min_p": 0.1,
-        "typical_p": 0.8,
-        "top_p": 0.7,
-        "temperature": 3.0,
-    },
-    {
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.4,
-        "frequency_penalty": -0.3,
-        "samplers": ["penalties"],
-    },
-]
+    {"samplers": ["temperature", "penalties", "xtc", "top_k"], "presence_penalty": 1.0, "top_k": 5,
+        "temperature": 0.7},
+    {"samplers": ["min_p", "typ_p", "top_p"], "min_p": 0.1, "typical_p": 0.8, "top_p": 0.7,
+        "temperature": 3.0},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3,
+        "samplers": ["penalties"]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", PARAMS, ids=str)

@@ -201,10 +201,8 @@ def test_best_logprobs(data, dtype):
     num_rows, vocab = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 200))
     num_top = data.draw(st.integers(0, min(20, vocab)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    logits, tokens = (
-        (4 * torch.randn(num_rows, vocab + 3)).to(dtype)[:, :vocab],
-        torch.randint(vocab, (num_rows,)),
-    )
+    logits = (4 * torch.randn(num_rows, vocab + 3)).to(dtype)[:, :vocab]
+    tokens = torch.randint(vocab, (num_rows,))
     if data.draw(st.booleans()):
         logits = logits.round()  # many are equal
     if num_rows and vocab > 1:
@@ -279,11 +277,9 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     )
     num_tokens = len(step.q)
     q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
-    keys, values, norm = (
-        torch.randn(heads, plain, rank),
-        torch.randn(heads, rank, width),
-        torch.randn(rank),
-    )
+    keys = torch.randn(heads, plain, rank)
+    values = torch.randn(heads, rank, width)
+    norm = torch.randn(rank)
     found = []
     for ops in (OURS, REFERENCE):
         k = step.kv.k.clone()
@@ -357,11 +353,9 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
     )
     meta, num_tokens = dataclasses.replace(step.meta, from_start=True), len(step.q)
     q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
-    keys, values, norm = (
-        torch.randn(heads, plain, rank),
-        torch.randn(heads, rank, width),
-        torch.randn(rank),
-    )
+    keys = torch.randn(heads, plain, rank)
+    values = torch.randn(heads, rank, width)
+    norm = torch.randn(rank)
     cos_sin = torch.ones(200, rotary).cumsum(0).sin()
     given = dict(keys=keys, values=values, norm=cases.rms_norm(norm), cos_sin=cos_sin)
     params = MLAParams(**given, interleaved=bool(interleaved), scale=0.05)
@@ -967,10 +961,8 @@ def test_copies_of_blocks(sizes):
     pairs = torch.tensor([[1, 3], [2, 5]])
     for ops in (OURS, REFERENCE):
         copies = [cache.clone() for cache in caches]
-        rows, buffer = (
-            BlockTensors.of(copies),
-            torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8),
-        )
+        rows = BlockTensors.of(copies)
+        buffer = torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8)
         staged = rows.in_buffer(buffer)
         ops.copy_blocks(rows, rows, pairs[:, 0], pairs[:, 1])
         ops.copy_blocks(rows, staged, torch.tensor([3, 4]), torch.tensor([2, 0]))

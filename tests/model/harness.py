@@ -68,7 +68,10 @@ class Paged:
         self, model: LoadedModel, num_seqs: int, max_len: int, block_size: int = 4
     ) -> None:
         self.model, self.block_size = model, block_size
-        per_seq = -(-max_len // block_size)
+        part = model.decoder.partition
+        if part is not None and part.context is not None:  # a rank's part of a block
+            block_size //= part.context.size
+        per_seq = -(-max_len // self.block_size)
         ids = list(range(1, num_seqs * per_seq + 1))
         random.Random(0).shuffle(ids)
         self.tables = torch.tensor(ids, dtype=torch.int32).view(num_seqs, per_seq)

@@ -73,6 +73,10 @@ class ThreadGroup:
         self.meeting.barrier.wait()
         return out
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        each = len(x) // self.size
+        return self.all_gather(x)[:, self.rank * each : (self.rank + 1) * each]
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         each = len(x) // self.size
         return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
@@ -154,6 +158,7 @@ def on_ranks(
     kernels: str = "reference",
     units: SplitUnits = ONE_UNIT,
     sequence: bool = False,
+    context: bool = False,
     piece: int = 0,
     **how: object,
 ) -> list[T]:
@@ -163,7 +168,13 @@ def on_ranks(
     def run(group: ThreadGroup) -> T:
         group.beside = SumsOfThreads(group, piece) if piece else None
         shard = Shard(group.rank, size, tensor=tensor, experts=experts, units=units)
-        partition = Partition(shard, group, sequence=sequence)  # type: ignore[arg-type]
+        if context and not tensor:
+            shard = Shard(0, 1, tensor=False)
+        of_tokens = {
+            "context": group if context else None,
+            "sequence": sequence or (context and not tensor),
+        }
+        partition = Partition(shard, group, **of_tokens)  # type: ignore[arg-type]
         ops = select_ops(CPU, kernels)
         model = load_model(
             path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how

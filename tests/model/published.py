@@ -106,10 +106,7 @@ MORE: dict[str, Config] = {
         "architectures": ["MinistralForCausalLM"],
         "layer_types": ["full_attention", "sliding_attention"],
     },
-    "e5-mistral-7b-instruct": {
-        **CONFIGS["mistral-7b-v0-1"],
-        "architectures": ["MistralModel"],
-    },
+    "e5-mistral-7b-instruct": {**CONFIGS["mistral-7b-v0-1"], "architectures": ["MistralModel"]},
 }
 PUBLISHED = {**CONFIGS, **MORE}
 

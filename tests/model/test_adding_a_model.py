@@ -19,11 +19,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
 MODULE = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 ENTRY = re.search(r'"slipstream\.families"\]\n(.*?)```', GUIDE, re.DOTALL)[1]
-BIOGPT = {
-    **tiny_models._LAYERS,
-    "model_type": "biogpt",
-    "initializer_range": 0.3,
-}
+BIOGPT = {**tiny_models._LAYERS, "model_type": "biogpt", "initializer_range": 0.3}
 
 
 @pytest.fixture

@@ -229,23 +229,15 @@ def test_a_config_that_says_only_what_differs(tmp_path):
     ]
 
 
-HUB = {  # keys as hubs have them, which change nothing at these values
-    "llama": {
-        "do_sample": False,
-        "max_length": 20,
-        "pruned_heads": {},
-        "is_encoder_decoder": False,
-        "top_k": 50,
-    },
-    "starcoder2": {
-        "scale_attn_weights": True,
-        "attention_softmax_in_fp32": True,
-        "scale_attention_softmax_in_fp32": True,
-    },
+HUB = {
+    "llama": {"do_sample": False, "max_length": 20, "pruned_heads": {},
+        "is_encoder_decoder": False, "top_k": 50},
+    "starcoder2": {"scale_attn_weights": True, "attention_softmax_in_fp32": True,
+        "scale_attention_softmax_in_fp32": True},
     "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "cohere2": {"use_parallel_embedding": True, "use_embedding_sharing": True, "layer_switch": 4},
     "smollm3": {"max_window_layers": 28, "use_sliding_window": False, "pretraining_tp": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", HUB)

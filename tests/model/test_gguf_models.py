@@ -184,65 +184,26 @@ GEMMA4 = {
     "rope.freq_base": 1e6,
     "rope.freq_base_swa": 1e4,
 }
-CASES = {  # llama.cpp's name, the family here, its changes, what its converter writes besides the common keys
+CASES = {
     "llama": ("llama", "llama", {}, {**RMS, "vocab_size": 288, "rope.dimension_count": 8}),
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}, RMS),
     "qwen2": ("qwen2", "qwen2", {"use_sliding_window": False}, RMS),
-    "qwen3": (
-        "qwen3",
-        "qwen3",
-        {},
-        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
-    ),
-    "qwen2vl": (
-        *("qwen2vl", "qwen2", {"use_sliding_window": False}),
-        {**RMS, "rope.dimension_sections": [1, 1, 2, 0]},
-    ),
-    "qwen3vl": (
-        *("qwen3vl", "qwen3", {}),
-        {
-            **RMS,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "rope.dimension_sections": [3, 3, 2, 0],
-            "n_deepstack_layers": 3,
-        },
-    ),
-    "qwen3vlmoe": (
-        *("qwen3vlmoe", "qwen3_moe", {"head_dim": 8}),
-        {
-            **RMS,
-            "rope.dimension_sections": [2, 1, 1, 0],
-            "n_deepstack_layers": 3,
-            "expert_count": 6,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 64,
-        },
-    ),
-    "qwen2moe": (
-        "qwen2moe",
-        "qwen2_moe",
-        {},
-        {
-            **RMS,
-            "expert_count": 6,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 64,
-            "expert_shared_feed_forward_length": 48,
-        },
-    ),
-    "qwen3moe": (
-        "qwen3moe",
-        "qwen3_moe",
-        {"head_dim": 8},
-        {**RMS, "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64},
-    ),
-    "gemma": (
-        "gemma",
-        "gemma",
-        {},
-        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
-    ),
+    "qwen3": ("qwen3", "qwen3", {}, {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16}),
+    "qwen2vl": (*("qwen2vl", "qwen2", {"use_sliding_window": False}), {**RMS,
+        "rope.dimension_sections": [1, 1, 2, 0]}),
+    "qwen3vl": (*("qwen3vl", "qwen3", {}), {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16, "rope.dimension_sections": [3, 3, 2, 0],
+        "n_deepstack_layers": 3}),
+    "qwen3vlmoe": (*("qwen3vlmoe", "qwen3_moe", {"head_dim": 8}), {**RMS,
+        "rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 3, "expert_count": 6,
+        "expert_used_count": 2, "expert_feed_forward_length": 64}),
+    "qwen2moe": ("qwen2moe", "qwen2_moe", {}, {**RMS, "expert_count": 6, "expert_used_count": 2,
+        "expert_feed_forward_length": 64, "expert_shared_feed_forward_length": 48}),
+    "qwen3moe": ("qwen3moe", "qwen3_moe", {"head_dim": 8}, {**RMS, "expert_count": 6,
+        "expert_used_count": 2, "expert_feed_forward_length": 64}),
+    "gemma": ("gemma", "gemma", {}, {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16}),
     "gemma2": (
         "gemma2",
         "gemma2",
@@ -260,19 +221,9 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "final_logit_softcapping": 4.0,
         },
     ),
-    "gemma3": (
-        "gemma3",
-        "gemma3_text",
-        GEMMA3,
-        {
-            **RMS,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "attention.sliding_window": 6,
-            "rope.freq_base": 1e6,
-            "rope.freq_base_swa": 5e3,
-        },
-    ),
+    "gemma3": ("gemma3", "gemma3_text", GEMMA3, {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16, "attention.sliding_window": 6, "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 5e3}),
     **{
         f"{name}-{kind}": (
             name,
@@ -363,86 +314,33 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             },
         },
-        {
-            **RMS,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "rope.freq_base": 1e6,
-        },
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16, "rope.freq_base": 1e6},
     ),
     "gpt2": ("gpt2", "gpt2", {}, LAYER),
-    "starcoder": (
-        "starcoder",
-        "gpt_bigcode",
-        {"activation_function": "gelu"},
-        {**LAYER, "attention.head_count_kv": 1},
-    ),
-    "starcoder2": (
-        "starcoder2",
-        "starcoder2",
-        {"sliding_window": None},
-        {**LAYER, "rope.freq_base": 10000.0},
-    ),
-    "gptneox": (
-        "gptneox",
-        "gpt_neox",
-        {},
-        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True},
-    ),
-    "gptneox-in-turn": (
-        "gptneox",
-        "gpt_neox",
-        {"use_parallel_residual": False},
-        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": False},
-    ),
+    "starcoder": ("starcoder", "gpt_bigcode", {"activation_function": "gelu"}, {**LAYER,
+        "attention.head_count_kv": 1}),
+    "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}, {**LAYER,
+        "rope.freq_base": 10000.0}),
+    "gptneox": ("gptneox", "gpt_neox", {}, {**LAYER, "rope.dimension_count": 2,
+        "use_parallel_residual": True}),
+    "gptneox-in-turn": ("gptneox", "gpt_neox", {"use_parallel_residual": False}, {**LAYER,
+        "rope.dimension_count": 2, "use_parallel_residual": False}),
     "bloom": ("bloom", "bloom", {}, {**LAYER, "attention.head_count_kv": 4}),
-    "mpt": (
-        "mpt",
-        "mpt",
-        {"attn_config": {"clip_qkv": 0.7}},
-        {**LAYER, "attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7},
-    ),
-    "falcon-7b": (
-        "falcon",
-        "falcon",
-        {},
-        {**LAYER, "attention.head_count_kv": 1, "tensor_data_layout": "jploski"},
-    ),
-    "falcon-40b": (
-        "falcon",
-        "falcon",
-        {"new_decoder_architecture": True, "num_kv_heads": 2},
-        {**LAYER, "attention.head_count_kv": 2, "tensor_data_layout": "jploski"},
-    ),
-    "phi2": (
-        "phi2",
-        "phi",
-        {},
-        {**LAYER, "attention.head_count_kv": 4, "rope.dimension_count": 4, "rope.freq_base": 1e4},
-    ),
-    "phi3": (
-        "phi3",
-        "phi3",
-        {"sliding_window": 7, "rms_norm_eps": 1e-6},
-        {
-            **RMS,
-            "rope.dimension_count": 8,
-            "attention.sliding_window": 7,
-            "rope.scaling.original_context_length": 256,
-        },
-    ),
-    "llama-3.1": (
-        "llama",
-        "llama",
-        {"rope_theta": None, "rope_parameters": LLAMA3},
-        {**RMS, "rope.dimension_count": 8},
-    ),
-    "mixtral": (
-        "llama",
-        "mixtral",
-        {"sliding_window": None, "rms_norm_eps": 1e-6},
-        {**RMS, "rope.dimension_count": 8, "expert_count": 4, "expert_used_count": 2},
-    ),
+    "mpt": ("mpt", "mpt", {"attn_config": {"clip_qkv": 0.7}}, {**LAYER,
+        "attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7}),
+    "falcon-7b": ("falcon", "falcon", {}, {**LAYER, "attention.head_count_kv": 1,
+        "tensor_data_layout": "jploski"}),
+    "falcon-40b": ("falcon", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {**LAYER, "attention.head_count_kv": 2, "tensor_data_layout": "jploski"}),
+    "phi2": ("phi2", "phi", {}, {**LAYER, "attention.head_count_kv": 4, "rope.dimension_count": 4,
+        "rope.freq_base": 1e4}),
+    "phi3": ("phi3", "phi3", {"sliding_window": 7, "rms_norm_eps": 1e-6}, {**RMS,
+        "rope.dimension_count": 8, "attention.sliding_window": 7,
+        "rope.scaling.original_context_length": 256}),
+    "llama-3.1": ("llama", "llama", {"rope_theta": None, "rope_parameters": LLAMA3}, {**RMS,
+        "rope.dimension_count": 8}),
+    "mixtral": ("llama", "mixtral", {"sliding_window": None, "rms_norm_eps": 1e-6}, {**RMS,
+        "rope.dimension_count": 8, "expert_count": 4, "expert_used_count": 2}),
     "phi3-long": (
         "phi3",
         "phi3",
@@ -475,31 +373,12 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "expert_feed_forward_length": 64,
         },
     ),
-    "deepseek2-v2": (
-        "deepseek2",
-        "deepseek_v2",
-        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
-        {
-            **DEEPSEEK,
-            **YARN_KEYS,
-            "rope.scaling.yarn_log_multiplier": 0.07,
-            "expert_gating_func": 1,
-        },
-    ),
-    "deepseek2-v3": (
-        "deepseek2",
-        "deepseek_v3",
-        {},
-        {
-            **DEEPSEEK,
-            "attention.q_lora_rank": 16,
-            "expert_gating_func": 2,
-            "expert_weights_scale": 2.5,
-            "expert_weights_norm": True,
-            "expert_group_count": 4,
-            "expert_group_used_count": 2,
-        },
-    ),
+    "deepseek2-v2": ("deepseek2", "deepseek_v2", {"rope_parameters": {**YARN, "mscale": 0.7,
+        "mscale_all_dim": 0.7}}, {**DEEPSEEK, **YARN_KEYS,
+        "rope.scaling.yarn_log_multiplier": 0.07, "expert_gating_func": 1}),
+    "deepseek2-v3": ("deepseek2", "deepseek_v3", {}, {**DEEPSEEK, "attention.q_lora_rank": 16,
+        "expert_gating_func": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+        "expert_group_count": 4, "expert_group_used_count": 2}),
     "glm-dsa": (
         "glm-dsa",
         "glm_moe_dsa",
@@ -517,83 +396,24 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         },
     ),
     "olmo2": ("olmo2", "olmo2", {"rms_norm_eps": 1e-6}, RMS),
-    "olmo3": (
-        "olmo2",
-        "olmo3",
-        {"rms_norm_eps": 1e-6, "rope_parameters": OLMO3},
-        {
-            **RMS,
-            **YARN_KEYS,
-            "attention.sliding_window": 6,
-            "attention.sliding_window_pattern": [True, True, True, False],
-        },
-    ),
-    "smollm3": (
-        "smollm3",
-        "smollm3",
-        {"rope_theta": 5e4},
-        {**RMS, "rope.dimension_count": 8, "rope.freq_base": 5e4, "vocab_size": 288},
-    ),
-    "glm4moe": (
-        "glm4moe",
-        "glm4_moe",
-        {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
-        GLM4_MOE,
-    ),
-    "glm4moe-air": (
-        "glm4moe",
-        "glm4_moe",
-        {
-            "n_group": 1,
-            "topk_group": 1,
-            "rms_norm_eps": 1e-6,
-            "use_qk_norm": False,
-            "attention_bias": False,
-        },
-        {**GLM4_MOE, "block_count": 3, "nextn_predict_layers": 1},
-    ),
-    "granite": (
-        "granite",
-        "granite",
-        {},
-        {
-            **RMS,
-            "attention.scale": 0.2,
-            "residual_scale": 0.4,
-            "embedding_scale": 3.0,
-            "logit_scale": 4.0,
-            "vocab_size": 288,
-        },
-    ),
-    "command-r": (
-        "command-r",
-        "cohere",
-        {"rope_theta": 5e5},
-        {**LAYER, "rope.freq_base": 5e5, "logit_scale": 0.0625, "rope.scaling.type": "none"},
-    ),
-    "cohere2": (
-        "cohere2",
-        "cohere2",
-        {},
-        {
-            **LAYER,
-            "logit_scale": 0.0625,
-            "attention.sliding_window": 6,
-            "rope.dimension_count": 8,
-            "rope.scaling.type": "none",
-        },
-    ),
-    "chatglm": (
-        "chatglm",
-        "glm",
-        {"rms_norm_eps": 1e-6},
-        {
-            **RMS,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "rope.dimension_count": 8,
-        },
-    ),
+    "olmo3": ("olmo2", "olmo3", {"rms_norm_eps": 1e-6, "rope_parameters": OLMO3}, {**RMS,
+        **YARN_KEYS, "attention.sliding_window": 6, "attention.sliding_window_pattern": [True,
+        True, True, False]}),
+    "smollm3": ("smollm3", "smollm3", {"rope_theta": 5e4}, {**RMS, "rope.dimension_count": 8,
+        "rope.freq_base": 5e4, "vocab_size": 288}),
+    "glm4moe": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
+        GLM4_MOE),
+    "glm4moe-air": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6,
+        "use_qk_norm": False, "attention_bias": False}, {**GLM4_MOE, "block_count": 3,
+        "nextn_predict_layers": 1}),
+    "granite": ("granite", "granite", {}, {**RMS, "attention.scale": 0.2, "residual_scale": 0.4,
+        "embedding_scale": 3.0, "logit_scale": 4.0, "vocab_size": 288}),
+    "command-r": ("command-r", "cohere", {"rope_theta": 5e5}, {**LAYER, "rope.freq_base": 5e5,
+        "logit_scale": 0.0625, "rope.scaling.type": "none"}),
+    "cohere2": ("cohere2", "cohere2", {}, {**LAYER, "logit_scale": 0.0625,
+        "attention.sliding_window": 6, "rope.dimension_count": 8, "rope.scaling.type": "none"}),
+    "chatglm": ("chatglm", "glm", {"rms_norm_eps": 1e-6}, {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16, "rope.dimension_count": 8}),
     "mistral3": (
         "mistral3",
         "ministral3",
@@ -612,12 +432,8 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "attention.temperature_scale": 0.3,
         },
     ),
-    "mistral3-small": (
-        "mistral3",
-        "mistral",
-        {"sliding_window": None, "nulls": ["sliding_window"], "rms_norm_eps": 1e-6},
-        {**RMS, "rope.dimension_count": 8},
-    ),
+    "mistral3-small": ("mistral3", "mistral", {"sliding_window": None, "nulls": ["sliding_window"],
+        "rms_norm_eps": 1e-6}, {**RMS, "rope.dimension_count": 8}),
     "hunyuan-dense": (
         "hunyuan-dense",
         "hunyuan_v1_dense",
@@ -652,66 +468,26 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "rope.scaling.type": "none",
         },
     ),
-    "nemotron": (
-        "nemotron",
-        "nemotron",
-        {},
-        {**LAYER, "rope.dimension_count": 4, "rope.scaling.type": "none", "vocab_size": 288},
-    ),
-    "stablelm": (
-        "stablelm",
-        "stablelm",
-        {},
-        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": False},
-    ),
-    "stablelm-12b": (
-        "stablelm",
-        "stablelm",
-        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False},
-        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True},
-    ),
-    "seed_oss": (
-        "seed_oss",
-        "seed_oss",
-        {},
-        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
-    ),
-    "seed_oss-biased-out": (
-        "seed_oss",
-        "seed_oss",
-        {"attention_bias": False, "head_dim": 8},
-        {**RMS, "attention.key_length": 8, "attention.value_length": 8},
-    ),
+    "nemotron": ("nemotron", "nemotron", {}, {**LAYER, "rope.dimension_count": 4,
+        "rope.scaling.type": "none", "vocab_size": 288}),
+    "stablelm": ("stablelm", "stablelm", {}, {**LAYER, "rope.dimension_count": 2,
+        "use_parallel_residual": False}),
+    "stablelm-12b": ("stablelm", "stablelm", {"qk_layernorm": True, "use_parallel_residual": True,
+        "use_qkv_bias": False}, {**LAYER, "rope.dimension_count": 2,
+        "use_parallel_residual": True}),
+    "seed_oss": ("seed_oss", "seed_oss", {}, {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16}),
+    "seed_oss-biased-out": ("seed_oss", "seed_oss", {"attention_bias": False, "head_dim": 8},
+        {**RMS, "attention.key_length": 8, "attention.value_length": 8}),
     "arcee": ("arcee", "arcee", {"rms_norm_eps": 1e-6}, {**RMS, "rope.dimension_count": 8}),
-    "exaone4": (
-        "exaone4",
-        "exaone4",
-        {"rms_norm_eps": 1e-6},
-        {
-            **RMS,
-            "attention.sliding_window": 6,
-            "attention.sliding_window_pattern": [True, True, True, False],
-        },
-    ),
-    "exaone4-without-windows": (
-        "exaone4",
-        "exaone4",
-        {
-            "rms_norm_eps": 1e-6,
-            "sliding_window": None,
-            "nulls": ["sliding_window"],
-            "layer_types": ["full_attention"] * 4,
-            "rope_theta": None,
-            "rope_parameters": LLAMA3,
-        },
-        RMS,
-    ),
-    "ernie4_5": (
-        "ernie4_5",
-        "ernie4_5",
-        {"rms_norm_eps": 1e-6},
-        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
-    ),
+    "exaone4": ("exaone4", "exaone4", {"rms_norm_eps": 1e-6}, {**RMS,
+        "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, True,
+        False]}),
+    "exaone4-without-windows": ("exaone4", "exaone4", {"rms_norm_eps": 1e-6,
+        "sliding_window": None, "nulls": ["sliding_window"], "layer_types": ["full_attention"] * 4,
+        "rope_theta": None, "rope_parameters": LLAMA3}, RMS),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"rms_norm_eps": 1e-6}, {**RMS,
+        "attention.key_length": 16, "attention.value_length": 16}),
     "ernie4_5-moe": (
         "ernie4_5-moe",
         "ernie4_5_moe",
@@ -749,12 +525,7 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"n_group": 1, "topk_group": 1, "max_window_layers": 3, "norm_topk_prob": True},
         {k: v for k, v in GLM4_MOE.items() if k != "rope.dimension_count"},
     ),
-    "olmo": (
-        "olmo",
-        "olmo",
-        {},
-        {**LAYER, "rope.dimension_count": 8, "attention.clamp_kqv": 0.7},
-    ),
+    "olmo": ("olmo", "olmo", {}, {**LAYER, "rope.dimension_count": 8, "attention.clamp_kqv": 0.7}),
     "gemma3n": (
         "gemma3n",
         "gemma3n_text",
@@ -774,12 +545,8 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "rope.freq_base": 1e6,
         },
     ),
-    "olmoe": (
-        "olmoe",
-        "olmoe",
-        {"rms_norm_eps": 1e-6},
-        {**RMS, "expert_count": 6, "expert_used_count": 2},
-    ),
+    "olmoe": ("olmoe", "olmoe", {"rms_norm_eps": 1e-6}, {**RMS, "expert_count": 6,
+        "expert_used_count": 2}),
     "granitemoe": (
         "granitemoe",
         "granitemoeshared",
@@ -795,18 +562,9 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "expert_shared_feed_forward_length": 48,
         },
     ),
-    "glm4": (
-        "glm4",
-        "glm4",
-        {"rms_norm_eps": 1e-6},
-        {
-            **RMS,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "rope.dimension_count": 8,
-        },
-    ),
-}
+    "glm4": ("glm4", "glm4", {"rms_norm_eps": 1e-6}, {**RMS, "attention.key_length": 16,
+        "attention.value_length": 16, "rope.dimension_count": 8}),
+}  # fmt: skip
 
 
 GPT_OSS = {"gate_up_proj": "ffn_{}_exps.weight", "gate_up_proj_bias": "ffn_{}_exps.bias"}
@@ -891,10 +649,8 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     architecture, family, overrides, more = CASES[case]
     theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
     spec = read_spec(tmp_path / "hf").spec
-    a, number = (
-        spec.layers[0].attention,
-        {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture],
-    )
+    a = spec.layers[0].attention
+    number = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
         if alone := re.fullmatch(
@@ -905,10 +661,8 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         if (made := apart(architecture, name, value.numpy(), a)) is not None:
             tensors |= {written: (part, "F32") for written, part in made.items()}
             continue
-        value, name = (
-            value.squeeze(),
-            name.replace("e_score_correction_bias", "e_score_correction.bias"),
-        )
+        value = value.squeeze()
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         found = [
             table.get_name(n, (".weight", ".bias"))
             for n in (name, name.removeprefix("transformer."))
@@ -1010,47 +764,18 @@ QWEN3_NEXT_MOE = {
     "expert_feed_forward_length": 64,
     "expert_shared_feed_forward_length": 48,
 }
-HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its converter writes
+HYBRIDS = {
     "lfm2": ("lfm2", {}, "LFM2", {**LFM, "feed_forward_length": 48}),
-    "lfm2moe": (
-        *("lfm2_moe", {}, "LFM2MOE"),
-        {
-            **LFM,
-            "expert_count": 6,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 64,
-            "leading_dense_block_count": 1,
-            "expert_gating_func": 2,
-        },
-    ),
-    "mamba": (
-        *("mamba", {}, "MAMBA"),
-        {**SSM, **NO_HEADS, "ssm.state_size": 8, "ssm.time_step_rank": 6},
-    ),
-    "falcon-mamba": (
-        *("falcon_mamba", {}, "MAMBA"),
-        {
-            **SSM,
-            **NO_HEADS,
-            "ssm.state_size": 8,
-            "ssm.time_step_rank": 6,
-            "ssm.dt_b_c_rms": True,
-        },
-    ),
+    "lfm2moe": (*("lfm2_moe", {}, "LFM2MOE"), {**LFM, "expert_count": 6, "expert_used_count": 2,
+        "expert_feed_forward_length": 64, "leading_dense_block_count": 1, "expert_gating_func": 2}),
+    "mamba": (*("mamba", {}, "MAMBA"), {**SSM, **NO_HEADS, "ssm.state_size": 8,
+        "ssm.time_step_rank": 6}),
+    "falcon-mamba": (*("falcon_mamba", {}, "MAMBA"), {**SSM, **NO_HEADS, "ssm.state_size": 8,
+        "ssm.time_step_rank": 6, "ssm.dt_b_c_rms": True}),
     "mamba2": ("mamba2", {}, "MAMBA2", {**SSM2, **NO_HEADS}),
-    "jamba": (
-        *("jamba", {}, "JAMBA"),
-        {
-            **SSM,
-            "attention.head_count": 4,
-            "attention.head_count_kv": [0, 2, 0, 0],
-            "attention.layer_norm_rms_epsilon": 1e-6,
-            "ssm.state_size": 8,
-            "ssm.time_step_rank": 6,
-            "expert_count": 4,
-            "expert_used_count": 2,
-        },
-    ),
+    "jamba": (*("jamba", {}, "JAMBA"), {**SSM, "attention.head_count": 4,
+        "attention.head_count_kv": [0, 2, 0, 0], "attention.layer_norm_rms_epsilon": 1e-6,
+        "ssm.state_size": 8, "ssm.time_step_rank": 6, "expert_count": 4, "expert_used_count": 2}),
     "falcon-h1": (
         "falcon_h1",
         {
@@ -1067,16 +792,10 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
             "rope.freq_base": 1e6,
         },
     ),
-    "granite-4-h": (
-        *("granitemoehybrid", {}, "GRANITE_HYBRID"),
-        {**GRANITE_H, "expert_count": 6, "expert_used_count": 2},
-    ),
-    "granite-4-h-dense": (
-        "granitemoehybrid",
-        {"num_local_experts": 0},
-        "GRANITE_HYBRID",
-        GRANITE_H,
-    ),
+    "granite-4-h": (*("granitemoehybrid", {}, "GRANITE_HYBRID"), {**GRANITE_H, "expert_count": 6,
+        "expert_used_count": 2}),
+    "granite-4-h-dense": ("granitemoehybrid", {"num_local_experts": 0}, "GRANITE_HYBRID",
+        GRANITE_H),
     "kimi-linear": (
         *("kimi_linear", {"n_group": 1, "topk_group": 1}, "KIMI_LINEAR"),
         {
@@ -1091,37 +810,16 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
             "expert_weights_scale": 2.446,
         },
     ),
-    "qwen3-next": (
-        *("qwen3_next", {"norm_topk_prob": True, "mlp_only_layers": []}, "QWEN3NEXT"),
-        QWEN3_NEXT_MOE,
-    ),
-    "qwen3.5": (
-        *("qwen3_5_text", {}, "QWEN35"),
-        {**QWEN3_NEXT, "rope.dimension_sections": [1, 1, 0, 0]},
-    ),
+    "qwen3-next": (*("qwen3_next", {"norm_topk_prob": True, "mlp_only_layers": []}, "QWEN3NEXT"),
+        QWEN3_NEXT_MOE),
+    "qwen3.5": (*("qwen3_5_text", {}, "QWEN35"), {**QWEN3_NEXT, "rope.dimension_sections": [1, 1,
+        0, 0]}),
     "qwen3.5-moe": (*("qwen3_5_moe_text", {}, "QWEN35MOE"), QWEN3_NEXT_MOE),
-    "qwen3.5-equal-heads": (
-        *("qwen3_5_text", {"linear_num_key_heads": 4}, "QWEN35"),
-        {**QWEN3_NEXT, "ssm.group_count": 4},
-    ),
-    "nemotron-h": (
-        "nemotron_h",
-        {
-            "layers_block_type": [
-                "linear_attention",
-                "mlp",
-                "linear_attention",
-                "full_attention",
-                "mlp",
-            ]
-        },
-        "NEMOTRON_H",
-        {
-            **NEMOTRON_H,
-            "attention.head_count_kv": [0, 0, 0, 2, 0],
-            "feed_forward_length": [0, 64, 0, 0, 64],
-        },
-    ),
+    "qwen3.5-equal-heads": (*("qwen3_5_text", {"linear_num_key_heads": 4}, "QWEN35"),
+        {**QWEN3_NEXT, "ssm.group_count": 4}),
+    "nemotron-h": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp",
+        "linear_attention", "full_attention", "mlp"]}, "NEMOTRON_H", {**NEMOTRON_H,
+        "attention.head_count_kv": [0, 0, 0, 2, 0], "feed_forward_length": [0, 64, 0, 0, 64]}),
     "nemotron-3": (
         "nemotron_h",
         {
@@ -1144,7 +842,7 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
             "expert_weights_scale": 2.5,
         },
     ),
-}
+}  # fmt: skip
 
 
 def folded(config, name, value):
@@ -1331,23 +1029,14 @@ GRANITE_PARTS = {  # whether of experts, and whether the model has any
 }
 
 
-ENCODERS = {  # the family here, llama.cpp's architecture, what its converter writes besides the common keys
+ENCODERS = {
     "bert": ("bert", gguf.MODEL_ARCH.BERT, {"pooling_type": 2}),
     "xlm-roberta": ("roberta", gguf.MODEL_ARCH.BERT, {"pooling_type": 1}),
-    "nomic-bert": (
-        "nomic_bert",
-        gguf.MODEL_ARCH.NOMIC_BERT,
-        {"pooling_type": 1, "rope.freq_base": 1000.0},
-    ),
-    "modern-bert": (
-        *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
-        {
-            "pooling_type": 2,
-            "rope.freq_base": 160000.0,
-            "attention.sliding_window": 12,
-            "attention.sliding_window_pattern": 3,
-        },
-    ),
+    "nomic-bert": ("nomic_bert", gguf.MODEL_ARCH.NOMIC_BERT, {"pooling_type": 1,
+        "rope.freq_base": 1000.0}),
+    "modern-bert": (*("modernbert", gguf.MODEL_ARCH.MODERN_BERT), {"pooling_type": 2,
+        "rope.freq_base": 160000.0, "attention.sliding_window": 12,
+        "attention.sliding_window_pattern": 3}),
     "modern-bert, layer by layer": (
         *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
         {
@@ -1359,16 +1048,9 @@ ENCODERS = {  # the family here, llama.cpp's architecture, what its converter wr
             "attention.sliding_window_pattern": [False, True, True, False],
         },
     ),
-    "eurobert": (
-        *("eurobert", gguf.MODEL_ARCH.EUROBERT),
-        {
-            "pooling_type": 1,
-            "rope.freq_base": 10000.0,
-            "attention.head_count_kv": 2,
-            "rope.scaling.type": "none",
-        },
-    ),
-}
+    "eurobert": (*("eurobert", gguf.MODEL_ARCH.EUROBERT), {"pooling_type": 1,
+        "rope.freq_base": 10000.0, "attention.head_count_kv": 2, "rope.scaling.type": "none"}),
+}  # fmt: skip
 
 
 NOMICS_OWN = {  # transformers' names of Nomic's tensors, and the authors', which the gguf package knows

@@ -7,6 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.config import EngineArgs, resolve
+from slipstream.costs.devices import find_device
+from slipstream.errors import ConfigError
 from slipstream.model.layers import layer
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec, MoESpec, parameters
@@ -79,6 +82,60 @@ def test_every_decoder_shares_tokens_out(tmp_path, family, monkeypatch):
     build(tmp_path, family)
     wanted = run(load(tmp_path), TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), sequence=True):
+        close(found, wanted)
+
+
+def context_refusal(path):
+    args = EngineArgs(model=str(path), context_parallel_size=2)
+    try:
+        resolve(args, read_spec(path), find_device("h200").device_info())
+    except ConfigError as refused:
+        return refused
+    return None
+
+
+BY_CONTEXT = ["llama", "gpt_bigcode", "gptj", "mixtral", "deepseek_v3", "qwen3_moe", "granite"]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [(family, size) for family in BY_CONTEXT for size in (2, 3)]
+    + [pytest.param(x, 2, marks=pytest.mark.slow) for x in DECODERS if x not in BY_CONTEXT],
+)
+def test_every_decoder_shares_keys_out_by_tokens_or_refuses(tmp_path, family, size, monkeypatch):
+    """Chunks and single tokens that end anywhere in a block. Rows of steps of four tokens or more are shared out, too."""
+    monkeypatch.setattr(layer, "SEQUENCE_TOKENS", 4)
+    build(tmp_path, family)
+    if (refused := context_refusal(tmp_path)) is not None:
+        assert refused.field == "context_parallel_size"
+        assert family not in BY_CONTEXT
+        return
+    wanted, how = run(load(tmp_path), TOKENS), dict(size=size, context=True, tensor=False)
+    for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 2 * size), **how):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["gpt_bigcode", "deepseek_v3", "mistral4"])
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_ranks_share_out_what_they_would_copy(
+    tmp_path, family, kernels, sequence, monkeypatch
+):
+    """Latents and one kv head, of all heads over each rank's keys, also where residuals are shared out."""
+    monkeypatch.setattr(layer, "SEQUENCE_TOKENS", 4)
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+    how = dict(size=2, context=True, kernels=kernels, sequence=sequence)
+    for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 4), **how):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_keys_shared_out_by_tokens_with_the_kernels_of_a_cpu(tmp_path, family, kernels):
+    build(tmp_path, family)
+    wanted, how = run(load(tmp_path), TOKENS), dict(kernels=kernels, context=True, tensor=False)
+    for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 8), **how):
         close(found, wanted)
 
 

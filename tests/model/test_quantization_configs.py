@@ -110,22 +110,14 @@ def test_zero_points_that_are_stored_as_they_are(tmp_path, given):
     assert log_probabilities(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {**AUTO_ROUND, "sym": False, "packing_format": "auto_round:auto_awq"},
-        {
-            **TUNING,
-            **dict(quant_method="awq", provider="auto-round", sym=False, zero_point=True),
-            **dict(version="gemm", modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]),
-        },
-        {
-            **dict(bits=4, desc_act=False, lm_head=False, method="awq", quant_method="awq"),
-            **dict(format="gemm", checkpoint_format="gemm", pack_dtype="int32", version="gemm"),
-            **dict(zero_point=True, meta={**META, "scale_search_chunked_activations": True}),
-        },
-    ],
-)
+@pytest.mark.parametrize("given", [
+    {**AUTO_ROUND, "sym": False, "packing_format": "auto_round:auto_awq"},
+    {**TUNING, **dict(quant_method="awq", provider="auto-round", sym=False, zero_point=True),
+        **dict(version="gemm", modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"])},
+    {**dict(bits=4, desc_act=False, lm_head=False, method="awq", quant_method="awq"),
+        **dict(format="gemm", checkpoint_format="gemm", pack_dtype="int32", version="gemm"),
+        **dict(zero_point=True, meta={**META, "scale_search_chunked_activations": True})},
+])  # fmt: skip
 def test_configs_of_awq_tools_are_read(tmp_path, given):
     tiny_models.write(tmp_path, "llama", **AWQ_SIZES)
     compress_awq(tmp_path, 32)

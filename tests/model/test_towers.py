@@ -61,11 +61,8 @@ SIGHT = dict(
 )
 CASES = {
     "qwen3_vl": ("Qwen3VL", QWEN, {"vision_config": TOWER, **QWEN_IDS}),
-    "qwen3_vl_moe": (
-        "Qwen3VLMoe",
-        {**QWEN, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        {"vision_config": TOWER, **QWEN_IDS},
-    ),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {**QWEN, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24}, {"vision_config": TOWER, **QWEN_IDS}),
     "llama4": (
         "Llama4",
         LLAMA4,
@@ -77,25 +74,13 @@ CASES = {
             )
         },
     ),
-    "gemma4": (
-        "Gemma4",
-        GEMMA,
-        {"vision_config": SIGHT, "audio_config": None, "image_token_id": 280},
-    ),
-    "step3p7": (
-        "Step3p7",
-        STEP,
-        {"vision_config": {**SIGHT_STEP, "image_size": 28}, "image_token_id": 280},
-    ),
-    "gemma4_unified": (
-        "Gemma4Unified",
-        UNIFIED,
-        {
-            "vision_config": dict(mm_embed_dim=32, num_soft_tokens=8, output_proj_dims=32),
-            **dict(audio_config=None, image_token_id=280),
-        },
-    ),
-}
+    "gemma4": ("Gemma4", GEMMA, {"vision_config": SIGHT, "audio_config": None,
+        "image_token_id": 280}),
+    "step3p7": ("Step3p7", STEP, {"vision_config": {**SIGHT_STEP, "image_size": 28},
+        "image_token_id": 280}),
+    "gemma4_unified": ("Gemma4Unified", UNIFIED, {"vision_config": dict(mm_embed_dim=32,
+        num_soft_tokens=8, output_proj_dims=32), **dict(audio_config=None, image_token_id=280)}),
+}  # fmt: skip
 
 
 def build(path, case, **changed):

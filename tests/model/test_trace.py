@@ -213,10 +213,8 @@ def test_a_sum_is_written_where_nothing_is_read_again():
 
     def lowered(*, again):
         ops = RecordingOps()
-        table, norm = (
-            NamedWeight("table", (9, 8)),
-            NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6),
-        )
+        table = NamedWeight("table", (9, 8))
+        norm = NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6)
         h = ops.embed(TOKENS, table)
         branch = ops.linear(h, NamedLinear(NamedWeight("w", (8, 8))))
         normed, total = ops.norm(branch, norm, residual=h)
@@ -236,43 +234,14 @@ SECOND_LAYERS = {
     "gptj": ["norm", *ATTENTION, "linear", "activation", "linear"],
     "cohere": ["norm", *ATTENTION, "gated_linear", "linear"],
     "mixtral": ["norm", *ATTENTION, "norm", *MOE, "combine"],
-    "qwen2_moe": [
-        "norm",
-        *ATTENTION,
-        "norm",
-        *MOE,
-        "linear",
-        "activation",
-        "linear",
-        "linear",
-        "combine",
-    ],
-    "deepseek_v2": [
-        *(
-            "norm",
-            "linear",
-            "linear",
-            "latent_queries",
-            "head_linear",
-            "attention",
-            "head_linear",
-            "linear",
-        ),
-        *("norm", *MOE, "gated_linear", "linear", "combine"),
-    ],
+    "qwen2_moe": ["norm", *ATTENTION, "norm", *MOE, "linear", "activation", "linear", "linear",
+        "combine"],
+    "deepseek_v2": [*("norm", "linear", "linear", "latent_queries", "head_linear", "attention",
+        "head_linear", "linear"), *("norm", *MOE, "gated_linear", "linear", "combine")],
     "bert": [*ATTENTION, "norm", "linear", "activation", "linear", "norm"],
-    "flan-t5": [
-        "norm",
-        *ATTENTION,
-        "norm",
-        "linear",
-        "attention",
-        "linear",
-        "norm",
-        "gated_linear",
-        "linear",
-    ],
-}
+    "flan-t5": ["norm", *ATTENTION, "norm", "linear", "attention", "linear", "norm",
+        "gated_linear", "linear"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", SECOND_LAYERS)

@@ -77,11 +77,9 @@ def test_expected_gains_agree_with_sampling():
     points = [tuple(p) for p in rng.random((6, 3))] + [
         (0.2, 0.2, 1.5)
     ]  # the last is beyond the reference
-    mean, deviation, third = (
-        rng.random((4, 2)),
-        np.array([[0.3, 0.1], [0.05, 0.2], [1e-12, 1e-12], [0.2, 0.2]]),
-        rng.random(4),
-    )
+    mean = rng.random((4, 2))
+    deviation = np.array([[0.3, 0.1], [0.05, 0.2], [1e-12, 1e-12], [0.2, 0.2]])
+    third = rng.random(4)
     third[3] = 1.2
     found = expected_gain(points, reference, mean, deviation, third)
     before = hypervolume(points, reference)

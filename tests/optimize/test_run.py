@@ -144,10 +144,8 @@ def result(name, throughput, **p99):
 
 
 def test_the_fastest_that_meets_the_objectives_else_the_nearest():
-    slow, fast = (
-        result("slow", 10, ttft_s=0.1, tpot_s=0.02),
-        result("fast", 20, ttft_s=0.4, tpot_s=0.03),
-    )
+    slow = result("slow", 10, ttft_s=0.1, tpot_s=0.02)
+    fast = result("fast", 20, ttft_s=0.4, tpot_s=0.03)
     assert run.choose([slow, fast], {"ttft_s": 0.5}) is fast
     assert run.choose([slow, fast], {"ttft_s": 0.2}) is slow
     assert run.choose([slow, fast], {"ttft_s": 0.05, "tpot_s": 0.029}) is slow

@@ -28,10 +28,8 @@ KL = {"none": 0.0, "int8": 0.003, "gptq": 0.03, "int4": 0.06}
 
 
 def prior(candidate):
-    size, bits = (
-        dict(candidate.settings)["max_num_seqs"],
-        {"none": 16, "int8": 8}.get(candidate.compression, 4.5),
-    )
+    size = dict(candidate.settings)["max_num_seqs"]
+    bits = {"none": 16, "int8": 8}.get(candidate.compression, 4.5)
     step_s = 0.004 * bits / 16 + 0.0008 * size
     return Prediction(throughput=size / step_s, tpot_s=step_s, kl=KL[candidate.compression] * 1.5)
 

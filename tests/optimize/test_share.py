@@ -35,10 +35,12 @@ def record(path, *, num_rounds, with_predictions=True):
         kl = {"none": 0.0, "int8": 0.01, "int4": 0.3}[compression] + 0.002 * (
             settings["kv_cache_dtype"] == "int8"
         )
-        predicted, rounds = (
-            {"throughput": settings["max_num_seqs"] / step_s, "tpot_s": step_s, "kl": kl / 2},
-            [],
-        )
+        predicted = {
+            "throughput": settings["max_num_seqs"] / step_s,
+            "tpot_s": step_s,
+            "kl": kl / 2,
+        }
+        rounds = []
         for _ in range(num_rounds):
             effect = math.exp(effects[compression] + rng.gauss(0, 0.05))
             figures = {

@@ -117,13 +117,7 @@ class FakeEngine:
         self.was_shut_down = False
         self.prompt_tokens = self.generation_tokens = 0
 
-    async def submit(
-        self,
-        prompt,
-        sampling,
-        sink,
-        options=DEFAULT_OPTIONS,
-    ):
+    async def submit(self, prompt, sampling, sink, options=DEFAULT_OPTIONS):
         """`AsyncLLM.submit`, without `on_token`."""
         assert not options.answer_token_ids
         assert options.lora_request is None

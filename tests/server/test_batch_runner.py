@@ -12,13 +12,7 @@ import pytest
 from slipstream.server.batches import runner as runner_module
 from slipstream.server.batches.batches import Batch, Batches, BatchStore, _window
 from slipstream.server.batches.files import FileStore
-from slipstream.server.batches.runner import (
-    BatchRunner,
-    EngineLineRunner,
-    Journal,
-    Work,
-    check,
-)
+from slipstream.server.batches.runner import BatchRunner, EngineLineRunner, Journal, Work, check
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.keys import Key
 

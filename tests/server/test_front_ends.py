@@ -369,10 +369,8 @@ def test_a_conversation_goes_on_at_any_front_end(served):
 
 
 def test_metrics_add_up(served):
-    tokens, finished = (
-        'generation_tokens_total{model_name="tiny"}',
-        'e2e_request_latency_seconds_count{model_name="tiny"}',
-    )
+    tokens = 'generation_tokens_total{model_name="tiny"}'
+    finished = 'e2e_request_latency_seconds_count{model_name="tiny"}'
     served.until(served.is_quiet, "an answer is not counted")
     before = {name: served.metric(name) for name in (ANSWERS, tokens, finished)}
     for _ in range(6):

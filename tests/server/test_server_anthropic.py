@@ -229,31 +229,22 @@ def test_models(client):
 PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]}
-                ]
-            },
-            "extra",
-        ),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"extra_body": {"temperature": 1.5}}, "temperature"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "budget_tokens"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense"),
-        ({"extra_body": {"mcp_servers": [1]}}, "mcp_servers"),
-    ],
-)
+@pytest.mark.parametrize(("more", "named"), [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]}]},
+        "extra"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"extra_body": {"temperature": 1.5}}, "temperature"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "budget_tokens"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"extra_body": {"nonsense": 1}}, "nonsense"),
+    ({"extra_body": {"mcp_servers": [1]}}, "mcp_servers"),
+])  # fmt: skip
 def test_what_is_refused_names_its_field(anthropic, client, model, more, named):
     model(tool_call_parser="hermes")
     with pytest.raises(anthropic.BadRequestError) as refused:

@@ -170,8 +170,7 @@ def test_a_client_that_leaves_ends_its_request(server):
             first = next(answer.iter_lines())
             assert json.loads(first.removeprefix("data: "))["type"] == "transcript.text.delta"
     wait_for(
-        lambda: server.engine.num_requests == 0 and not server.state.in_flight,
-        "the request's end",
+        lambda: server.engine.num_requests == 0 and not server.state.in_flight, "the request's end"
     )
 
 

@@ -106,32 +106,18 @@ def test_big_file_goes_through_the_disk(client):
     assert client.files.content(file.id).content == data
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"data": {"purpose": "batch"}}, "file"),
-        ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose"),
-        ({"data": {"purpose": "batch", "odd": "1"}, "files": {"file": b"x"}}, "odd"),
-        ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file"),
-        (
-            {"data": {"purpose": "batch", "expires_after[anchor]": "x"}, "files": {"file": b"x"}},
-            "expires_after.anchor",
-        ),
-        (
-            {
-                "data": {
-                    "purpose": "batch",
-                    "expires_after[anchor]": "created_at",
-                    "expires_after[seconds]": "1",
-                },
-                "files": {"file": b"x"},
-            },
-            "expires_after.seconds",
-        ),
-        ({"json": {}}, "file"),
-        ({"content": b"--", "headers": {"content-type": "multipart/form-data"}}, "file"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"data": {"purpose": "batch"}}, "file"),
+    ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose"),
+    ({"data": {"purpose": "batch", "odd": "1"}, "files": {"file": b"x"}}, "odd"),
+    ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file"),
+    ({"data": {"purpose": "batch", "expires_after[anchor]": "x"}, "files": {"file": b"x"}},
+        "expires_after.anchor"),
+    ({"data": {"purpose": "batch", "expires_after[anchor]": "created_at",
+        "expires_after[seconds]": "1"}, "files": {"file": b"x"}}, "expires_after.seconds"),
+    ({"json": {}}, "file"),
+    ({"content": b"--", "headers": {"content-type": "multipart/form-data"}}, "file"),
+])  # fmt: skip
 def test_bad_uploads(client, fields, param):
     answer = httpx.post(f"{client.base_url}files", **fields, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

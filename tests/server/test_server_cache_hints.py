@@ -119,10 +119,7 @@ def test_breakpoints_are_shares_of_the_prompt_with_their_times_to_live():
     text = {"text": Raw(b"x" * 10)}
     assert breakpoints(
         [text | {"cache_control": hour}, text, text | {"cache_control": plain}, text]
-    ) == (
-        (0.25, 3600.0),
-        (0.75, 300.0),
-    )
+    ) == ((0.25, 3600.0), (0.75, 300.0))
     assert breakpoints([text, {"cache_control": plain}]) == ((1.0, 300.0),)
     assert breakpoints([text | {"cache_control": Raw(b"null")}, {}]) == ()
     assert breakpoints([text | {"cache_control": Raw(b'{"ttl":"9y"}')}]) == ()

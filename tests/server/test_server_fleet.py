@@ -202,10 +202,8 @@ class Events:
             if len(self._buffer) >= 4 and len(self._buffer) >= 4 + (
                 size := int.from_bytes(self._buffer[:4], "little")
             ):
-                message, self._buffer = (
-                    self._decode(self._buffer[4 : 4 + size]),
-                    self._buffer[4 + size :],
-                )
+                message = self._decode(self._buffer[4 : 4 + size])
+                self._buffer = self._buffer[4 + size :]
                 return message
             self._buffer += next(self._raw)
 

@@ -187,29 +187,18 @@ def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
         )  # it lacks messages
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (
-            {"stream_options": {"include_usge": True}},
-            "(in stream_options.include_usge); did you mean include_usage?",
-        ),
-        (
-            {"messages": [{"role": "user", "contnt": "x"}]},
-            "(in messages[0].contnt); did you mean content?",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"nme": "f"}}]},
-            "(in tools[0].function.nme); did you mean name?",
-        ),
-        ({"system": "Be brief."}, "(in system); here it is messages"),
-        (
-            {"response_format": {"type": "json"}},
-            "(in response_format.type); it is one of json_object, json_schema, text",
-        ),
-        ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"stream_options": {"include_usge": True}},
+        "(in stream_options.include_usge); did you mean include_usage?"),
+    ({"messages": [{"role": "user", "contnt": "x"}]},
+        "(in messages[0].contnt); did you mean content?"),
+    ({"tools": [{"type": "function", "function": {"nme": "f"}}]},
+        "(in tools[0].function.nme); did you mean name?"),
+    ({"system": "Be brief."}, "(in system); here it is messages"),
+    ({"response_format": {"type": "json"}},
+        "(in response_format.type); it is one of json_object, json_schema, text"),
+    ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
+])  # fmt: skip
 def test_so_is_what_is_wrong_deeper_in_the_body(wrong, told):
     body = {"messages": [{"role": "user", "content": "x"}]} | wrong
     with pytest.raises(ApiError) as caught:

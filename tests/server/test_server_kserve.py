@@ -296,10 +296,8 @@ def test_keys(serve):
         assert texts(
             client.infer("fake", inputs_of(over_grpc), headers={"authorization": "Bearer right"})
         )
-    counts, methods = (
-        server.state.metrics.responses,
-        ("ServerMetadata", "ModelInfer", "ModelStreamInfer"),
-    )
+    counts = server.state.metrics.responses
+    methods = ("ServerMetadata", "ModelInfer", "ModelStreamInfer")
     server.wait_for(
         lambda: [counts["gRPC", name, 401] for name in methods] == [2, 2, 2],
         "refused calls are not counted",

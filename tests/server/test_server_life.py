@@ -84,10 +84,8 @@ def test_leaving_without_reading_frees_the_request(serve, prompts):
         def nothing_is_written():
             """Waits until nothing is written during a thousand tokens. The system may find room
             for more at first."""
-            paused, written = (
-                connection.flow.write_paused,
-                connection.transport.get_write_buffer_size(),
-            )
+            paused = connection.flow.write_paused
+            written = connection.transport.get_write_buffer_size()
             made = server.engine.generation_tokens
             server.wait_for(
                 lambda: server.engine.generation_tokens > made + 1000,

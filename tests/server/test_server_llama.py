@@ -14,12 +14,7 @@ SAID = [{"role": "user", "content": "Say hello."}]
 DOCS = ["the sky", "a cat", "a dog"]
 ROUTES = {
     "/completion": ASK,
-    "/v1/completions": {
-        "prompt": "The cat",
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-    },
+    "/v1/completions": {"prompt": "The cat", "max_tokens": 4, "temperature": 0, "ignore_eos": True},
     "/chat/completions": {"messages": SAID, "max_tokens": 2},
 }
 

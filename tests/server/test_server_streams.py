@@ -261,27 +261,14 @@ async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch
     assert (get_ident() in threads) == (length == 100)
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "given"),
-    [
-        (
-            "/v1/completions",
-            "encode",
-            {"prompt": "x", "max_tokens": 1, "bad_words": ["x" * 1000] * 20},
-        ),
-        (
-            "/v1/chat/completions",
-            "apply_chat_template",
-            {"messages": [USER], "max_tokens": 1, **VARIABLE},
-        ),
-        (
-            "/tokenize",
-            "encode",
-            {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]},
-        ),
-        ("/detokenize", "decode", {"tokens": [5] * 20_000}),
-    ],
-)
+@pytest.mark.parametrize(("path", "name", "given"), [
+    ("/v1/completions", "encode", {"prompt": "x", "max_tokens": 1, "bad_words": ["x" * 1000] * 20}),
+    ("/v1/chat/completions", "apply_chat_template", {"messages": [USER], "max_tokens": 1,
+        **VARIABLE}),
+    ("/tokenize", "encode", {"messages": [{"role": "assistant", "content": "",
+        "reasoning_content": LONG}]}),
+    ("/detokenize", "decode", {"tokens": [5] * 20_000}),
+])  # fmt: skip
 async def test_what_else_is_long_is_read_beside_the_loop(tiny_path, monkeypatch, path, name, given):
     engine, threads = SteppedEngine(tiny_path), set()
     work = getattr(engine.tokenizer, name)

@@ -188,36 +188,20 @@ TOO_DEEP = [
     ("/v1/completions", {**PROMPT, "guided_regex": "(" * 3000 + ")" * 3000}),
     ("/v1/chat/completions", {**MESSAGES, "response_format": FORMAT}),
     ("/v1/chat/completions", {**MESSAGES, "tools": [TOOL], "tool_choice": "required"}),
-    (
-        "/v1/chat/completions",
-        {**MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}},
-    ),
-    (
-        "/v1/responses",
-        {
-            "model": "smollm2",
-            "input": "a",
-            "text": {"format": {"type": "json_schema", "name": "x", "schema": DEEP}},
-        },
-    ),
-    (
-        "/v1/messages",
-        {**MESSAGES, "output_config": {"format": {"type": "json_schema", "schema": DEEP}}},
-    ),
-    (
-        "/v1/messages",
-        {
-            **MESSAGES,
-            "tool_choice": {"type": "any"},
-            "tools": [{"name": "f", "input_schema": DEEP}],
-        },
-    ),
+    ("/v1/chat/completions", {**MESSAGES, "tools": [TOOL],
+        "response_format": {"type": "json_object"}}),
+    ("/v1/responses", {"model": "smollm2", "input": "a", "text": {"format": {"type": "json_schema",
+        "name": "x", "schema": DEEP}}}),
+    ("/v1/messages", {**MESSAGES, "output_config": {"format": {"type": "json_schema",
+        "schema": DEEP}}}),
+    ("/v1/messages", {**MESSAGES, "tool_choice": {"type": "any"}, "tools": [{"name": "f",
+        "input_schema": DEEP}]}),
     ("/api/generate", {"model": "smollm2", "prompt": "a", "stream": False, "format": DEEP}),
     (
         "/v2/models/smollm2/generate",
         {"text_input": "a", "parameters": {"max_tokens": 3, "guided_json": json.dumps(DEEP)}},
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_DEEP, ids=[path for path, _ in TOO_DEEP])

@@ -128,10 +128,8 @@ def test_auto(client, model, name, strict):
     model(tool_call_parser=name)
     tools = [{**t, "function": {**t["function"], "strict": strict}} for t in TOOLS]
     ask = {**CHAT, "tools": tools, "max_tokens": 30, "seed": 2, "logprobs": True}
-    answer, chunks = (
-        client.chat.completions.create(**ask),
-        list(client.chat.completions.create(**ask, stream=True)),
-    )
+    answer = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True))
     assert streamed(chunks) == as_streamed(answer.choices[0])
     entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
     assert len(entries) == len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens

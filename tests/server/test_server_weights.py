@@ -186,37 +186,24 @@ def test_streams_tell_the_versions_in_their_last_event(http, folder):
         post(http, "/update_weights_from_disk", {"model_path": "old"})
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/update_weights_from_disk", {"model_path": "../.."}, "model_path"),
-        ("/update_weights_from_disk", {"model_path": "nowhere"}, None),
-        ("/update_weights_from_disk", {"model_path": "other"}, "layers"),
-        ("/update_weights_from_disk", {"path": "old"}, None),
-        ("/pause?mode=sleep", None, "mode"),
-        ("/pause?mode=keep&clear_cache=true", None, "clear_cache"),
-        ("/pause?level=1", None, "level"),
-        ("/update_weights", None, None),
-        ("/update_weights", {"update_info": {"tensors": {}}}, "tensors"),
-        ("/update_weights", {"update_info": {"path": "/etc/x.safetensors"}}, "path"),
-        ("/update_weights", {"update_info": {"names": ["x"]}}, "dtype_names"),
-        (
-            "/update_weights",
-            {
-                "update_info": {
-                    "names": ["x"],
-                    "dtypes": ["float32"],
-                    "shapes": [[2]],
-                    "ipc_handles": [{"GPU": "?"}],
-                }
-            },
-            "ipc_handles",
-        ),
-        ("/pause", {"mode": "sleep"}, "mode"),
-        ("/pause?mode=keep", {"mode": "keep"}, "mode"),
-        ("/init_weights_update_group", {"master_address": "x", "master_port": 1}, None),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/update_weights_from_disk", {"model_path": "../.."}, "model_path"),
+    ("/update_weights_from_disk", {"model_path": "nowhere"}, None),
+    ("/update_weights_from_disk", {"model_path": "other"}, "layers"),
+    ("/update_weights_from_disk", {"path": "old"}, None),
+    ("/pause?mode=sleep", None, "mode"),
+    ("/pause?mode=keep&clear_cache=true", None, "clear_cache"),
+    ("/pause?level=1", None, "level"),
+    ("/update_weights", None, None),
+    ("/update_weights", {"update_info": {"tensors": {}}}, "tensors"),
+    ("/update_weights", {"update_info": {"path": "/etc/x.safetensors"}}, "path"),
+    ("/update_weights", {"update_info": {"names": ["x"]}}, "dtype_names"),
+    ("/update_weights", {"update_info": {"names": ["x"], "dtypes": ["float32"], "shapes": [[2]],
+        "ipc_handles": [{"GPU": "?"}]}}, "ipc_handles"),
+    ("/pause", {"mode": "sleep"}, "mode"),
+    ("/pause?mode=keep", {"mode": "keep"}, "mode"),
+    ("/init_weights_update_group", {"master_address": "x", "master_port": 1}, None),
+])  # fmt: skip
 def test_what_is_wrong_is_named_and_leaves_nothing_under_way(http, path, body, param):
     before = http.get("/weights").json()
     error = post(http, path, body, status=400)["error"]

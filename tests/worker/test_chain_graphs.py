@@ -129,10 +129,8 @@ def test_a_chain_hands_kernels_contiguous_inputs(models, monkeypatch, kind, num_
     config["num_speculative_tokens"] = 5
     with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner
-        graphs, seen = (
-            ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4),
-            [],
-        )
+        graphs = ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4)
+        seen = []
         gather = runner.ops.gather_inputs
 
         def noted(tokens, block_table, rows, positions, block_size):

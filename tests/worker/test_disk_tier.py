@@ -186,10 +186,8 @@ def test_a_full_disk_costs_blocks_and_nothing_else(tmp_path, monkeypatch):
     """The system refuses to write a file beyond a size, as a full disk does."""
     disk = tier(tmp_path)
     write(disk, 1, 7)
-    before, ignored = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         assert not write(disk, 2, 8)
@@ -243,10 +241,7 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
     assert not settled
     assert carried(
         store, BlockCopy(2, "disk", "device", key(1), 3), BlockCopy(3, "disk", "device", key(9), 2)
-    ) == {
-        2: True,
-        3: False,
-    }
+    ) == {2: True, 3: False}
     assert settled
     assert np.array_equal(k[3], before[0])
     assert np.array_equal(turned[3], before[1])

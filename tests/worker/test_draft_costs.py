@@ -72,10 +72,8 @@ def test_sizes_and_steps(folders, method, settings, monkeypatch):
     assert len(steps) == len(times) * (2 + NUM_TIMED)
     draft = FROM_MODEL if method == "eagle3" else 1
     for i, size in enumerate(times):
-        own, num_drafts = (
-            steps[i * (2 + NUM_TIMED) : (i + 1) * (2 + NUM_TIMED)],
-            size.num_tokens // size.num_seqs - 1,
-        )
+        own = steps[i * (2 + NUM_TIMED) : (i + 1) * (2 + NUM_TIMED)]
+        num_drafts = size.num_tokens // size.num_seqs - 1
         assert all(s.num_tokens == s.num_sampled == 1 for s in own[0][0])
         for (scheduled, drawn), (following, _) in pairwise(own):
             assert len(following) == size.num_seqs

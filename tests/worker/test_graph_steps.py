@@ -31,11 +31,7 @@ from slipstream.spec.model import CacheGroup
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
 from slipstream.worker.graphs import graph_inputs, ladder, step_ends
 from slipstream.worker.graphs import step_graphs as module
-from slipstream.worker.graphs.graph_inputs import (
-    AdapterInput,
-    GraphInput,
-    SharedPrefixInput,
-)
+from slipstream.worker.graphs.graph_inputs import AdapterInput, GraphInput, SharedPrefixInput
 from slipstream.worker.graphs.ladder import LONGER, PATIENCE
 from slipstream.worker.graphs.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.graphs.step_ends import StepEnds
@@ -847,10 +843,8 @@ def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch)
         graphs = runner.graphs = replay(runner)
         graphs.capture()
         one, other = ({"prompt_token_ids": list(range(5, 5 + n))} for n in (20, 40))
-        sampling, used = (
-            SamplingParams(temperature=0, max_tokens=1),
-            graphs.__dict__.setdefault("used", []),
-        )
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        used = graphs.__dict__.setdefault("used", [])
         before = [
             llm.generate([one], sampling)[0].outputs[0].token_ids for _ in range(PATIENCE - 1)
         ]

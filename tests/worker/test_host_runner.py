@@ -248,10 +248,7 @@ def test_what_the_program_lacks_is_torchs(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [
-        ({"kernels": "reference"}, "kernels='reference'"),
-        ({"enable_lora": True}, "enable_lora"),
-    ],
+    [({"kernels": "reference"}, "kernels='reference'"), ({"enable_lora": True}, "enable_lora")],
 )
 def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings, why):
     tiny_models.write(tmp_path)
@@ -276,10 +273,8 @@ def test_random_weights(config_only):
                 [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)]
             )
     assert found[0] == found[1] != found[2]
-    norms, products = (
-        runner.model.decoder.final_norm,
-        random_arrays(parameters(runner.model.description.spec), "float32", 2).values,
-    )
+    norms = runner.model.decoder.final_norm
+    products = random_arrays(parameters(runner.model.description.spec), "float32", 2).values
     assert (norms.weight == 1).all()
     assert np.std(products["layers.0.mlp.down.weight"]) == pytest.approx(0.02, rel=0.1)
 
@@ -295,10 +290,8 @@ def test_checkpoints_that_hold_rounded_weights(tmp_path, monkeypatch, kind, dtyp
 def test_zero_points_of_4_bits(tmp_path, monkeypatch):
     tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, "int4-g32")
-    config, tensors = (
-        json.loads((tmp_path / "config.json").read_text()),
-        load_file(tmp_path / "model.safetensors"),
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (tmp_path / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)

@@ -178,11 +178,9 @@ def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture,
                 raise torch.OutOfMemoryError("CUDA error: out of memory\nmore")
             return Replays(work, output), output
 
-        group.share_tensor, group.library_sum, group.sums = (
-            shared_by(group, signals),
-            group.all_reduce,
-            "there",
-        )
+        group.share_tensor = shared_by(group, signals)
+        group.library_sum = group.all_reduce
+        group.sums = "there"
         platform = SimpleNamespace(
             device=PLATFORM.device,
             copy_queue=PLATFORM.copy_queue,

@@ -64,53 +64,28 @@ SETTINGS = {
     "min_p": {"min_p": 0.2},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.9},
     "bias": {"logit_bias": {1: 1.5, 2: -1.0}},
-    "all": {
-        "temperature": 1.4,
-        "top_k": 4,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "presence_penalty": 0.5,
-        "logit_bias": {4: 1.0},
-    },
+    "all": {"temperature": 1.4, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5,
+        "logit_bias": {4: 1.0}},
     "grammar": {},
     "typical": {"typical_p": 0.6},
     "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.15, "temperature": 0.8},
     "top_n_sigma": {"top_n_sigma": 1.0, "temperature": 1.3},
-    "dry": {
-        "dry_multiplier": 1.5,
-        "dry_base": 1.4,
-        "dry_allowed_length": 1,
-        "dry_breaker_token_ids": (4,),
-    },
+    "dry": {"dry_multiplier": 1.5, "dry_base": 1.4, "dry_allowed_length": 1,
+        "dry_breaker_token_ids": (4,)},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
-    "samplers": {
-        "samplers": ["top_k", "typical_p", "temperature"],
-        "top_k": 4,
-        "typical_p": 0.9,
-        "temperature": 0.7,
-        "min_p": 1.0,
-    },
-    "chain and all": {
-        "temperature": 1.4,
-        "top_k": 4,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "presence_penalty": 0.5,
-        "logit_bias": {4: 1.0},
-        "typical_p": 0.95,
-        "xtc_probability": 0.3,
-        "top_n_sigma": 2.5,
-        "dry_multiplier": 0.5,
-        "no_repeat_ngram_size": 3,
-    },
+    "samplers": {"samplers": ["top_k", "typical_p", "temperature"], "top_k": 4, "typical_p": 0.9,
+        "temperature": 0.7, "min_p": 1.0},
+    "chain and all": {"temperature": 1.4, "top_k": 4, "top_p": 0.95, "min_p": 0.02,
+        "presence_penalty": 0.5, "logit_bias": {4: 1.0}, "typical_p": 0.95, "xtc_probability": 0.3,
+        "top_n_sigma": 2.5, "dry_multiplier": 0.5, "no_repeat_ngram_size": 3},
     "processors": {
         "logits_processors": [
             lambda prompt, past, logits: logits - 0.5 * np.bincount(past, minlength=VOCAB)
         ]
     },
-    "seeds": {},  # each request has its own, one behind the other
-    "n": {},  # four choices of each request
-}
+    "seeds": {},
+    "n": {},
+}  # fmt: skip
 FROM_MODELS = ("draft", "block")  # token by token; all places at once
 PROPOSERS = ("ngram", "suffix", *FROM_MODELS, "right at times", "always the same")
 CHAINED = [

@@ -213,8 +213,5 @@ def test_ipc_handles_are_messages_without_pickles():
     for handles, match in (([], "an entry for each"), ([{"GPU-a": "text"}], "bytes by a GPU")):
         with pytest.raises(RequestError, match=match):
             piece_of(
-                {
-                    **dict(names=["w"], dtypes=["float32"], shapes=[[1]]),
-                    "ipc_handles": handles,
-                }
+                {**dict(names=["w"], dtypes=["float32"], shapes=[[1]]), "ipc_handles": handles}
             )

@@ -43,6 +43,13 @@ SETTINGS = {
     "pp": "pipeline_parallel_size",
     "ep_size": "expert_parallel_size",
     "ep": "expert_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "decode_context_parallel_size": "context_parallel_size",
+    "prefill_context_parallel_size": "context_parallel_size",
+    "cp_size": "context_parallel_size",
+    "cp": "context_parallel_size",
+    "dcp_size": "context_parallel_size",
+    "dcp": "context_parallel_size",
     "master_addr": "rank_address",
     "dist_init_addr": "rank_address",
     "nnodes": "local_ranks",
@@ -110,7 +117,7 @@ _BALANCED = (
 )
 
 
-_CONTEXT = "leave it out: long prompts are split over steps by enable_chunked_prefill, on one device or on tensor_parallel_size"
+_CONTEXT = "leave it out: long prompts are split over steps by enable_chunked_prefill, and over context_parallel_size devices"
 
 
 _PRECISION = "leave it out: kernels are chosen for the device and the model"
@@ -165,8 +172,7 @@ _BY_REASON: dict[str, str] = {
         enable_fault_tolerance fault_tolerance_config watchdog_config
     """,
     _CONTEXT: """
-        prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
-        dcp_q_replicate enable_hc_sp dcp_kv_cache_interleave_size
+        dcp_comm_backend dcp_q_replicate enable_hc_sp dcp_kv_cache_interleave_size
         cp_kv_cache_interleave_size long_prefill_token_threshold_adaptive
         scheduler_reserve_full_isl prefill_schedule_interval
     """,

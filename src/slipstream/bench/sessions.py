@@ -30,7 +30,8 @@ SYSTEM_TOKENS = 14_000
 
 
 class Part(NamedTuple):
-    """A piece of a prompt. Two parts of one key have the same tokens, as far as the shorter goes."""
+    """A piece of a prompt. Two parts with one key have the same tokens, up to the length of the
+    shorter."""
 
     key: int
     num_tokens: int
@@ -39,8 +40,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request of a session: it comes `pause_s` after the answer before, and after the
-    subagents. Their summaries follow the `new` parts."""
+    """A request of a session. It comes `pause_s` after the previous answer and its subagents.
+    Their summaries follow the `new` parts."""
 
     new: tuple[Part, ...]
     output_tokens: int
@@ -49,7 +50,7 @@ class Turn:
 
     @property
     def num_new_tokens(self) -> int:
-        """New prompt tokens, with summaries as long as they were asked for."""
+        """Number of new prompt tokens, if summaries are as long as was asked for."""
         return sum(p.num_tokens for p in self.new) + sum(
             s.turns[-1].output_tokens for s in self.subagents
         )
@@ -57,14 +58,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A conversation. `start_s`: when a trace began it."""
+    """A conversation. `start_s` is the time at which it begins in a trace."""
 
     turns: tuple[Turn, ...]
     start_s: float = 0.0
 
     @property
     def context_lengths(self) -> list[int]:
-        """Tokens of each turn's prompt and answer together."""
+        """Length in tokens of each turn's prompt and answer together."""
         return list(itertools.accumulate(t.num_new_tokens + t.output_tokens for t in self.turns))
 
     def all_turns(self) -> Iterator[Turn]:
@@ -103,13 +104,14 @@ class Draw:
         return rng.lognormvariate(math.log(self.a) - self.b**2 / 2, self.b) if self.a else 0.0
 
     def count(self, rng: random.Random) -> int:
-        """A whole number above 0. Those of `uniform` are equally likely."""
+        """Draws a whole number of at least 1. With `uniform` all numbers of the range are equally
+        likely."""
         if self.kind == "uniform":
             return max(1, rng.randint(math.ceil(self.a), math.floor(self.b)))
         return max(1, round(self.real(rng)))
 
     def scaled(self, mean: float) -> Draw:
-        """The same shape with another mean."""
+        """Returns the distribution with the same shape and another mean."""
         if self.kind != "uniform":
             return Draw(self.kind, mean, self.b)
         share = (self.b - self.a) / (self.a + self.b)
@@ -185,13 +187,13 @@ class AgentLoad:
             )
 
     def describe(self) -> dict[str, Any]:
-        """The parameters as the report shows them: distributions in the form that is parsed."""
+        """Returns the parameters for a report; distributions are text that `parse_draw` reads."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: str(v) if isinstance(v, Draw) else v for name, v in values.items()}
 
     def fitted(self, max_model_len: int | None) -> AgentLoad:
-        """A copy with what was left out chosen for a model of so long a context. ConfigError if
-        `max_context` is longer."""
+        """Returns a copy in which missing values are chosen for a model of this context.
+        ConfigError if `max_context` is longer."""
         if max_model_len is not None and (self.max_context or 0) > max_model_len:
             raise ConfigError(
                 f"max_context={self.max_context} is longer than the model's context of {max_model_len}; take "
@@ -205,8 +207,8 @@ class AgentLoad:
         return replace(self, max_context=longest, system_tokens=system)
 
     def generate(self, seed: int) -> tuple[Session, ...]:
-        """The sessions. The same seed gives the same ones; another number of sessions only adds or
-        leaves out some at the end."""
+        """Returns the sessions. The same seed gives the same sessions; with another number of them
+        some are added or left out at the end."""
         load = self.fitted(None)
         return tuple(
             _Generator(load, random.Random(f"{seed}:{number}"), number).session(load.turns)
@@ -232,7 +234,7 @@ LOAD_HELP = {
 
 
 def parse_load(given: dict[str, Any]) -> AgentLoad:
-    """The load with these fields, whose distributions are text."""
+    """Returns the load with these fields, whose distributions are given as text."""
     usual = AgentLoad()
     values: dict[str, Any] = {
         name: parse_draw(value, draw, name, least=0 if name == "pause" else 1)
@@ -245,7 +247,7 @@ def parse_load(given: dict[str, Any]) -> AgentLoad:
 
 SYSTEM_KEY = 0
 KEYS_EACH = 1 << 14
-"""Keys of a session, subagents included."""
+"""Number of keys reserved for a session, subagents included."""
 
 
 class _Generator:
@@ -259,7 +261,7 @@ class _Generator:
         return Part(next(self._keys), num_tokens, kind)
 
     def session(self, turns: Draw, *, last: int | None = None) -> Session:
-        """A session; with `last` a subagent's, whose last answer has so many tokens."""
+        """Draws a session. With `last` it is a subagent's, and its last answer has so many tokens."""
         load, rng = self.load, self.rng
         assert load.max_context is not None
         count, room = turns.count(rng), load.max_context
@@ -290,7 +292,7 @@ class _Generator:
         return Session(turns=tuple(found))
 
     def first(self, n_out: int) -> Turn:
-        """The first turn, cut so that it fits."""
+        """Returns the first turn, cut to fit the context."""
         load = self.load
         assert load.max_context is not None
         assert load.system_tokens is not None
@@ -345,14 +347,14 @@ ANSWER_KEYS = 1 << 29
 
 
 def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
-    """All turns of the sessions: a session's after each other, subagents' before the turn that
-    waits for them."""
+    """Lists the turns of all sessions, one session after another. A subagent's turns stand before
+    the turn that waits for it."""
     found: list[PlannedTurn] = []
 
     def lay(
         number: int, session: Session, before: tuple[tuple[int, float], ...], *, is_subagent: bool
     ) -> tuple[int, Part]:
-        """Index of the session's last turn, and its answer."""
+        """Plans a session's turns. Returns the index of its last turn, and the answer to it."""
         parts: list[Part] = []
         last = before
         for i, turn in enumerate(session.turns):
@@ -383,16 +385,16 @@ def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
 
 
 class SeenPrefixes:
-    """Prompts and answers that were computed, for the bound of prefix hits: what a cache that
-    never forgets would have found, token by token."""
+    """Prompts and answers computed so far. A cache that never forgets would hit these, token by
+    token: an upper bound of prefix hits."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[int, int], int] = {}  # (node, key): most tokens of that part
         self._nodes: dict[tuple[int, int, int], int] = {}  # (node, key, tokens): the node after it
 
     def longest(self, parts: Sequence[Part]) -> int:
-        """Number of leading tokens that were computed before. One token is left to compute, whose
-        logits are needed."""
+        """Returns the number of leading tokens that were computed before. The last token is left
+        out, since its logits must be computed."""
         node, found = 0, 0
         for key, num_tokens, _ in parts:
             found += min(num_tokens, self._most.get((node, key), 0))

@@ -174,10 +174,7 @@ def _trained(
     out = Path(args.out).expanduser()
     with sole_writer(out), shown(Progress(f"compress {args.model}")) as progress:
         receipt = train(
-            out,
-            restart=args.restart,
-            download_dir=args.download_dir,
-            progress=progress.update,
+            out, restart=args.restart, download_dir=args.download_dir, progress=progress.update
         )
     if args.json:
         print_json({**about, "out": args.out, "receipt": receipt})

@@ -144,9 +144,7 @@ def run(args: argparse.Namespace) -> int:
     with shown(Progress(f"optimize {args.model}")) as progress:
         try:
             found = study.run(
-                say=tell,
-                on_phase=progress.set_phase,
-                on_result=lambda result: tell(_line(result)),
+                say=tell, on_phase=progress.set_phase, on_result=lambda result: tell(_line(result))
             )
         except KeyboardInterrupt:
             tell("interrupted; what was measured is kept, and the same command goes on from there")

@@ -59,7 +59,7 @@ ENGINE_GROUPS: dict[str, str] = {
     "hot_expert_bytes kv_host_bytes kv_disk_bytes kv_disk_path",
     "several engines": "kv_handover_address kv_handover_bytes",
     "several devices": "tensor_parallel_size pipeline_parallel_size expert_parallel_size "
-    "sequence_parallel pipeline_layers rank_address local_ranks",
+    "context_parallel_size sequence_parallel pipeline_layers rank_address local_ranks",
     "guessed tokens (speculation)": "speculative_model num_speculative_tokens speculative_config",
     "adapters": " ".join(ADAPTERS),
     "pictures": "max_images image_cache_bytes",

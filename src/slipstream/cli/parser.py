@@ -149,10 +149,8 @@ class ArgumentParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             from slipstream.base.other_engines import NEEDLESS, SETTINGS
 
-            words, known = (
-                [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)],
-                self._all_options(),
-            )
+            words = [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)]
+            known = self._all_options()
             if not words and any(a.dest == "model" for a in self._get_positional_actions()):
                 return f"; {self.prog} takes one model (slipstream serve takes several)"
             if "--model" in words:  # the verbs that know this option take several words

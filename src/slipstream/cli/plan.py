@@ -152,10 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
         with shown(Progress("measuring")) as progress:
             measured = measure(
-                settings,
-                study.description,
-                on_phase=progress.set_phase,
-                on_step=progress.set_done,
+                settings, study.description, on_phase=progress.set_phase, on_step=progress.set_done
             )
     with phases(f"planning {settings.model}") as on_phase:
         document = study.run(measured=measured, on_phase=on_phase)

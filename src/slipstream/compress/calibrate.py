@@ -148,12 +148,10 @@ class ObservingOps(AutogradOps):
         inputs: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         on_cache: Callable[[LayerKV], None] | None = None,
     ) -> None:
-        self._watch, self._last, self._inputs, self._on_cache = (
-            watch or {},
-            last,
-            inputs or {},
-            on_cache,
-        )
+        self._watch = watch or {}
+        self._last = last
+        self._inputs = inputs or {}
+        self._on_cache = on_cache
         self._names: dict[int, str] = {}
 
     def bind(self, layer: Layer) -> None:

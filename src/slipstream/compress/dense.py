@@ -54,12 +54,7 @@ class DenseModel:
         write_tokenizer(folder, self.source)
 
 
-def load_dense(
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DenseModel:
+def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device) -> DenseModel:
     """The model at `path`. A GGUF file is dequantised; other quantised checkpoints are refused."""
     description = read_spec(path)
     check_writable(description)

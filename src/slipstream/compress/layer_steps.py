@@ -193,11 +193,9 @@ class RoundWeights:
     def _matrix(
         self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerState
     ) -> Rounded | Tensor:
-        settings, fmt, sparse = (
-            planned.settings,
-            planned.fmt,
-            self.sparsify if planned.sparse else None,
-        )
+        settings = planned.settings
+        fmt = planned.fmt
+        sparse = self.sparsify if planned.sparse else None
         if stats is not None and (chosen := settings or sparse) is not None:
             share = layer.text.catch_up if layer.text is not None else 0.0
             weight = compensate(weight, stats, share, damping=chosen.damping)

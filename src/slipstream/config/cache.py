@@ -99,7 +99,8 @@ def cache_section(
         prefixes = chosen.needs_full_prompt("enable_prefix_caching", False)
     config = CacheConfig(
         dtype=kv_dtype,
-        block_size=block_size,
+        block_size=block_size * args.context_parallel_size,
+        context_ranks=args.context_parallel_size,
         gpu_memory_utilization=share,
         kv_cache_bytes=args.kv_cache_bytes,
         enable_prefix_caching=prefixes,
@@ -233,6 +234,11 @@ def check_tiers(
             given[0],
             isinstance(parallel.stage, DealtRequests) or isinstance(parallel, HostAndGpu),
             "tiers are for ranks that have a part of each request's cache; leave it out, or set tensor_parallel_size",
+        ),
+        (
+            given[0],
+            args.context_parallel_size > 1,
+            "tiers were not tried with context_parallel_size; leave it out",
         ),
         (
             given[0],

@@ -21,7 +21,7 @@ from slipstream.config.offload import (
     weight_sizes,
 )
 from slipstream.config.sections import EngineConfig
-from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs
+from slipstream.config.settings import DTYPE_BYTES, PARALLEL_SIZES, DeviceInfo, EngineArgs
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -81,7 +81,7 @@ def stage_args(
 def _refusals(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> list[Refusal]:
-    ranks = (args.tensor_parallel_size, args.expert_parallel_size, args.pipeline_parallel_size)
+    ranks = [getattr(args, name) for name in PARALLEL_SIZES]
     return [
         (not device.is_cuda, "it is for GPUs: without one the CPU has all layers; leave it out"),
         (

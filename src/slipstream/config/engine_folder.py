@@ -54,6 +54,7 @@ OF_SEVERAL_DEVICES = (
     "pipeline_parallel_size",
     "pipeline_layers",
     "expert_parallel_size",
+    "context_parallel_size",
     "sequence_parallel",
 )
 

@@ -6,15 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from slipstream.config.parallel import native_products
-from slipstream.config.sections import (
-    Origin,
-)
-from slipstream.config.settings import (
-    DeviceInfo,
-    DType,
-    EngineArgs,
-    one_of,
-)
+from slipstream.config.sections import Origin
+from slipstream.config.settings import DeviceInfo, DType, EngineArgs, one_of
 from slipstream.errors import ConfigError
 from slipstream.spec.devices.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
@@ -158,10 +151,8 @@ def check_formats(
     capability = device.compute_capability
     if capability is None or gpu_arch(capability).fp8:
         return
-    has, needed = (
-        f"{device.name} has {capability[0]}.{capability[1]}",
-        "{}.{}".format(*least_with_fp8()),
-    )
+    has = f"{device.name} has {capability[0]}.{capability[1]}"
+    needed = "{}.{}".format(*least_with_fp8())
     if quantization is not None and SCHEMES[quantization].inputs in ("fp8", "fp8-block"):
         raise ConfigError(
             f"quantization={quantization!r} needs a GPU of compute capability {needed} or more; {has}: use 'int8' or 'int4'",

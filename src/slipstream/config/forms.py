@@ -147,6 +147,11 @@ class _Form:
     def num_ranks(self) -> int:
         return self.stage.size * self.num_stages
 
+    @property
+    def num_shares(self) -> int:
+        """Parts that the weights are cut into."""
+        return self.num_ranks
+
     def shard(self, rank: int) -> Shard:
         """A rank's part of the model. Each stage has an equal number of consecutive ranks."""
         number, own = divmod(rank, self.stage.size)
@@ -174,6 +179,7 @@ class TensorParallel(_Form):
     whole_experts: bool = False  # each rank has some of the experts, and not a part of each
     sequence: bool = False  # the residual of long steps is split by tokens
     units: SplitUnits = ONE_UNIT
+    context: int = 1  # ranks with the same kv head, each of which has some tokens' keys
     num_caches: ClassVar[int] = 1
 
     def share(self, rank: int) -> Shard:
@@ -194,7 +200,19 @@ class DealtRequests(_Form):
         return Shard(rank, self.size, tensor=False, experts=True)
 
 
-Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests
+@dataclass(frozen=True, slots=True)
+class ContextParallel(_Form):
+    """Ranks that hold some of the tokens' keys and values of each request, and all weights."""
+
+    size: int
+    num_caches: ClassVar[int] = 1
+    num_shares: ClassVar[int] = 1
+
+    def share(self, rank: int) -> Shard:
+        return Shard(0, 1, tensor=False)
+
+
+Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,10 +167,8 @@ def weight_sizes(
     model: ModelDescription, quantization: str | None, dtype_bytes: int
 ) -> dict[str, int]:
     """Bytes of each parameter on a GPU."""
-    scheme, formats = (
-        None if quantization is None else SCHEMES[quantization],
-        model.native_formats(NATIVE_PRODUCTS["triton"]),
-    )
+    scheme = None if quantization is None else SCHEMES[quantization]
+    formats = model.native_formats(NATIVE_PRODUCTS["triton"])
     return {
         name: native_weight_bytes(name, shape, scheme, formats, dtype_bytes)
         for name, shape in model.shapes.items()

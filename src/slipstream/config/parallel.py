@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from slipstream.config.forms import (
+    ContextParallel,
     DealtRequests,
     HostAndGpu,
     OneDevice,
@@ -16,6 +17,13 @@ from slipstream.config.forms import (
 )
 from slipstream.config.settings import DeviceInfo, EngineArgs, num_ranks, split_setting
 from slipstream.errors import ConfigError
+from slipstream.spec.model import (
+    AlibiSpec,
+    AttentionSpec,
+    BucketSpec,
+    CompressedAttentionSpec,
+    LatentAttentionSpec,
+)
 from slipstream.spec.parallel import SplitUnits, check_split, even_stages
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
@@ -75,11 +83,16 @@ def parallel_section(
         )
     if args.cpu_layers is not None:
         return HostAndGpu(int(args.cpu_layers), spec.num_layers - int(args.cpu_layers))
+    if args.context_parallel_size > 1:
+        _check_context(args, spec)
+        if tensor == 1:
+            return ContextParallel(args.context_parallel_size)
     check_split(spec, tensor=tensor, experts=experts)
     form: OneDevice | TensorParallel | DealtRequests = OneDevice()
     if tensor > 1:
         units = _units(args, model, device, quantization)
-        form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units)
+        context = args.context_parallel_size
+        form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units, context)
     elif experts > 1:
         _check_dealt_requests(args, spec)
         form = DealtRequests(experts)
@@ -121,6 +134,55 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:
             f"{what}; {remedy}{other}",
             field=field,
         )
+
+
+def _check_context(args: EngineArgs, spec: ModelSpec) -> None:
+    """Raise ConfigError for what does not work with keys and values that are shared out by tokens."""
+    size, found = args.context_parallel_size, list[tuple[str, str, str]]()
+    if spec.kind != "a decoder":
+        found.append((spec.kind, "context_parallel_size", "leave it at 1"))
+    for what, is_there in (
+        ("recurrent layers, whose states have no tokens to share out", spec.is_recurrent),
+        *_attention_refusals(spec),
+        ("layers with inputs of their own", spec.layer_inputs is not None),
+        ("several residuals", any(x.streams is not None for x in spec.layers)),
+    ):
+        if is_there:
+            remedy = "leave it at 1, or use tensor_parallel_size"
+            found.append((f"{what} ({spec.family})", "context_parallel_size", remedy))
+    if spec.vision is not None:
+        found.append(("pictures", "max_images", "set it to 0"))
+    if args.enable_lora:
+        found.append(("adapters", "enable_lora", "leave it out"))
+    if args.kv_cache_dtype == "int4":
+        found.append(("a cache of 4 bits", "kv_cache_dtype", "use 'fp8' or 'int8'"))
+    if (tensor := args.tensor_parallel_size) > 1 and not found:
+        for a in spec.attentions:
+            copies = tensor if isinstance(a, LatentAttentionSpec) else tensor // a.num_kv_heads
+            if tensor % a.num_kv_heads or copies % size:
+                raise ConfigError(
+                    f"context_parallel_size={size}: tensor_parallel_size={tensor} holds each of {a.num_kv_heads} kv heads "
+                    f"{max(1, copies)} times, and it must divide that; lower it, or leave out tensor_parallel_size",
+                    field="context_parallel_size",
+                )
+    for what, field, remedy in found[:1]:
+        raise ConfigError(
+            f"{field}: context_parallel_size={size} does not cover {what}; {remedy}", field=field
+        )
+
+
+def _attention_refusals(spec: ModelSpec) -> list[tuple[str, bool]]:
+    """Kinds of attention whose keys can't be shared out by tokens, and whether the model has them."""
+    kinds = [a for a in spec.attentions if isinstance(a, AttentionSpec)]
+    latents = [a for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
+    return [
+        ("attention windows", any(a.window is not None for a in kinds)),
+        ("attention sinks", any(a.sinks for a in kinds)),
+        ("scores by distance", any(isinstance(a.position, AlibiSpec | BucketSpec) for a in kinds)),
+        ("layers that read another's keys", any(a.kv_from is not None for a in kinds)),
+        ("sparse attention", any(a.index is not None for a in latents)),
+        ("compressed keys", any(isinstance(a, CompressedAttentionSpec) for a in latents)),
+    ]
 
 
 def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:

@@ -19,11 +19,7 @@ from slipstream.config.formats import (
     parameters_of_8_bits,
     stored_scheme,
 )
-from slipstream.config.forms import (
-    Offload,
-    ParallelConfig,
-    StreamedLayers,
-)
+from slipstream.config.forms import Offload, ParallelConfig, StreamedLayers
 from slipstream.config.handover import check_handover
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import parallel_section
@@ -36,12 +32,7 @@ from slipstream.config.sections import (
     ModelConfig,
     Origin,
 )
-from slipstream.config.settings import (
-    DTYPE_BYTES,
-    DeviceInfo,
-    EngineArgs,
-    num_ranks,
-)
+from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, num_ranks
 from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec, MoESpec

@@ -83,7 +83,7 @@ class Handover:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     dtype: KVDType
-    block_size: int
+    block_size: int  # tokens of a block of the pool, a part of which each of `context_ranks` holds
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
@@ -99,6 +99,12 @@ class CacheConfig:
     attention_tokens: float = math.inf  # `spec.cache.attention_depth`
     events: CacheEventSettings | None = None  # None: nobody is told
     handover: Handover | None = None  # None: blocks go to no other engine
+    context_ranks: int = 1  # that share out a request's keys and values by tokens
+
+    @property
+    def rank_block_size(self) -> int:
+        """Tokens of a block that a rank holds."""
+        return self.block_size // self.context_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

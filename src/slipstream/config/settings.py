@@ -211,6 +211,11 @@ class EngineArgs:
         "devices over which a mixture's experts are dealt out, each one whole; without tensor_parallel_size requests are dealt "
         "out, too, with their keys and values",
     )
+    context_parallel_size: int = setting(
+        1,
+        "devices over which each request's keys and values are shared out by tokens, and long steps' tokens, too; with "
+        "tensor_parallel_size those that would hold copies of a kv head",
+    )
     sequence_parallel: bool = setting(
         False,
         "with tensor_parallel_size: long steps share norms and residuals out by tokens, too",
@@ -318,10 +323,18 @@ class EngineArgs:
                 one_of(name, value, choices)
 
 
+PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+)
+
+
 def num_ranks(args: EngineArgs) -> int:
     """The number of processes that compute the model. ConfigError if the settings contradict each
     other."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+    for name in PARALLEL_SIZES:
         size = getattr(args, name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{name} must be a whole number above 0, got {size!r}", field=name)
@@ -332,17 +345,30 @@ def num_ranks(args: EngineArgs) -> int:
             "equal, or one of them 1",
             field="expert_parallel_size",
         )
+    if (context := args.context_parallel_size) > 1:
+        for name in PARALLEL_SIZES[1:-1] if tensor == 1 else ("pipeline_parallel_size",):
+            if (size := getattr(args, name)) > 1:
+                raise ConfigError(
+                    f"context_parallel_size={context} does not go with {name}={size}; leave one of them at 1",
+                    field="context_parallel_size",
+                )
+        if tensor > 1 and tensor % context:
+            raise ConfigError(
+                f"context_parallel_size={context} with tensor_parallel_size={tensor}: the same ranks have both, so it must "
+                "divide that",
+                field="context_parallel_size",
+            )
+        return max(context, tensor)
     # A host's CPU and a GPU are two stages.
     return max(tensor, experts) * (args.pipeline_parallel_size if args.cpu_layers is None else 2)
 
 
 def split_setting(args: EngineArgs) -> str:
     """The setting that asks for several ranks, for messages."""
-    names = ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")
     return (
         "cpu_layers"
         if args.cpu_layers is not None
-        else next((n for n in names if getattr(args, n) > 1), names[0])
+        else next((n for n in PARALLEL_SIZES if getattr(args, n) > 1), PARALLEL_SIZES[0])
     )
 
 

@@ -61,15 +61,9 @@ class _Texts:
         lengths = int32(spec.lengths)
         self.num_texts = len(lengths)
         # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
-        self.starts = [
-            0,
-            *accumulate(lengths),
-        ]
+        self.starts = [0, *accumulate(lengths)]
         # the same, counted in blocks
-        self.first_blocks = [
-            0,
-            *accumulate([-(-n // block_size) for n in lengths]),
-        ]
+        self.first_blocks = [0, *accumulate([-(-n // block_size) for n in lengths])]
         self.num_planned = self.num_done = 0
 
 

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import SchedulingConfig
 from slipstream.config.forms import MAX_STEP_DRAFTS
 from slipstream.core.request import Request, Status
-from slipstream.messages.steps import (
-    NewRequest,
-    ScheduledRequest,
-    TableUpdate,
-)
+from slipstream.messages.steps import NewRequest, ScheduledRequest, TableUpdate
 
 if TYPE_CHECKING:
     from slipstream.core.cache.kv_cache_manager import KVCacheManager

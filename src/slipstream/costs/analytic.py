@@ -43,6 +43,10 @@ per operator (the last: benchmarks/results/beams.json). The constant is their me
 do nothing else took 54 µs (the last: mixed_steps.json).
 """
 
+CONTEXT_TOKENS = 64
+"""Tokens of a step from which GPUs that share out keys by tokens share out the step's tokens, too
+(`model.layers.layer.SEQUENCE_TOKENS`)."""
+
 ONE_TOKEN_SHARE = 0.3
 """Share of the fixed times in a GPU step of one token, which is one kernel."""
 
@@ -61,7 +65,8 @@ class AnalyticCost:
     """A calculated `StepCost`.
 
     `product_type` is the type in which quantized products multiply; the others use `dtype`.
-    `num_gpus` is the tensor parallel size, with two all-reduces per layer (Shoeybi et al. 2019).
+    `num_gpus` is the tensor parallel size, with two all-reduces per layer (Shoeybi et al. 2019). By
+    `context` each GPU has all weights, a part of the keys, and of long steps a part of the tokens.
     `read_s` is the time a step takes to read layers that are not kept on the device. It overlaps
     with the rest. `dense_bytes` is the size in bytes of an element of a quantized weight (experts
     excluded) in a step of several tokens, where it differs from the ledger's.
@@ -75,6 +80,7 @@ class AnalyticCost:
     product_type: str
     cache_bytes: float  # of one element
     num_gpus: int = 1
+    context: bool = False
     read_s: float = 0.0
     dense_bytes: int | None = None
     host: HostCost = field(default_factory=HostCost)
@@ -131,7 +137,9 @@ class AnalyticCost:
 
     def _computing(self, shape: StepCounts) -> dict[str, float]:
         h, n = self.hardware, self.num_gpus
-        tokens = shape.num_tokens
+        tokens, shares = shape.num_tokens, n
+        if self.context:  # each GPU reads all weights for its tokens
+            tokens, shares = tokens if tokens < CONTEXT_TOKENS else -(-tokens // n), 1
         found = dict.fromkeys(
             ("weights", "products", "attention", "activations", "fixed", "link"), 0.0
         )
@@ -145,14 +153,14 @@ class AnalyticCost:
             held = p.weight_bytes
             if self.dense_bytes and rounded and p.copies == 1 and tokens > 1:
                 held = p.rows * p.inner * self.dense_bytes
-            reading = p.count * held * p.share_read(count) / h.read_bytes_s / n
-            multiplying = p.count * p.operations(count) / h.rate(kind) / n
+            reading = p.count * held * p.share_read(count) / h.read_bytes_s / shares
+            multiplying = p.count * p.operations(count) / h.rate(kind) / shares
             both = (reading**NEARNESS + multiplying**NEARNESS) ** (1 / NEARNESS)
             found["weights" if reading > multiplying else "products"] += both
             found["fixed"] += p.count * h.op_s
             if p.name != "head":
                 activations += (
-                    p.count * p.chosen * (p.rows / n + p.inner / n) * self.dtype_bytes * tokens
+                    p.count * p.chosen * (p.rows + p.inner) / shares * self.dtype_bytes * tokens
                 )
         found["activations"] = ACTIVATION_PASSES * activations / h.read_bytes_s
         found["attention"] = self._attention(shape)
@@ -160,7 +168,12 @@ class AnalyticCost:
         found["fixed"] += FIXED_OPS * num_layers * h.op_s
         if h.is_gpu:
             found["fixed"] *= _fixed_share(shape)
-        if n > 1:
+        if n > 1 and self.context:  # queries and results, as many bytes as a sum of the results
+            found["link"] = sum(
+                h.all_reduce_s(shape.num_tokens * a.num_heads * a.head_dim * self.dtype_bytes, n)
+                for a in self.spec.attentions
+            )
+        elif n > 1:
             found["link"] = (
                 2
                 * num_layers

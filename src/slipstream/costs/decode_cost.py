@@ -27,11 +27,7 @@ class DecodeCost:
 
 
 def decode_step(
-    description: ModelDescription,
-    *,
-    batch_size: int,
-    context: float,
-    scheme: str | None = None,
+    description: ModelDescription, *, batch_size: int, context: float, scheme: str | None = None
 ) -> DecodeCost:
     """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
     held as the checkpoint stores them. The cache has 2 bytes a number."""

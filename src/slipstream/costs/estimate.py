@@ -15,6 +15,7 @@ from slipstream.config import (
     resolve,
 )
 from slipstream.config.forms import (
+    ContextParallel,
     HostAndGpu,
     HostExperts,
     ModelDrafts,
@@ -133,8 +134,10 @@ def estimate(
     info = info or this_device(args.device)
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
-    block = block_bytes(spec, config.cache.block_size, KV_BYTES[config.cache.dtype])
+    block = block_bytes(spec, config.cache.rank_block_size, KV_BYTES[config.cache.dtype])
     weights = resident_weights_bytes(config, description)
+    if num_gpus > 1 and isinstance(config.parallel, ContextParallel):
+        weights, block = num_gpus * weights, num_gpus * block
     if draft is not None:
         check_draft_model(draft.spec, spec, config.model.max_model_len)
         own = config_of_draft(config)
@@ -148,9 +151,9 @@ def estimate(
     )
     if draft is not None and graphs:
         graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
-    sharing = (
-        config if num_gpus == 1 else dataclasses.replace(config, parallel=one_or_tensor(num_gpus))
-    )
+    sharing = config
+    if num_gpus > 1 and isinstance(config.parallel, OneDevice):
+        sharing = dataclasses.replace(config, parallel=one_or_tensor(num_gpus))
     adapters = num_gpus * adapter_bytes(config, description, largest_shard(sharing, description))
     copies = num_gpus * peer_copy_bytes(sharing, description.spec)
     _, ledger = size_cache(
@@ -247,7 +250,7 @@ def all_weights_bytes(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> int:
     """Bytes of `resident_weights_bytes` plus the layers that are read when they are needed."""
-    spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
+    spec, info, shares = description.spec, config.device.info, config.parallel.num_shares
     held = description.native_formats(native_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     own_types = None
@@ -257,12 +260,12 @@ def all_weights_bytes(
         size = DTYPE_BYTES[config.model.dtype]
         own_types = description.gguf_bytes(size, scheme, on_cpu=not info.is_cuda)
     if own_types is not None and not held:
-        return own_types // num_ranks
+        return own_types // shares
     weights = sum(bytes_by_part(config, description, shard).values())
     if not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order its product reads, if the table can't be
         # used.
-        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // num_ranks
+        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // shares
     return weights
 
 

@@ -359,10 +359,8 @@ class MemoryLedger:
     def num_kv_tokens(self) -> int:
         """Tokens that the caches hold in sequences of maximum length, including prompts that an
         encoder reads."""
-        own, cross = (
-            -(-self.max_model_len // self.block_size),
-            [g for g in self.groups if g.kind == "cross"],
-        )
+        own = -(-self.max_model_len // self.block_size)
+        cross = [g for g in self.groups if g.kind == "cross"]
         tables = own + sum(g.max_blocks(self.max_model_len, self.block_size, 0) for g in cross)
         blocks = self.num_caches * max(0, self.num_blocks - 1)
         return blocks * self.block_size * tables // self.blocks_per_sequence

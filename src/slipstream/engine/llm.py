@@ -514,11 +514,7 @@ class LLM:
         )
 
     def embed_sparse(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate: bool = False,
-        progress: bool = True,
+        self, prompts: Prompt | Sequence[Prompt], *, truncate: bool = False, progress: bool = True
     ) -> list[SparseEmbeddingOutput]:
         """Weights of tokens for each text, of a model with a lexical head (bge-m3)."""
         prompts, model = _listed(prompts), self.core.description

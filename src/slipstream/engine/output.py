@@ -24,12 +24,7 @@ from slipstream.messages.logprobs import TokenLogprobs
 from slipstream.messages.outputs import TokenOutput
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.weights import FIRST_VERSION
-from slipstream.outputs import (
-    CompletionOutput,
-    PositionLogprobs,
-    RequestOutput,
-    RequestTimes,
-)
+from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestTimes
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
 """Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""

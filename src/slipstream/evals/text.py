@@ -35,7 +35,7 @@ Part: TypeAlias = Literal["calibration", "evaluation", "all"]
 
 DEFAULT_TEXT = "sharegpt"
 SECTION = 4096
-"""A section of plain text has at least this many characters and ends at an empty line."""
+"""Minimum number of characters in a section of plain text. A section ends at an empty line."""
 
 OPENING = 256
 ROLES = {
@@ -65,8 +65,8 @@ class Document:
         )
 
     def render(self, tokenizer: Tokenizer) -> str:
-        """The text of a conversation by the model's chat template; without one, a paragraph for each turn that begins with its
-        role."""
+        """Renders a conversation by the model's chat template. Without a template each turn is a
+        paragraph that begins with its role."""
         if not self.turns:
             return self.text
         if tokenizer.chat_template is None:
@@ -89,8 +89,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """A choice of text, its length and how it is cut: a perplexity depends on all of these. `num_windows` None: the whole
-    source."""
+    """A choice of text, its length and how it is cut: a perplexity depends on all of these.
+    `num_windows` of None takes the whole source."""
 
     source: str = DEFAULT_TEXT
     part: Part = "evaluation"
@@ -138,7 +138,7 @@ def read_windows(
 
 
 def check_text(settings: TextSettings, *, download_dir: str | None = None) -> None:
-    """ConfigError or DownloadError if there is no text, before a model is loaded."""
+    """Raises ConfigError or DownloadError if there is no text, before a model is loaded."""
     if (
         next(iter(read_documents(settings.source, settings.part, download_dir=download_dir)), None)
         is None
@@ -177,8 +177,9 @@ def calibration_windows(
 def cut(
     documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, stride: int
 ) -> Iterator[Window]:
-    """Windows of at most `context` tokens within a document, `stride` tokens apart. Every token is scored once, except the
-    first of a document and, if windows do not overlap (stride = context), the first of each window."""
+    """Cuts a document into windows of at most `context` tokens, `stride` tokens apart. Every token
+    is scored once, except the first of a document and, if windows do not overlap (stride =
+    context), the first of each window."""
     for document in documents:
         ids = tokenizer.encode(document.render(tokenizer))
         scored = 0  # tokens scored so far
@@ -243,7 +244,8 @@ def _file(path: Path, part: Part) -> Iterator[Document]:
 
 
 def sections(text: str) -> Iterator[str]:
-    """The text in sections that end at an empty line, with at least `SECTION` characters each."""
+    """Cuts the text into sections that end at an empty line, with at least `SECTION` characters
+    each."""
     begin = 0
     while begin < len(text):
         gap = text.find("\n\n", begin + SECTION)
@@ -273,8 +275,7 @@ def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"text {source!r} needs the package datasets: {install_command('eval')}",
-            field="text",
+            f"text {source!r} needs the package datasets: {install_command('eval')}", field="text"
         ) from error
     return iter(load_dataset(name, config or None, split=split or "train", streaming=True))
 
@@ -306,14 +307,12 @@ def _document(row: Mapping[str, Any]) -> Document | None:
 
 
 def _turns(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """The turns that chat templates accept: perhaps a system turn, then user and assistant in turn, none empty. () if there is
-    no answer."""
+    """Returns the turns that chat templates accept: perhaps a system turn, then user and assistant
+    in turn, none empty. Returns () if there is no answer."""
     turns: list[tuple[str, str]] = []
     for turn in given:
-        role, content = (
-            ROLES.get(str(turn.get("role", turn.get("from")))),
-            turn.get("content", turn.get("value")),
-        )
+        role = ROLES.get(str(turn.get("role", turn.get("from"))))
+        content = turn.get("content", turn.get("value"))
         last = turns[-1][0] if turns else None
         wanted = (
             ("system", "user")

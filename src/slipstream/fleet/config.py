@@ -25,6 +25,7 @@ from msgspec import Meta, Struct
 
 from slipstream.base.files import read_yaml
 from slipstream.config import EngineArgs
+from slipstream.config.settings import PARALLEL_SIZES
 from slipstream.errors import ConfigError
 from slipstream.fleet.gateway.router import Policy
 from slipstream.server.http.field_hints import allowed_values
@@ -615,7 +616,7 @@ def _check_autoscale(fleet: Fleet, name: str, own: list[PoolSpec]) -> None:
 def _check_scaled(spec: PoolSpec, share: float, field: str, where: str, *, is_alone: bool) -> None:
     """Check a pool that is scaled. `field` is the path of the version, `where` the path of its
     model's `autoscale`."""
-    for setting in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+    for setting in PARALLEL_SIZES:
         if getattr(spec.args, setting) > 1:
             message = f"{where}: autoscale can't plan replicas over several devices; set {setting}: 1, or drop autoscale"
             raise ConfigError(message, field=where)

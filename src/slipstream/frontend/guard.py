@@ -33,7 +33,7 @@ _REFUSED = (2, 3)  # exit codes (`cli.main`): a setting or the model is at fault
 
 
 class Guarded:
-    """The child's end: what the server knows of its guard."""
+    """The server's end of the connection to its guard."""
 
     def __init__(
         self, control: socket.socket, listener: socket.socket | None, num_deaths: int, last: str
@@ -45,11 +45,11 @@ class Guarded:
 
     @property
     def for_server(self) -> dict[str, Any]:
-        """Arguments of `server.run.serve`."""
+        """Returns the arguments of `server.run.serve`."""
         return {"signals": (STOP_SIGNAL,), "num_deaths": self.num_deaths}
 
     def serves(self, listener: socket.socket) -> None:
-        """Give the guard the socket. It passes signals on when this returns."""
+        """Gives the listening socket to the guard. When this returns, the guard passes signals on."""
         socket.send_fds(self._control, [b"s"], [listener.fileno()])
         self._taken.wait()
 
@@ -62,8 +62,8 @@ class Guarded:
 def warn_of_start(
     settings: ServerSettings, guarded: Guarded | None, kv_handover_address: str | None = None
 ) -> None:
-    """Log that the server, or its cache, is open to all, and that it died before. After a death,
-    wait."""
+    """Logs that the server or its cache is open to all, and that it died before. Waits after a
+    death."""
     import logging
     import time
 
@@ -98,7 +98,9 @@ class ServerGuard:
         self._deaths, self._num_deaths, self._last = Deaths(), 0, ""
 
     def run(self, serve: Callable[[Guarded], int]) -> int:
-        """The exit code. It returns in the child, too, with that of `serve`. EngineError: the server stays down."""
+        """Starts the server in a child process, again after each death, and returns the exit code.
+        It returns in the child, too, with the code of `serve`. EngineError if the server stays
+        down."""
         while True:
             ours, theirs = socket.socketpair()
             self._serves = False
@@ -119,7 +121,7 @@ class ServerGuard:
                 return ended
 
     def _watch(self, control: socket.socket) -> int:
-        """Wait until the child has ended, and return its code."""
+        """Waits until the child has ended, and returns its exit code."""
         try:
             _, fds, _, _ = socket.recv_fds(control, 1, 1)
             if fds and self._listener is None:
@@ -138,7 +140,7 @@ class ServerGuard:
             raise
 
     def _judge(self, code: int) -> int | None:
-        """The guard's own exit code. None: the server starts again."""
+        """Returns the guard's own exit code, or None if the server is to be started again."""
         how = describe_exit(code)
         if self._stopping and (not self._serves or code == -STOP_SIGNAL):
             return 0  # we have killed it, or it had ended its work and takes signals no more

@@ -177,8 +177,7 @@ class AttentionOps(ABC):
         self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
         """`mla_paged_attention` over the chosen keys."""
-        seen = self.sparse_attention(q, chosen, kv, meta, params.scale)
-        return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
+        return self.mla_values(self.sparse_attention(q, chosen, kv, meta, params.scale), params)
 
     def mla_paged_attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
@@ -187,5 +186,10 @@ class AttentionOps(ABC):
 
         `params.values` maps its sums [T, H, C] to values [T, H · V].
         """
-        seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
+        return self.mla_values(
+            self.attention(q, kv, meta, AttentionParams(scale=params.scale)), params
+        )
+
+    def mla_values(self, seen: Tensor, params: MLAParams) -> Tensor:
+        """Sums of latents [T, H, C] → values [T, H · V]."""
         return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)

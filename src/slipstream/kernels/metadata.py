@@ -125,6 +125,8 @@ class AttentionMetadata:
     # [T], for layers that choose experts by them (the decoder sets it)
     token_ids: Tensor | None = None
     states: StateMetadata | None = None  # for recurrent layers
+    # int32 [T]: the keys that each token sees, where ranks share them out (`context_ops.py`)
+    limits: Tensor | None = None
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from slipstream.kernels.attention_ops import AttentionOps
 from slipstream.kernels.cache.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
+from slipstream.kernels.context_ops import ContextOps
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import CompressedParams as CompressedParams
 from slipstream.kernels.layouts import DisentangledParams as DisentangledParams
@@ -58,7 +59,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat
 
 
-class OpSet(WeightOps, AttentionOps, RecurrentOps, RowOps, RankOps):
+class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
     """The ops of a decoder and sampler. Implementations have no state except tuned choices."""
 
     thresholds = Thresholds()

@@ -75,10 +75,8 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             return np.where(count < turned, base / np.float32(factor), np.float32(0.0)), 1.0
         case Llama3Scaling() as s:
             wavelength, less = np.float32(2 * math.pi) / base, np.float32(s.factor)
-            low, high = (
-                s.original_max_position / s.low_freq_factor,
-                s.original_max_position / s.high_freq_factor,
-            )
+            low = s.original_max_position / s.low_freq_factor
+            high = s.original_max_position / s.high_freq_factor
             scaled = np.where(wavelength > low, base / less, base)
             if s.low_freq_factor == s.high_freq_factor:  # no transition (Llama 4)
                 return scaled, 1.0

@@ -41,11 +41,7 @@ class LayerState:
 
 
 def layer_state(
-    spec: RecurrentSpec | None,
-    num_slots: int,
-    dtype: Any,
-    wide: Any,
-    zeros: Callable[..., Any],
+    spec: RecurrentSpec | None, num_slots: int, dtype: Any, wide: Any, zeros: Callable[..., Any]
 ) -> LayerState | None:
     """Makes the states of a layer, or None if it has none. `zeros(shape, dtype=…)` allocates; `wide` is float32."""
     if spec is None:

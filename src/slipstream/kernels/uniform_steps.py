@@ -56,10 +56,7 @@ def uniform(
     def of_group(group: int) -> dict[str, Any]:
         own = (blocks + np.int32(group)) * np.int32(scales[group])
         slots = own[rows, positions // block_size].astype(np.int64) * block_size
-        return {
-            "block_table": upload(own),
-            "slot_mapping": upload(slots + positions % block_size),
-        }
+        return {"block_table": upload(own), "slot_mapping": upload(slots + positions % block_size)}
 
     first = AttentionMetadata(
         query_start_loc=upload(starts),

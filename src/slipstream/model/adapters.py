@@ -175,12 +175,10 @@ class AdapterLayout:
         self, folder: Path, config: AdapterConfig
     ) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
         """Reads this rank's tensors of the checkpoint, and `HostAdapter.parts`."""
-        layout, found, sides, parts = (
-            self._layout,
-            list[_Piece](),
-            set[tuple[str, str]](),
-            set[tuple[str, int]](),
-        )
+        layout = self._layout
+        found = list[_Piece]()
+        sides = set[tuple[str, str]]()
+        parts = set[tuple[str, int]]()
         for name, value in _tensors(folder):
             match = _TENSOR.fullmatch(name)
             if match is None:
@@ -209,10 +207,8 @@ class AdapterLayout:
                 begin, columns = place.begin + number * self.max_rank * place.inner, place.inner
                 value = part_of(value, ((0, rank),), own.columns)
             else:
-                begin, columns = (
-                    place.begin + len(place.starts) * self.max_rank * place.inner,
-                    self.max_rank,
-                )
+                begin = place.begin + len(place.starts) * self.max_rank * place.inner
+                columns = self.max_rank
                 begin += own.start * self.max_rank
                 value = part_of(
                     _reordered(value, part), own.rows or ((0, num_rows),), None

@@ -79,6 +79,7 @@ def build_layer(
     ranks = None if partition is None or partition.shard.size == 1 else partition.group
     deals_requests = partition is not None and partition.shard.deals_requests
     summed_ranks = None if deals_requests else ranks
+    context = None if partition is None else partition.context
 
     def linear(stem: str, by: Scheme | None = scheme) -> Linear:
         return build_linear(f"{name}{stem}", parameters, ops, by, products)
@@ -149,7 +150,7 @@ def build_layer(
             parameters[f"{name}attention.spread.weight"] = constant(like, ones, own_type=True)
             spread = linear("attention.spread", None)
         return Attention(
-            s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, where, spread
+            s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, where, context, spread
         )
 
     def cross(s: AttentionSpec) -> CrossAttention:
@@ -177,7 +178,9 @@ def build_layer(
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
         scale = tables.query_scale(s.query_scale)
         found = index(s.index) if isinstance(s.index, IndexSpec) else None
-        return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale, found)
+        return LatentAttention(
+            s, q_latent, q, latent, out, q_norm, params, scale, found, summed_ranks, context
+        )
 
     def compressed(s: CompressedAttentionSpec) -> CompressedAttention:
         def take(part: str) -> Any:
@@ -295,7 +298,10 @@ def build_layer(
         attention_ranks=summed_ranks,
         mlp_ranks=summed_ranks,
         expert_ranks=ranks if deals_requests else None,
-        shares_tokens=partition is not None and partition.sequence,
+        shares_tokens=partition is not None
+        and partition.sequence
+        and (context is None or summed_ranks is not None),
+        context=context,
     )
 
 

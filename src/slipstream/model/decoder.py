@@ -286,6 +286,9 @@ class Decoder:
             own: Any = run_layers(
                 self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
             )
+            if self.partition is not None and not self.partition.shard.tensor:
+                hidden = self.ops.gather_tokens(self.finished(*own), ranks, num_tokens)
+                return hidden, hidden
             together: Any = (
                 None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own
             )

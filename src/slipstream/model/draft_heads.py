@@ -205,13 +205,11 @@ class LayeredHead:
         ends: tuple[Vocabulary, Vocabulary],
     ) -> None:
         self._tokens_in, self._tokens_out = ends
-        self.spec, self.ops, self.tap, self.head, self.mask_state = (
-            body.spec,
-            ops,
-            tap,
-            head,
-            mask_state,
-        )
+        self.spec = body.spec
+        self.ops = ops
+        self.tap = tap
+        self.head = head
+        self.mask_state = mask_state
         self._model = model
         self._body, self._embed, self._scale = body, embed, scale
         self.program: CompiledOps | Reason = Reason(
@@ -325,10 +323,8 @@ class LayeredHead:
         self.program.bind(states, hidden, (states,))
         best = self._argmax.of(hidden)
         inputs, kept = self.program.inputs(kv, passes.meta, token_ids)
-        group, first = (
-            inputs.groups[0],
-            (inputs.positions, inputs.groups[0].slots, inputs.groups[0].seq_lens),
-        )
+        group = inputs.groups[0]
+        first = (inputs.positions, inputs.groups[0].slots, inputs.groups[0].seq_lens)
         row_bytes = [x.strides[0] for x in (passes.positions, passes.slots, passes.seq_lens)]
         for i, count in enumerate(passes.counts):
             inputs.num_tokens = inputs.num_seqs = inputs.num_decodes = count

@@ -121,10 +121,8 @@ class LayerStream:
         memory."""
         self._spans = {i: self._spans[i] for i in layers}
         self._order = sorted(self._spans)
-        size, count = (
-            max(size for _, size in self._spans.values()),
-            min(NUM_SLOTS, len(self._order)),
-        )
+        size = max(size for _, size in self._spans.values())
+        count = min(NUM_SLOTS, len(self._order))
         arena = Arena(None, 0)
         for _ in range(count):
             whole = arena.take(size + ALIGNMENT)

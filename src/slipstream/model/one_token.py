@@ -48,7 +48,12 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
     call this.
     """
     part = decoder.partition
-    if part is not None and (part.pipe is not None or part.sequence or part.shard.deals_requests):
+    if part is not None and (
+        part.pipe is not None
+        or part.sequence
+        or part.shard.deals_requests
+        or part.context is not None
+    ):
         return SPLIT
     found = _matched(decoder)
     everywhere = part is None or part.group.least(not isinstance(found, Reason))[0]

@@ -213,11 +213,7 @@ def build_recurrent(
                     dense("gate_up"),
                 )
             delta = GatedDeltaParams(
-                spec=spec,
-                conv=conv,
-                decay=take("decay"),
-                time=take("time"),
-                norm=take("norm"),
+                spec=spec, conv=conv, decay=take("decay"), time=take("time"), norm=take("norm")
             )
             return GatedDelta(spec, into, dense("gates"), out, delta, latents)
         case Mamba2Spec():

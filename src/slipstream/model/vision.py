@@ -142,11 +142,9 @@ class VisionLayer:
                 norm_eps=0.0 if a.qk_norm is None else a.qk_norm.eps,
                 value_eps=a.value_eps,
             )
-            q, k, v = (
-                ops.rope_and_cache(rows, kv, layout.meta, heads),
-                kv.k.squeeze(2),
-                kv.v.squeeze(2),
-            )
+            q = ops.rope_and_cache(rows, kv, layout.meta, heads)
+            k = kv.k.squeeze(2)
+            v = kv.v.squeeze(2)
         elif (norm := a.qk_norm) is not None:
             assert norm.over == "row"
             assert self.q_norm is not None

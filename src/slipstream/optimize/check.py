@@ -74,11 +74,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = parse_json((folder / RECORD_NAME).read_bytes())
         # KeyError, IndexError or TypeError if one is missing
-        (
-            found["traffic"]["lengths"][0][1],
-            found["chosen"]["figures"],
-            found["objectives"],
-        )
+        (found["traffic"]["lengths"][0][1], found["chosen"]["figures"], found["objectives"])
     except FileNotFoundError:
         raise ConfigError(
             f"{folder} has no {RECORD_NAME}: a folder of `slipstream build` has no figures to check; only those "

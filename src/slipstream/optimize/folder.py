@@ -163,10 +163,7 @@ def described_gpu(name: str) -> DescribedGpu:
 
 
 def _compile_kernels(
-    args: EngineArgs,
-    folder: Path,
-    gpus: Sequence[DescribedGpu],
-    progress: Callable[[str], None],
+    args: EngineArgs, folder: Path, gpus: Sequence[DescribedGpu], progress: Callable[[str], None]
 ) -> None:
     """Compile the engine's kernels for each of the GPUs, in processes of their own. EngineError with
     the compiler's message if one does not compile."""

@@ -60,10 +60,8 @@ def simulated_prior(
     several engines: one step per stage is under way, each step passes all layers, and each has its
     part of the sequences and of the memory left by the weights. Ranks on a CPU share its cores and
     memory, and are predicted to be as fast as one process."""
-    workload, arrivals = (
-        of_lengths(traffic.source, traffic.lengths),
-        parse_arrivals(traffic.arrivals),
-    )
+    workload = of_lengths(traffic.source, traffic.lengths)
+    arrivals = parse_arrivals(traffic.arrivals)
     load = workload.traffic(arrivals, len(traffic.lengths), seed=traffic.seed)
     # Divergence of random weights is not measured: `run` uses the guess for a large model.
     num_parameters = (

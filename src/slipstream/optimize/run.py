@@ -321,10 +321,8 @@ class Measurer:
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
         """(settings stored in the candidate's folder, settings that each start must give). A draft
         model or head is not stored."""
-        args, draft = (
-            EngineArgs(**self.args_of(candidate)),
-            dict(candidate.settings).get("speculative_model"),
-        )
+        args = EngineArgs(**self.args_of(candidate))
+        draft = dict(candidate.settings).get("speculative_model")
         if draft is None or draft_path(draft) is None:
             return args, {}
         at_start = draft_settings(draft)

@@ -94,16 +94,11 @@ class Search:
         longest: dict[bool, float] = {}  # by whether the quality was known
         while (candidate := self.propose()) is not None:
             started = clock()
-            left_s, known = (
-                budget_s - (started - begin),
-                {r.candidate.quality_key for r in self.results if r.kl is not None},
-            )
+            left_s = budget_s - (started - begin)
+            known = {r.candidate.quality_key for r in self.results if r.kl is not None}
             new = longest.get(False, longest.get(True, 0.0))
             # for a kind that was not seen yet, a guess
-            takes = {
-                False: new,
-                True: longest.get(True, new / 2),
-            }
+            takes = {False: new, True: longest.get(True, new / 2)}
             if self.results and takes[candidate.quality_key in known] > left_s:
                 in_time = {c for c in self.waiting() if takes[c.quality_key in known] <= left_s}
                 candidate = self.propose(in_time.__contains__)

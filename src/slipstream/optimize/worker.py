@@ -58,11 +58,9 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
                 job["objectives"],
             )
             energy = meter.energy(before, meter.read(), summary.wall_s, summary.output_tokens)
-            ledger, phases, canary = (
-                engine.engine.ledger,
-                engine.engine.phases,
-                engine.engine.canary,
-            )
+            ledger = engine.engine.ledger
+            phases = engine.engine.phases
+            canary = engine.engine.canary
         if summary.num_failed:
             raise SlipstreamError("; ".join(summary.errors))
         start = {"start_s": sum(phases.values()), "weights_bytes": ledger.weights_bytes}

@@ -202,14 +202,20 @@ class RankGroup:
         stage, links to other stages)."""
         if count == 1:
             return self, None
-        each = self.size // count
-        # Each rank makes the groups of all stages.
-        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]
-        own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
+        own, each = self.part(count), self.size // count
         back = dist.new_group(list(range(self.size)))
         return own, Pipe(
             self.rank, each, self.size, self.device, back, through_host=self._through_host
         )
+
+    def part(self, count: int) -> RankGroup:
+        """Split all ranks into `count` groups of consecutive ranks; returns this rank's."""
+        if count == 1:
+            return self
+        each = self.size // count
+        # Each rank makes all groups.
+        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]
+        return RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
@@ -272,6 +278,15 @@ class RankGroup:
         # The first is newer torch's name, the second older torch's.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=self._handle)
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
+        each = len(x) // self.size
+        if x.device.type == "cpu":  # not all of gloo's versions have it
+            return self.all_gather(x)[:, self.rank * each : (self.rank + 1) * each]
+        out = torch.empty(self.size, each, *x.shape[1:], dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(out.flatten(0, 1), x.contiguous(), group=self._handle)
         return out
 
     def swap(self, x: Tensor, other: int) -> None:

@@ -151,11 +151,9 @@ class CudaPlatform(Platform):
         return ctypes.CDLL("libcuda.so.1")
 
     def call_host(self, function: int, argument: int) -> None:
-        where, what, given = (
-            ctypes.c_void_p(self.stream_pointer()),
-            ctypes.c_void_p(function),
-            ctypes.c_void_p(argument),
-        )
+        where = ctypes.c_void_p(self.stream_pointer())
+        what = ctypes.c_void_p(function)
+        given = ctypes.c_void_p(argument)
         if error := self._driver.cuLaunchHostFunc(where, what, given):
             raise RuntimeError(f"cuLaunchHostFunc: CUDA error {error}")
 

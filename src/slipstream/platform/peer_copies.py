@@ -86,12 +86,10 @@ class PeerCopies:
         is_mixture: bool = False,
     ) -> None:
         assert group.size == 2
-        self.group, self._queue, self._peer, self._is_mixture = (
-            group,
-            queue,
-            1 - group.rank,
-            is_mixture,
-        )
+        self.group = group
+        self._queue = queue
+        self._peer = 1 - group.rank
+        self._is_mixture = is_mixture
         self.shape, self.dtype = (2, most_tokens, size), dtype
         self._own, self._handle = group.share_tensor(self.shape, dtype)
         self._there = self._handle.get_buffer(self._peer, self.shape, dtype)

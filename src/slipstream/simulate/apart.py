@@ -48,10 +48,7 @@ def simulate_apart(
         )
     alone = tuple(r._replace(output_tokens=1) for r in traffic.requests)
     prompts = simulate(
-        engine,
-        replace(traffic, requests=alone),
-        num_replicas=num_prompts,
-        router="least-loaded",
+        engine, replace(traffic, requests=alone), num_replicas=num_prompts, router="least-loaded"
     )
     arrivals = tuple(
         r if p.last_token is None else r._replace(arrival=p.last_token + transfer_s(r.input_tokens))

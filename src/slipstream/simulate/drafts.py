@@ -138,11 +138,9 @@ class DraftSteps:
             seen = self._seen.get(s.request_id, 0)
             seen = seen if seen <= s.num_computed_tokens else s.num_computed_tokens
             if (count := s.num_computed_tokens - seen) > 1:
-                missed, pairs, num_prompts = (
-                    missed + count,
-                    pairs + attention_pairs(seen, count),
-                    num_prompts + 1,
-                )
+                missed = missed + count
+                pairs = pairs + attention_pairs(seen, count)
+                num_prompts = num_prompts + 1
             else:
                 missed += count
             self._seen[s.request_id] = s.num_computed_tokens + len(s.drafts)
@@ -153,10 +151,8 @@ class DraftSteps:
             going = [s for s in drafted if len(s.drafts) > i]
             context = sum(s.num_computed_tokens + 1 + i for s in going)
             shape = StepCounts(len(going), context, num_sampled=len(going))
-            total, self.label = (
-                total + self._cost.seconds(shape),
-                worst(self.label, self._cost.label(shape)),
-            )
+            total = total + self._cost.seconds(shape)
+            self.label = worst(self.label, self._cost.label(shape))
         return total
 
     def forget(self, request_id: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.config import DTYPE_BYTES, KV_BYTES, DeviceInfo, EngineArgs, EngineConfig, resolve
 from slipstream.config.forms import (
+    ContextParallel,
     DraftSettings,
     HeadDrafts,
     ModelDrafts,
@@ -205,7 +206,11 @@ def plan_engine(
         raise ConfigError(
             f"plan is for models that write text, and this is {spec.kind}", field="model"
         )
-    if not num_gpus >= 1 or any(a.num_heads % num_gpus for a in spec.attentions):
+    num_gpus = max(num_gpus, args.context_parallel_size)
+    by_context = args.context_parallel_size > 1
+    if not num_gpus >= 1 or (
+        not by_context and any(a.num_heads % num_gpus for a in spec.attentions)
+    ):
         raise ConfigError(
             f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus"
         )
@@ -285,6 +290,7 @@ def _analytic(
         product_type=product_type,
         cache_bytes=KV_BYTES[config.cache.dtype],
         num_gpus=num_gpus,
+        context=isinstance(config.parallel, ContextParallel),
         read_s=_read_s(config, description, hardware),
         dense_bytes=DTYPE_BYTES[dtype] if by_groups else None,
         host=HostCost(

@@ -176,9 +176,8 @@ def plan_device(
     capacity = find_capacity(
         engine.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
     )
-    for num_gpus in sizes(
-        description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
-    ):
+    most = max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
+    for num_gpus in sizes(args, description, most):
         if capacity.rate is not None or num_gpus <= engine.num_gpus:
             continue
         wider = plan_engine(args, description, hardware, num_gpus=num_gpus, acceptance=acceptance)
@@ -226,8 +225,10 @@ def plan_device(
     )
 
 
-def sizes(description: ModelDescription, max_gpus: int) -> list[int]:
-    """Returns the parallel sizes that divide the heads of all layers."""
+def sizes(args: EngineArgs, description: ModelDescription, max_gpus: int) -> list[int]:
+    """Returns the parallel sizes that divide the heads of all layers, or the one that is given."""
+    if args.context_parallel_size > 1:
+        return [args.context_parallel_size]
     heads = [a.num_heads for a in description.spec.attentions]
     return [n for n in (1, 2, 4, 8, 16) if n <= max_gpus and all(h % n == 0 for h in heads)]
 
@@ -242,9 +243,8 @@ def smallest(
     """Returns the engine on the fewest devices that hold the model, and notes. OutOfMemoryError if
     none do."""
     refused: OutOfMemoryError | None = None
-    for num_gpus in sizes(
-        description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
-    ):
+    most = max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
+    for num_gpus in sizes(args, description, most):
         try:
             engine = plan_engine(
                 args, description, hardware, num_gpus=num_gpus, acceptance=acceptance
@@ -252,7 +252,7 @@ def smallest(
         except OutOfMemoryError as error:
             refused = error
             continue
-        return engine, [] if num_gpus == 1 else [
+        return engine, [] if num_gpus in (1, args.context_parallel_size) else [
             f"one GPU does not hold the model; {num_gpus} that share it do"
         ]
     assert refused is not None
@@ -360,7 +360,10 @@ def recommended(
 
     if engine.hardware.is_gpu:
         why = "the fewest devices that hold the model and meet the objectives: replicas carry more than shared models do"
-        recommend("tensor_parallel_size", engine.num_gpus, why)
+        if (context := engine.args.context_parallel_size) > 1:
+            recommend("context_parallel_size", context, "as it was given")
+        else:
+            recommend("tensor_parallel_size", engine.num_gpus, why)
     peak, seqs = peak_sequences(run), scheduling.max_num_seqs
     wanted = min(seqs, max(8, -(-math.ceil(peak * SPARE) // 8) * 8))
     why = f"at the load at most {peak} sequences run at once; a quarter more for bursts"

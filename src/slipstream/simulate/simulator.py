@@ -295,10 +295,8 @@ class SimulatedReplica:
                 )
                 decodes, prompt = in_graph or (shape.num_decodes, shape.num_prompt_tokens)
                 padded = shape._replace(num_decodes=decodes, num_prompt_tokens=prompt)
-        seconds, host = (
-            cost.seconds(padded),
-            cost.host.seconds(shape.num_decodes + shape.num_prompts),
-        )
+        seconds = cost.seconds(padded)
+        host = cost.host.seconds(shape.num_decodes + shape.num_prompts)
         label = cost.label(padded) if plan.step_id % LABEL_EVERY == 1 else None
         if shape.num_drafts and self._draft_steps is not None:
             seconds += self._draft_steps.seconds([s for s in plan.scheduled if s.drafts])
@@ -356,20 +354,16 @@ class SimulatedReplica:
         self.peak_usage = max(self.peak_usage, 1 - pool.num_free / pool.num_usable)
         outputs = self.scheduler.update(step.plan, result)
         if result.num_tokens is not None:
-            usual, num_tokens = (
-                len(outputs),
-                sum(len(o.token_ids) for o in outputs if isinstance(o, TokenOutput)),
-            )
+            usual = len(outputs)
+            num_tokens = sum(len(o.token_ids) for o in outputs if isinstance(o, TokenOutput))
         for output in outputs:
             assert isinstance(output, TokenOutput)
             request_id = output.request_id
             request = self._open[request_id]
             if request.first_step < 0:
-                request.first, request.first_step, request.cached = (
-                    now,
-                    number,
-                    output.num_cached_tokens,
-                )
+                request.first = now
+                request.first_step = number
+                request.cached = output.num_cached_tokens
                 usual -= 1
             elif (
                 self._preempted and self._preempted.get(request_id, _NEVER)[0] <= step.plan.step_id
@@ -434,7 +428,8 @@ _NEVER = (1 << 62, 0.0)
 
 
 def _token(part: Part) -> int:
-    """The token that stands for all of a part's. Negative ones are those of plain requests."""
+    """Returns the token that stands for every token of a part. Negative tokens belong to requests
+    without a session."""
     return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1
 
 
@@ -534,11 +529,9 @@ def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest])
     takes memory and time."""
     if engine.num_blocks <= MANY_BLOCKS:
         return engine
-    groups, size, step = (
-        engine.cache.groups,
-        engine.cache.block_size,
-        engine.scheduling.max_num_batched_tokens,
-    )
+    groups = engine.cache.groups
+    size = engine.cache.block_size
+    step = engine.scheduling.max_num_batched_tokens
     lengths = Counter(
         min(r.input_tokens + r.output_tokens, engine.max_model_len) + size for r in requests
     )

@@ -165,16 +165,17 @@ Transform: TypeAlias = (
 
 
 def orders_rows(transform: Transform | None) -> bool:
-    """Whether a change only orders whole rows anew, which weights in blocks of a row's numbers allow."""
+    """Tells whether a transform only reorders whole rows. Weights in blocks of a row's numbers
+    allow no other."""
     if isinstance(transform, Untile):
         return not transform.columns
     return isinstance(transform, Unpermute | Regroup | None)
 
 
 def keeps_float32(name: str) -> bool:
-    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts,
-    scales of experts, tables of tokens' experts, the decays of recurrent layers, gates' biases of compressed keys, and the
-    coefficients of hyper-connections."""
+    """Tells whether a parameter stays float32 in a model of any type: corrections that decide
+    between near scores of experts, scales of experts, tables of tokens' experts, the decays of
+    recurrent layers, gates' biases of compressed keys, and the coefficients of hyper-connections."""
     kept = (
         *(
             ".correction.weight",

@@ -54,7 +54,7 @@ class DeviceCache:
         scales: Sequence[tuple[Tensor, ...]] | None,
     ) -> list[LayerKV]:
         """The same for layers whose keys differ in size."""
-        values, size = self.platform.values, self.config.block_size
+        values, size = self.platform.values, self.config.rank_block_size
         dtype, shape = values.dtype(self.config.dtype), (num_blocks, layout.width * size)
         wholes = {i: self.platform.zeros(shape, dtype) for i in layout.tensors}
         caches = {}
@@ -105,7 +105,7 @@ class DeviceCache:
 
     def _index(self, layer: int, num_blocks: int, name: str) -> Tensor | None:
         attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)
-        new, size = self.platform.zeros, self.config.block_size
+        new, size = self.platform.zeros, self.config.rank_block_size
         return index_tensor(attention, num_blocks, size, lambda shape: new(shape, dtype))
 
     def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
@@ -115,7 +115,7 @@ class DeviceCache:
         return cache_tensors(
             attention,
             num_blocks,
-            self.config.block_size,
+            self.config.rank_block_size,
             lambda s: zeros(s, dtype),
             values_by_dim=self.ops.values_by_dim(dtype),
             int4=int4,

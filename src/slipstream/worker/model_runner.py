@@ -104,7 +104,8 @@ class ModelRunner(Runner):
         self.graphs = make()
         self.graphs.capture()
         forwards.add(self.graphs)
-        if self.ops.shares_prefixes and not self.loaded.has_latents:
+        shares = self.ops.shares_prefixes and config.cache.context_ranks == 1
+        if shares and not self.loaded.has_latents:
             forwards.add(make(SharedPrefixInput(self.device), self.graphs))
         if self.adapters is not None:
             self.adapter_graphs = make(AdapterInput(self.adapters, self.rows, self.device))

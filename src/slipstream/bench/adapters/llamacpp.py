@@ -52,11 +52,9 @@ class OfflineLlamaCpp:
             raise ConfigError(f"llama.cpp can't load {path}", field="model")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max = batch_size * max_model_len, batch_size
-        params.n_batch, params.n_threads, params.n_threads_batch = (
-            BATCH_TOKENS,
-            num_threads,
-            num_threads,
-        )
+        params.n_batch = BATCH_TOKENS
+        params.n_threads = num_threads
+        params.n_threads_batch = num_threads
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)

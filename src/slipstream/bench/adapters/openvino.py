@@ -61,11 +61,9 @@ class OfflineOpenVINO:
         times: list[list[float]] = [[] for _ in requests]
         for i, r in enumerate(requests):
             config = self._genai.GenerationConfig()
-            config.max_new_tokens, config.ignore_eos, config.do_sample = (
-                r.output_tokens,
-                True,
-                False,
-            )
+            config.max_new_tokens = r.output_tokens
+            config.ignore_eos = True
+            config.do_sample = False
             ids = self._openvino.Tensor(np.array([r.prompt_token_ids], dtype=np.int64))
             handles.append(self._pipeline.add_request(i, ids, config))
         while self._pipeline.has_non_finished_requests():

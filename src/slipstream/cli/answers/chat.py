@@ -81,10 +81,8 @@ PICTURES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".g
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog, parser.formatter_class = (
-        "commands in the chat:\n" + HELP,
-        argparse.RawDescriptionHelpFormatter,
-    )
+    parser.epilog = "commands in the chat:\n" + HELP
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
     )

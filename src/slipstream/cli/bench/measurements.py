@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.base.files import writing
 from slipstream.cli.agent_options import AGENTS_TITLE, add_agent_options, given_agent_options
 from slipstream.cli.console import phases, print_json, say
-from slipstream.cli.options import (
-    add_engine_options,
-    add_output_options,
-    engine_args,
-    engine_words,
-)
+from slipstream.cli.options import add_engine_options, add_output_options, engine_args, engine_words
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain

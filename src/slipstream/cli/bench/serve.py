@@ -156,12 +156,10 @@ class _Bench:
         arrivals: Arrivals,
         objectives: dict[str, float],
     ) -> None:
-        self.args, self.settings, self.arrivals, self.objectives = (
-            args,
-            settings,
-            arrivals,
-            objectives,
-        )
+        self.args = args
+        self.settings = settings
+        self.arrivals = arrivals
+        self.objectives = objectives
         self.workload: BenchWorkload
         if not needs_vocab_size(
             args, settings

@@ -22,11 +22,7 @@ async def endpoint_of(
     from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 
     endpoint = Endpoint(
-        url=url,
-        model=model or "",
-        api_key=api_key,
-        ignore_eos=args.ignore_eos,
-        send_text=True,
+        url=url, model=model or "", api_key=api_key, ignore_eos=args.ignore_eos, send_text=True
     )
     if model is None:
         async with OpenAIEndpoint(endpoint) as server:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineConfig
-from slipstream.config.forms import HostAndGpu, HostExperts, ParallelConfig, TensorParallel
+from slipstream.config.forms import (
+    ContextParallel,
+    HostAndGpu,
+    HostExperts,
+    ParallelConfig,
+    TensorParallel,
+)
 from slipstream.costs.estimate import host_expert_bytes
 from slipstream.costs.hardware import host_memory
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -122,6 +128,9 @@ def _parallel(how: ParallelConfig) -> dict[str, object]:
     return {
         "tensor": first.size if first.tensor else 1,
         "experts": first.size if first.experts else 1,
+        "context": stage.size
+        if isinstance(stage, ContextParallel)
+        else getattr(stage, "context", 1),
         "stages": how.stages,
         "sequence": isinstance(stage, TensorParallel) and stage.sequence,
         "on_host": isinstance(how, HostAndGpu),
@@ -206,6 +215,12 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     if first.experts:
         also = ", and requests with their keys and values" if first.deals_requests else ""
         lines.append(f"whole experts over {first.size} ranks{also}")
+    if (context := config.cache.context_ranks) > 1 and first.tensor:
+        lines.append(f"each request's keys and values by tokens over {context} ranks")
+    if isinstance(how, ContextParallel):
+        lines.append(
+            f"each request's keys and values by tokens, and long steps' tokens, over {how.size} ranks; all weights on each"
+        )
     if how.stages:
         lines.append(f"layers over {how.num_stages} stages: {', '.join(map(str, how.stages))}")
     lines += uneven_parts(spec, first)

@@ -19,13 +19,13 @@ from slipstream.model.stored.packing import numbers
 from slipstream.spec.scheme import WeightFormat
 
 SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
-"""Factors of the largest magnitude that clipping tries for integers. Above 1, the last code is
-reached from below only."""
+"""Factors by which integer formats multiply the largest magnitude when they look for the best
+clipping. Above 1 the last code is reached from below only."""
 
 FLOAT_SHRINKS = tuple(2 ** (i / 32) for i in range(32))
-"""The same for floats, over one factor of two; beyond it the same codes repeat. The relative error
-of a float depends on its mantissa, so a scale can put the few weights with large inputs on codes.
-"""
+"""Factors tried for floats, over one factor of two; beyond it the same codes repeat. The relative
+error of a float depends on its mantissa, so a scale can put the few weights with large inputs on
+codes."""
 
 NVFP4_SHRINKS = (
     1.0,
@@ -33,10 +33,10 @@ NVFP4_SHRINKS = (
     *(0.75 + 0.05 * i for i in range(5)),
     *(1.05 + 0.05 * i for i in range(9)),
 )
-"""The same for NVFP4: the largest magnitude becomes 6, 4 ("four over six"), or what lies between or
-beside."""
+"""Factors tried for NVFP4: the largest magnitude becomes 6, 4 ("four over six"), or a value
+between or near them."""
 MXFP4_SHRINKS = (1.0, 2.0, 0.5)
-"""The same for MXFP4, whose scales are powers of two."""
+"""Factors tried for MXFP4, whose scales are powers of two."""
 
 COLUMNS_AT_ONCE = 128
 """Columns that GPTQ rounds one by one before it updates all later columns in one product."""
@@ -54,7 +54,8 @@ class QuantGrid:
     factors: Tensor | None = None
 
     def codes(self, weight: Tensor) -> Tensor:
-        """The nearest codes of a float32 weight [out, in]: int8, or numbers in float8_e4m3fn."""
+        """Returns the nearest codes of a float32 weight [out, in]: int8, or numbers in
+        float8_e4m3fn."""
         scales = self.scales.float().expand(len(weight), -1)[..., None]
         x = weight.unflatten(1, (scales.shape[1], -1)) / scales
         if self.fmt.in_pairs:
@@ -69,13 +70,13 @@ class QuantGrid:
         return ints.flatten(1)
 
     def column(self, column: Tensor, group: int) -> Tensor:
-        """One column of weights [out], rounded to nearest."""
+        """Rounds one column of weights [out] to nearest."""
         zeros = self.zeros[:, group].float() if self.zeros is not None else None
         return on_grid(self.fmt, column, self.scales[:, group].float(), zeros)
 
 
 def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """x rounded to nearest on its grid; all are float32 of one shape."""
+    """Rounds x to the nearest values of its grid. All arguments are float32 of one shape."""
     if fmt.in_pairs:
         return e2m1_values(e2m1_codes(x / scales)) * scales
     if fmt.kind == "float":
@@ -99,12 +100,12 @@ class Rounded:
         return self.grid.fmt
 
     def dequantized(self) -> Tensor:
-        """The weight, float32 [out, in]."""
+        """Returns the weight as float32 [out, in]."""
         return numbers(self.codes, self.grid.scales, self.grid.zeros)
 
     @classmethod
     def cat(cls, parts: Sequence[Rounded]) -> Rounded:
-        """The rows of several weights of one format, concatenated."""
+        """Concatenates the rows of several weights of one format."""
         zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
         factors = [part.grid.factors for part in parts if part.grid.factors is not None]
         grid = QuantGrid(
@@ -119,7 +120,8 @@ class Rounded:
 
 
 def bounds(fmt: WeightFormat) -> tuple[int, int]:
-    """(lowest, highest) integer code. Weights that meet 8-bit inputs do not use −128."""
+    """Returns the lowest and the highest integer code. Weights that meet 8-bit inputs do not use
+    −128."""
     return fmt.lowest + (fmt.inputs is not None), -fmt.lowest - 1
 
 
@@ -178,7 +180,8 @@ def shrinks_of(fmt: WeightFormat) -> Sequence[float]:
 def _range(
     groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype, factors: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(scales, zeros) that put the extremes of `groups` [rows, groups, size], times `shrink`, on the ends of the range."""
+    """Returns (scales, zeros) that put the extremes of `groups` [rows, groups, size], times
+    `shrink`, on the ends of the range."""
     if fmt.in_pairs:
         largest = groups.abs().amax(-1).clamp(min=SMALLEST)
         if factors is None:
@@ -237,7 +240,7 @@ def gptq_trace(
     act_order: bool,
     clip: bool,
 ) -> tuple[Rounded, Tensor]:
-    """(the result of `gptq`, each weight just before it was rounded, float32 [out, in])."""
+    """Returns the result of `gptq`, and each weight just before it was rounded, float32 [out, in]."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
@@ -303,7 +306,7 @@ def round_weight(
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """The value of `rounded`, with the gradient of x."""
+    """Returns the value of `rounded` with the gradient of x."""
     return x + (rounded - x).detach()
 
 
@@ -337,7 +340,8 @@ def compensate(weight: Tensor, stats: InputStats, share: float, *, damping: floa
 
 
 def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse. Damping grows until the factorisation succeeds."""
+    """Returns the upper Cholesky factor of the damped Hessian's inverse. Damping grows until the
+    factorisation succeeds."""
     live = hessian.diagonal()[~dead]
     mean = float(live.mean()) if len(live) else 1.0
     for _ in range(8):

@@ -118,12 +118,10 @@ class DistillTraining:
         self.world, self.rank = (
             (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         )
-        self.settings, self.examples, self.device, self.held_out = (
-            settings,
-            examples,
-            device,
-            held_out,
-        )
+        self.settings = settings
+        self.examples = examples
+        self.device = device
+        self.held_out = held_out
         self.student, self.work = student, work
         self._check(student, teacher)
         longest = max(len(e.token_ids) for e in (*examples, *held_out))

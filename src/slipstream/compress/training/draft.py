@@ -392,11 +392,9 @@ class HeadTraining:
             names = self.spec.names(converted=True)
             maps: dict[str, Tensor] = {}
         else:
-            values, names, config = (
-                dict(self.net.named_parameters()),
-                self.spec.names("midlayer."),
-                eagle_config(self.spec, spec.max_position),
-            )
+            values = dict(self.net.named_parameters())
+            names = self.spec.names("midlayer.")
+            config = eagle_config(self.spec, spec.max_position)
             chosen = torch.zeros(spec.vocab_size, dtype=torch.bool).scatter(0, self.tokens, True)
             maps = {"d2t": self.tokens - torch.arange(len(self.tokens)), "t2d": chosen}
         tensors = {

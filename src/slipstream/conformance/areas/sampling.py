@@ -11,10 +11,7 @@ from slipstream.conformance.registry import FailedError, UnsupportedError, check
 from slipstream.conformance.session import SHAPE_ERRORS, Session
 
 SEEDED = ("chat", "completions", "ollama")
-LOGPROBS = {
-    "chat": {"logprobs": True, "top_logprobs": 3},
-    "completions": {"logprobs": 3},
-}
+LOGPROBS = {"chat": {"logprobs": True, "top_logprobs": 3}, "completions": {"logprobs": 3}}
 
 
 @check("sampling.greedy", *ALL)

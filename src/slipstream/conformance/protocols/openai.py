@@ -55,11 +55,7 @@ class Completions(Protocol):
         return {"prompt": ask.prompt} | self._common(ask, model, stream) | ask.extra
 
     def _common(self, ask: Ask, model: str, stream: bool) -> Body:
-        body: Body = {
-            "model": model,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-        }
+        body: Body = {"model": model, "max_tokens": ask.max_tokens, "temperature": ask.temperature}
         if ask.seed is not None:
             body["seed"] = ask.seed
         if ask.stop:

@@ -29,16 +29,18 @@ NO_UNICODE_ESCAPES = 'nrbtf\\"'
 """The letters that may follow a backslash in a string: all of JSON's but `/` and `u`."""
 
 MAX_INTEGER = 2**63 - 1024
-"""The largest double that fits in 64 bits with a sign. Bounds beyond it are replaced by it."""
+"""Largest double that fits in a signed 64-bit integer. Bounds beyond it are replaced by it."""
 
 MAX_DECIMALS = 20
-"""Decimals of the inclusive bound that stands for an exclusive one: above 0 begins at 1e-20."""
+"""Number of decimals of an inclusive bound that stands for an exclusive one: "above 0" begins at
+1e-20."""
 
 SHORT_STEP = 1e-4
-"""Numbers with as many digits behind the point are told apart from each other and from any bound."""
+"""Step of the numbers with few decimals, which doubles tell apart from each other and from any
+bound."""
 
 MAX_ID = 2000
-"""Characters of the whole schema's `$id`, which each reference is resolved by."""
+"""Maximum number of characters of the schema's `$id`. Each reference is resolved against it."""
 
 _SHOWN = 20
 _MAPS = {"properties", "patternProperties"}
@@ -198,7 +200,7 @@ class _Walk:
         return found, (None, ".".join(names)) if names else None, base
 
     def check_references(self) -> None:
-        """Raise what `_target` noted. Call it once all parts were looked at."""
+        """Raises the errors that `_target` noted. Call it after all parts were looked at."""
         if self._strange and self._relative:
             reference, path = self._strange
             raise ValueError(
@@ -212,7 +214,7 @@ def _members(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _has_named_reference(root: Any) -> bool:
-    """Whether some `$ref` does not just say a place: it names an `$id` or an `$anchor`."""
+    """Tells whether a `$ref` names an `$id` or an `$anchor` instead of a place in the schema."""
     references = (x.get("$ref") for x in _inner(root) if isinstance(x, dict))
     return any(isinstance(x, str) and x != "#" and not x.startswith("#/") for x in references)
 
@@ -222,7 +224,7 @@ def _keys(root: Any) -> set[str]:
 
 
 def _inner(root: Any) -> Iterator[Any]:
-    """A value of JSON and all values in it."""
+    """Yields a JSON value and all values inside it."""
     stack = [root]
     while stack:
         value = stack.pop()
@@ -232,7 +234,7 @@ def _inner(root: Any) -> Iterator[Any]:
 
 
 def draft_of(schema: dict[str, Any]) -> str:
-    """The draft that `$schema` names; the last one if it names none."""
+    """Returns the JSON Schema draft that `$schema` names, or the latest draft if it names none."""
     found = re.fullmatch(
         r"https?://json-schema\.org/(draft-0[3467]|draft/20\d\d-\d\d)/schema#?",
         str(schema.get("$schema")),
@@ -241,7 +243,7 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 
 def _rewrite(part: dict[str, Any], walk: _Walk) -> None:
-    """One part, without what is in it."""
+    """Rewrites one part of the schema, but not the parts inside it."""
     if "$schema" in part and draft_of(part) != walk.draft and (found := _keys(part) & _LATER):
         raise ValueError(
             f"$schema is not that of the whole schema ({walk.draft}), and {min(found)} means something in one of them only"
@@ -314,7 +316,8 @@ def _decimal(value: int | float) -> Decimal:
 
 
 def _is_exact(value: int | float) -> bool:
-    """Whether llguidance reads and writes it exactly: its parser rounds twice beyond 2**53 or 10**22."""
+    """Tells whether llguidance reads and writes `value` exactly: its parser rounds twice beyond
+    2**53 or 10**22."""
     number = _decimal(value)
     if number == number.to_integral_value() and abs(number) >= 2**53:
         return isinstance(value, int) and abs(value) < 2**63 and float(value) == value
@@ -323,8 +326,8 @@ def _is_exact(value: int | float) -> bool:
 
 
 def _inside(value: int | float, strict: bool, sign: int, whole: bool) -> int | float:
-    """An inclusive bound, the nearest that is read exactly and inside of the one given. `sign`: 1 of a lower bound, -1 of an
-    upper one."""
+    """Returns the inclusive bound nearest to `value` that llguidance reads exactly and that lies
+    inside of it. `sign` is 1 for a lower bound and −1 for an upper one."""
     bound = _decimal(value)
     if whole:
         rounded = sign * math.floor(sign * bound) if strict else sign * math.ceil(sign * bound)
@@ -353,7 +356,8 @@ def _double_inside(bound: Fraction, strict: bool, sign: int) -> float:
 
 
 def _factor(factor: int | float) -> Fraction:
-    """A factor as llguidance reads it: it multiplies by 10 until nothing is behind the point. ValueError if that is another."""
+    """Returns a `multipleOf` as an exact fraction. llguidance multiplies the number by 10 until it
+    is whole; ValueError if that gives another fraction."""
     value, exponent = abs(float(factor)), 0
     while value % 1 and exponent < 30:
         value, exponent = value * 10, exponent + 1
@@ -445,7 +449,7 @@ def _rewrite_strings(part: dict[str, Any]) -> None:
 
 
 def _has_control(value: Any) -> bool:
-    """Whether a string in it can only be written with a `\\u` escape."""
+    """Tells whether a string in `value` can only be written with a `\\u` escape."""
     return any(
         isinstance(x, str) and re.search(r"[\x00-\x07\x0b\x0e-\x1f\x7f]", x) for x in _inner(value)
     )
@@ -468,10 +472,7 @@ _LABEL = f"{_A}(?:{_A}|{_H}{_A}|{_H}{{2}}{_A}|{_H}(?:{_A}{_H}|-{_A}){_H}{{0,58}}
 FORMATS: dict[str, tuple[str, int | None]] = {
     "date": (f"^{_DATE}$", None),
     "time": (f"^(?:{_TIME}|{_LEAP_SECOND})$", None),
-    "date-time": (
-        f"^(?:{_DATE}[tT]{_TIME}|{_YEAR}-(?:06-30|12-31)[tT]{_LEAP_SECOND})$",
-        None,
-    ),
+    "date-time": (f"^(?:{_DATE}[tT]{_TIME}|{_YEAR}-(?:06-30|12-31)[tT]{_LEAP_SECOND})$", None),
     "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", 253),
 }
 """Replacement of each format: a pattern, and the longest string, None without a limit."""
@@ -528,7 +529,8 @@ def _is_set(token: str) -> bool:
 
 
 def _set(letter: str, exact: bool, negated: bool = False) -> str:
-    """A set of characters by its letter. `negated`: it is part of what a class leaves out, where more is safer."""
+    """Returns llguidance's spelling of a class letter such as `d` or `W`. With `negated` the
+    letter stands in a class that is left out: then the larger set is the safe one."""
     both, either = (_ECMA[letter.lower()],) * 2 if exact else _SETS[letter.lower()]
     if letter.islower():
         return f"[{either if negated else both}]"
@@ -536,8 +538,9 @@ def _set(letter: str, exact: bool, negated: bool = False) -> str:
 
 
 def _class(tokens: list[str], at: int, exact: bool) -> tuple[int, str]:
-    """A class of characters from behind its bracket: where it ends, and how llguidance writes it, whose classes may have others
-    in them and are combined by `&&`, `--` and `~~`."""
+    """Translates a character class. `at` is the position after its bracket. Returns the position
+    after its end, and its text for llguidance, whose classes may nest and are combined by `&&`,
+    `--` and `~~`."""
     negated = tokens[at : at + 1] == ["^"]
     at += negated
     try:
@@ -569,5 +572,5 @@ def _class(tokens: list[str], at: int, exact: bool) -> tuple[int, str]:
 
 
 def _literal(token: str) -> str:
-    """A character of a class."""
+    """Returns llguidance's spelling of one character in a class."""
     return "\\" + token if token in "[&~-^" else r"\x08" if token == r"\b" else token

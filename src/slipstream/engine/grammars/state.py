@@ -259,7 +259,8 @@ class GrammarState:
         return True
 
     def write_known(self, into: Bits) -> bool:
-        """Write the mask of a place where the matcher need not find it. False, and nothing is written, elsewhere."""
+        """Writes the mask if it is known without the matcher. Otherwise returns False and writes
+        nothing."""
         if self.write_free(into):
             return True
         mask = self._incomplete if self.known is None else self.known

@@ -241,7 +241,8 @@ class StringLengths:
             self._pending += own
 
     def settle(self) -> bool:
-        """Bring the matcher up to date. Whether it can go on: limits of llguidance may end it before the answer."""
+        """Gives the pending tokens to the matcher. Returns False if it can't go on: limits of
+        llguidance may end it before the answer."""
         pending, self._pending = self._pending, []
         return not pending or bool(self.matcher.consume_tokens(pending))
 

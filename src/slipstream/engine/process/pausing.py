@@ -14,13 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args
 
 from slipstream.engine.live_weights import weights_of
-from slipstream.engine.process.core_messages import (
-    Add,
-    AddBeams,
-    AddTexts,
-    Rejected,
-    ToParent,
-)
+from slipstream.engine.process.core_messages import Add, AddBeams, AddTexts, Rejected, ToParent
 from slipstream.engine.process.operation import Operation
 from slipstream.engine.process.operation_messages import (
     Answered,

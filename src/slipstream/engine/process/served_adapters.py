@@ -61,10 +61,7 @@ class ServedAdapters(Operation):
         self._last_id = len(self._by_name)
 
     def handle(
-        self,
-        process: CoreProcess,
-        message: LoadAdapter | UnloadAdapter | KnowAdapters,
-        number: int,
+        self, process: CoreProcess, message: LoadAdapter | UnloadAdapter | KnowAdapters, number: int
     ) -> None:
         if isinstance(message, KnowAdapters):
             self.know(number, message.version)

@@ -55,9 +55,7 @@ def prepare_beams(
     if processor.description is not None:
         check_beams(params, len(ends), processor.description.spec)
     sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=params.max_tokens,
-        truncate_prompt_tokens=truncate_prompt_tokens,
+        temperature=0.0, max_tokens=params.max_tokens, truncate_prompt_tokens=truncate_prompt_tokens
     )
     made = processor.prepare(prompt, sampling, options)
     (first,) = made.engine_requests

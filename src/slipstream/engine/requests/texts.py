@@ -35,7 +35,7 @@ class PreparedTexts:
 
 
 class TextsProcessor:
-    """`ids` are those of engine requests."""
+    """Turns texts into engine requests, whose ids come from `ids`."""
 
     def __init__(self, prompts: PromptReader, ids: Iterator[str]) -> None:
         self._prompts = prompts
@@ -119,8 +119,8 @@ class TextsProcessor:
     def _pairs(
         self, pairs: list[tuple[str, str]], how: PoolingSpec, room: int | None
     ) -> tuple[list[list[int]], list[int]]:
-        """Tokens of pairs of texts, and the number of them that belong to the first text, for each
-        pair."""
+        """Returns the tokens of pairs of texts, and for each pair the number that belong to the
+        first text."""
         if self._tokenizer is None:
             raise RequestError(
                 "pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt"
@@ -166,8 +166,8 @@ class TextsProcessor:
     def _tokenised(
         self, prompts: list[Any], room: int | None, *, first: int
     ) -> tuple[list[list[int]], npt.NDArray[np.int32]]:
-        """Prompts that are tokens already, and these behind each other. All are looked at together; one by one only to name
-        what is wrong."""
+        """Returns prompts that are token ids already, as lists and in one array. All ids are
+        checked at once; if one is wrong they are checked one by one, to name it."""
         try:
             found = [prompt["prompt_token_ids"] for prompt in prompts if len(prompt) == 1]
             found = [ids if type(ids) is list else list(ids) for ids in found]
@@ -200,7 +200,8 @@ class TextsProcessor:
             raise RequestError("this model gives no sparse embeddings", field="model")
 
     def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
-        """The model, if it can do it."""
+        """Returns the model's description and its pooling. RequestError if it can't compute such
+        texts."""
         model = self._prompts.model
         spec, how = model.spec, model.pooling
         if spec.encoder is not None:
@@ -222,7 +223,8 @@ _RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def whole_numbers(lists: list[list[int]]) -> npt.NDArray[np.int32] | None:
-    """The numbers in the lists behind each other; None if one is no `int` of 32 bits.
+    """Returns the numbers of all lists in one array, or None if one of them is no `int` of 32
+    bits.
 
     `marshal` (its format 2) writes the head of a list, and such an int, as five bytes, a kind and 32 bits, and any other object
     with another kind: the fastest look at the type of each of many objects, with a conversion that costs nothing more.
@@ -244,7 +246,7 @@ def _kind(text: object) -> type:
 
 @contextmanager
 def _named(index: int) -> Iterator[None]:
-    """A RequestError inside is text `index`'s."""
+    """Adds the index of the text to a RequestError that is raised inside."""
     try:
         yield
     except RequestError as error:
@@ -260,8 +262,8 @@ def _in_text(error: RequestError, index: int) -> RequestError:
 def _judged(
     tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None
 ) -> tuple[int, ...]:
-    """A query and a document as the chat template of a model that judges them has it; the document is cut to `room` tokens in
-    all."""
+    """Returns the tokens of a query and a document in the chat template of a reranker. The
+    document is cut so that all have at most `room` tokens."""
     said = [{"role": "system", "content": instruction}] if instruction else []
 
     def rendered(text: str) -> tuple[int, ...]:

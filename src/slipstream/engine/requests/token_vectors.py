@@ -111,10 +111,7 @@ def max_sims(
 
 
 def without_skipped(
-    model: ModelDescription,
-    vectors: Vectors,
-    rows: Sequence[Floats],
-    tokenizer: TokenIds | None,
+    model: ModelDescription, vectors: Vectors, rows: Sequence[Floats], tokenizer: TokenIds | None
 ) -> list[Floats]:
     """The rows of documents without those of tokens that are skipped (punctuation)."""
     words = () if model.pooling.late is None or tokenizer is None else model.pooling.late.skipped

@@ -102,10 +102,8 @@ class FleetGrpc(GrpcServer):
 
 def _request(body: GrpcInference, record: RequestRecord) -> tuple[Scope, bytes]:
     given = {**body.tensors, "parameters": body.parameters, "id": body.id}
-    raw, path = (
-        encode(given),
-        f"/v2/models/{body.model}/{'generate_stream' if body.stream else 'generate'}",
-    )
+    raw = encode(given)
+    path = f"/v2/models/{body.model}/{'generate_stream' if body.stream else 'generate'}"
     scope = {
         "type": "http",
         "method": "POST",

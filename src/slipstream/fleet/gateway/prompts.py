@@ -76,10 +76,8 @@ class Prompts:
     def __init__(self, name: str, args: EngineArgs, server: dict[str, Any]) -> None:
         args = settled(args)
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-        tokenizer, context = (
-            load_tokenizer(args, description),
-            args.max_model_len or description.spec.max_position,
-        )
+        tokenizer = load_tokenizer(args, description)
+        context = args.max_model_len or description.spec.max_position
         # the replica answers a prompt that is too long
         model = SimpleNamespace(max_model_len=2**31)
         self.input = InputProcessor(

@@ -36,10 +36,8 @@ def fleet_status(
                     assert load.stats is not None  # `Replica.load` is the last report that has them
                     one = replica_status(replica.id, doing, load.stats, canary_ok=load.canary_ok)
                 # includes requests on their way there
-                one.num_running, one.num_waiting = (
-                    seen.running,
-                    seen.waiting,
-                )
+                one.num_running = seen.running
+                one.num_waiting = seen.waiting
                 replicas.append(one)
                 if replica.counts is not None:
                     told.add(replica.counts)

@@ -198,12 +198,10 @@ class ConnectionPool:
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
-        self.host, self.port, self._tls, self._connect_s = (
-            parts.hostname,
-            parts.port,
-            tls,
-            connect_s,
-        )
+        self.host = parts.hostname
+        self.port = parts.port
+        self._tls = tls
+        self._connect_s = connect_s
         self._host_line = f"host: {parts.netloc}\r\n".encode()
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()

@@ -128,13 +128,11 @@ class ReplicaProcesses:
         log: Callable[[str], str],
         drain_s: float,
     ) -> None:
-        self._folder, self._key, self._files, self._log, self._drain_s = (
-            folder,
-            key,
-            files,
-            log,
-            drain_s,
-        )
+        self._folder = folder
+        self._key = key
+        self._files = files
+        self._log = log
+        self._drain_s = drain_s
         self._running: set[ProcessReplica] = set()
 
     @property

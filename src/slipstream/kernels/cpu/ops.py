@@ -27,6 +27,7 @@ from slipstream.kernels.cpu.program.mla import (
     add_choose_keys,
     add_latent_attention,
     add_latent_queries,
+    add_latent_values,
 )
 from slipstream.kernels.cpu.program.moe import (
     NativeExperts,
@@ -308,6 +309,14 @@ class NativeOps(CpuOps):
         )
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
+
+    def mla_values(self, seen: Tensor, params: MLAParams) -> Tensor:
+        out = torch.empty(len(seen), params.values.out_features)
+        p = Program(self.pool)
+        rows = p.bound(_wide(seen.flatten(1)))
+        add_latent_values(p, rows, p.bound(out), params, _temporary(p))
+        self._run(p, len(seen))
+        return out.to(seen.dtype)
 
     def choose_keys(
         self,

@@ -176,10 +176,8 @@ class CpuOps(ReferenceOps):
             spec.held is not None
         ):  # experts of other ranks come after the local ones, and get no product
             here = (chosen >= spec.held[0]) & (chosen < spec.held[0] + held)
-            chosen, weights = (
-                torch.where(here, chosen - spec.held[0], held),
-                torch.where(here, weights, 0.0),
-            )
+            chosen = torch.where(here, chosen - spec.held[0], held)
+            weights = torch.where(here, weights, 0.0)
         by_expert, order = chosen.flatten().sort(stable=True)
         count = int((by_expert < held).sum())
         by_expert, order = by_expert[:count], order[:count]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.cache import int4 as int4_cache
 from slipstream.kernels.cache.blocks import BlockTensors
+from slipstream.kernels.context_ops import packed
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
@@ -234,6 +235,31 @@ class ReferenceOps(OpSet):
             found = attend(q[begin:end], keys, values, params)
             out[begin:end] = int4_cache.rotated(found).to(q.dtype) if int4 else found
         return out
+
+    def attention_part(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
+        out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
+        sums = torch.full(q.shape[:2], -math.inf, device=q.device)
+        starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+        assert meta.limits is not None
+        for i, length in enumerate(lens):
+            rows = slice(starts[i], starts[i + 1])
+            if length == 0 or rows.start == rows.stop:
+                continue
+            keys, values = (
+                x.float().repeat_interleave(q.shape[1] // len(x), dim=0)
+                for x in gather_sequence(kv, meta.block_table[i], length)
+            )
+            scores = torch.einsum("nhd,hld->nhl", q[rows].float(), keys) * params.scale
+            if params.softcap is not None:
+                scores = params.softcap * torch.tanh(scores / params.softcap)
+            hidden = torch.arange(length, device=q.device) >= meta.limits[rows, None]
+            scores = scores.masked_fill(hidden[:, None], -math.inf)
+            sums[rows] = scores.logsumexp(-1)
+            weights = scores.softmax(-1).nan_to_num(0.0)  # NaN: a token without keys here
+            out[rows] = torch.einsum("nhl,hld->nhd", weights, values).to(q.dtype)
+        return packed(out, sums)
 
     def best_keys(
         self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int

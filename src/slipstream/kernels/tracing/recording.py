@@ -201,12 +201,7 @@ class NamedTables:
         return NamedWeight("query_scale", (self.max_model_len,))
 
     def disentangled(
-        self,
-        ops: object,
-        spec: AttentionSpec,
-        position: DisentangledSpec,
-        qkv: object,
-        own: object,
+        self, ops: object, spec: AttentionSpec, position: DisentangledSpec, qkv: object, own: object
     ) -> DisentangledParams:
         shape = (spec.num_heads, spec.head_dim, 2 * position.span)
         keys, queries = (

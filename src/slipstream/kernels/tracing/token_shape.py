@@ -379,11 +379,9 @@ class Matcher:
         for name in ("softcap", "alibi_slopes", "distance_bias"):
             if getattr(params, name) is not None:
                 raise Refused(f"{name}: the one-token kernel has no such attention")
-        self.cos_sin, self.window, self.cache_group = (
-            heads.cos_sin,
-            params.window,
-            op.arguments["meta"].group,
-        )
+        self.cos_sin = heads.cos_sin
+        self.window = params.window
+        self.cache_group = op.arguments["meta"].group
         self.tensors |= {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "sinks": params.sinks}
         attended = op.out
         if gate is not None:

@@ -26,6 +26,7 @@ from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling
 from slipstream.kernels.triton.attention import (
     bidirectional,
+    context,
     disentangled,
     int4,
     int4_writing,
@@ -101,6 +102,7 @@ class TritonOps(OpSet):
     mask_logits = staticmethod(sampling.mask_logits)
     mean_of_texts = staticmethod(bidirectional.mean_of_texts)
     mla_queries = staticmethod(mla_queries)
+    merge_parts = staticmethod(context.merge_parts)
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
     chain_places = staticmethod(rows.chain_places)
@@ -326,6 +328,13 @@ class TritonOps(OpSet):
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,
         )
+
+    def attention_part(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
+        assert meta.limits is not None
+        assert kv.fold is None
+        return self.attention(q, kv, meta, params)
 
     def bidirectional_attention(
         self,

@@ -124,10 +124,8 @@ def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | 
     if not timed(best) < MIN_GAIN * before:
         return None
     # a second measurement, so that a lucky one decides nothing
-    again, before_again = (
-        time_of(best),
-        time_of(None),
-    )
+    again = time_of(best)
+    before_again = time_of(None)
     if not again < MIN_GAIN * before_again:
         return None
     return Measured(best, round(max(times[best], again), 3), round(min(before, before_again), 3))

@@ -147,9 +147,7 @@ class Compilers:
     ) -> None:
         self._capability, self._jobs = capability, dict[Job, Future[tuple[str, str]]]()
         self._pool = ProcessPoolExecutor(
-            num_processes,
-            multiprocessing.get_context("fork"),
-            partial(_begin, capability, folder),
+            num_processes, multiprocessing.get_context("fork"), partial(_begin, capability, folder)
         )
 
     def __enter__(self) -> Self:

@@ -146,10 +146,8 @@ def _round_groups(weight: Tensor, size: int, scales_dtype: torch.dtype) -> tuple
             products * products / squares.clamp(min=1.0)
         )  # reduction of the squared error, compared with all codes 0
         better = found > gain
-        gain, scales = (
-            torch.where(better, found, gain),
-            torch.where(better, products / squares.clamp(min=1.0), scales),
-        )
+        gain = torch.where(better, found, gain)
+        scales = torch.where(better, products / squares.clamp(min=1.0), scales)
     scales = torch.where(scales.abs() < least / 7.5, largest / 7.5, scales).to(scales_dtype)
     codes = (groups / scales.float()).round().clamp(-8, 7).int() + 8
     return codes.flatten(1), scales[..., 0].T.contiguous()

@@ -28,10 +28,18 @@ from slipstream.spec.scheme import InputFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.kernels.context_ops import Own
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights.forms import Activations, Linear
     from slipstream.platform.collectives import RankGroup
+
+
+def _own(rows: Tensor, meta: AttentionMetadata, group: RankGroup | None) -> Own:
+    """What this rank of a context has of its own. `group`: the ranks that have the other heads."""
+    if group is not None:
+        return "heads"
+    return "tokens" if len(rows) < len(meta.positions) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,8 @@ class Attention:
     query_scale: Tensor | None = None  # float32 [positions]
     group: RankGroup | None = None  # the ranks that have the other heads
     disentangled: DisentangledParams | None = None
+    context: RankGroup | None = None
+    """The ranks that have the other tokens' keys, and without `group` in a long step their rows."""
     spread: Linear | None = None
     """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
 
@@ -79,7 +89,12 @@ class Attention:
         return self._attended(ops, qkv, kv, meta)
 
     def _attended(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        s = self.spec
+        s, context, own = self.spec, self.context, None
+        if context is not None:
+            own = _own(qkv, meta, self.group)
+            if own == "tokens":
+                qkv = ops.gather_tokens(qkv, context, len(meta.positions))
+            meta = ops.own_keys(meta, kv.block_size, context)
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
         if self.q_norm is not None and self.k_norm is not None:
@@ -95,13 +110,16 @@ class Attention:
         if not s.causal:
             return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
         q = ops.rope_and_cache(self._filled(ops, qkv), kv, meta, self.heads)
-        found = ops.attention(q, kv, meta, self.params).flatten(1)
+        if context is None:
+            found = ops.attention(q, kv, meta, self.params).flatten(1)
+        else:
+            found = ops.attention_over_ranks(q, kv, meta, self.params, context, own=own).flatten(1)
         if s.value_dim is None:
             return found
         return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
 
     def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
-        """The rows with values as wide as keys."""
+        """Returns the rows with values padded to the width of keys."""
         s = self.spec
         if s.value_dim is None:
             return qkv
@@ -158,6 +176,8 @@ class LatentAttention:
     params: MLAParams
     query_scale: Tensor | None = None  # float32 [positions]
     index: Index | None = None
+    group: RankGroup | None = None  # as `Attention`'s
+    context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -172,14 +192,36 @@ class LatentAttention:
             rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=inputs)[0]
         if self.index is not None:
             meta.derived["chosen keys"] = self.index(ops, x, rows, kv, meta)
-        q = ops.linear(rows, self.q)
+        q, row = ops.linear(rows, self.q), ops.linear(x, self.latent)
+        if self.context is not None:
+            return self._over_ranks(ops, q, row, kv, meta, self.context)
         if self.query_scale is not None:
             q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
         q = q.unflatten(1, (self.spec.num_heads, -1))
-        row = ops.linear(x, self.latent)
         if self.spec.index is None:
             return ops.mla_attention(q, row, kv, meta, self.params)
         return ops.mla_attention(q, row, kv, meta, self.params, meta.derived["chosen keys"])
+
+    def _over_ranks(
+        self,
+        ops: OpSet,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        context: RankGroup,
+    ) -> Tensor:
+        """`mixed` from the products, over keys that ranks share out."""
+        num_tokens, own = len(meta.positions), _own(q, meta, self.group)
+        meta = ops.own_keys(meta, kv.block_size, context)
+        if own == "tokens":
+            q, row = (ops.gather_tokens(x, context, num_tokens) for x in (q, row))
+        if self.query_scale is not None:
+            q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
+        q = ops.mla_queries(q.unflatten(1, (self.spec.num_heads, -1)), row, kv, meta, self.params)
+        params = AttentionParams(scale=self.params.scale)
+        seen = ops.attention_over_ranks(q, kv, meta, params, context, own=own)
+        return ops.mla_values(seen, self.params)
 
     @property
     def inputs(self) -> InputFormat | None:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import Experts
-from slipstream.spec.model import (
-    DenseSpec,
-    MoESpec,
-)
+from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import InputFormat
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ from slipstream.spec.scheme import InputFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+    from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights.forms import Activations
     from slipstream.model.layers.residual import Pending
@@ -76,6 +76,8 @@ class Partition:
     group: RankGroup
     pipe: Pipe | None = None
     every: RankGroup | None = None
+    context: RankGroup | None = None
+    """The ranks that share out keys and values by tokens, and by `sequence` long steps' tokens."""
     sequence: bool = False
     """Sequence parallelism for long steps (Korthikanti et al. 2022, arXiv:2205.05198).
 
@@ -119,6 +121,7 @@ class Layer:
     mlp_ranks: RankGroup | None = None
     expert_ranks: RankGroup | None = None  # ranks with other experts and other requests
     shares_tokens: bool = False  # sequence parallelism in long steps
+    context: RankGroup | None = None  # ranks with other tokens' keys, and rows in long steps
 
     def __call__(
         self,
@@ -238,7 +241,7 @@ class Layer:
         n, mlp = self.norms, self.mlp
         assert isinstance(mlp, MoE)
         assert mlp.shared is not None
-        load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
+        load = self._load(ops, kv, meta, rows)
 
         def mixture(x: Tensor) -> Tensor:
             by, rows = normed(ops, n["pre_router"], x), normed(ops, n["pre_experts"], x)
@@ -332,11 +335,30 @@ class Layer:
         assert self.mlp is not None
         if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
-        load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
+        load = self._load(ops, kv, meta, x)
         if self.expert_ranks is None:
             return self.mlp(ops, x, load, step)
         most_tokens = len(x) if step.most_tokens is None else step.most_tokens
         return self.mlp.over_ranks(ops, x, self.expert_ranks, most_tokens, load, step)
+
+    def _load(
+        self, ops: OpSet, kv: LayerKV, meta: AttentionMetadata, x: Any
+    ) -> ExpertCounters | None:
+        """Counters for the experts of rows `x`, if they are counted. Ranks of a context count each
+        token once."""
+        if self.expert_counts is None:
+            return None
+        if (ranks := self.context) is None:
+            return ops.expert_load(self.expert_counts, kv, meta)
+        if self.attention_ranks is not None:  # rank 0's are told
+            pass
+        elif len(x) < len(meta.positions):
+            own = ops.own_tokens(meta.slot_mapping, ranks)
+            meta = dataclasses.replace(meta, slot_mapping=own)
+        elif ranks.rank:
+            return None
+        load = ops.expert_load(self.expert_counts, kv, meta)
+        return dataclasses.replace(load, block_size=kv.block_size * ranks.size)
 
     def _before(
         self,

@@ -6,16 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.layouts import (
-    HyperParams,
-    NormParams,
-)
+from slipstream.kernels.layouts import HyperParams, NormParams
 from slipstream.model.layers.residual import normed, whole
-from slipstream.spec.model import (
-    HyperSpec,
-    OwnInputSpec,
-    StreamsSpec,
-)
+from slipstream.spec.model import HyperSpec, OwnInputSpec, StreamsSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

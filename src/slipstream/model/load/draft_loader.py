@@ -58,12 +58,7 @@ def load_head(
             ) from error
         return LoadedHead.of(
             build_head(
-                spec,
-                values,
-                decoder,
-                max_model_len=max_model_len,
-                scheme=scheme,
-                products=products,
+                spec, values, decoder, max_model_len=max_model_len, scheme=scheme, products=products
             ),
             ids,
             decoder,

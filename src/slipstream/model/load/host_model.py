@@ -57,12 +57,7 @@ def load_host_model(
     weights = _weights(description, ops, dtype, load_format, seed, by, formats, kept, cache_scales)
     own: Any = ops
     decoder = Decoder(
-        spec,
-        weights.values,
-        own,
-        max_model_len=max_model_len,
-        scheme=by,
-        products=weights.products,
+        spec, weights.values, own, max_model_len=max_model_len, scheme=by, products=weights.products
     )
     if description.gguf is not None:
         description.gguf.let_go()

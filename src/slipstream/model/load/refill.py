@@ -46,12 +46,7 @@ class Refill:
     """Other weights for `decoder`, which runs. `weights` can make each weight several times."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        weights: Weights,
-        *,
-        max_model_len: int,
-        scheme: Scheme | None,
+        self, decoder: Decoder, weights: Weights, *, max_model_len: int, scheme: Scheme | None
     ) -> None:
         self._decoder, self._weights = decoder, weights
         self._max_model_len, self._scheme = max_model_len, scheme

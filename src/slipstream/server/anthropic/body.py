@@ -492,14 +492,7 @@ register(
     AnthropicTool,
     parts=(
         *(Base64Source, UrlSource),
-        *(
-            CacheControl,
-            AnthropicMessage,
-            AnthropicChoice,
-            Thinking,
-            OutputConfig,
-            OutputFormat,
-        ),
+        *(CacheControl, AnthropicMessage, AnthropicChoice, Thinking, OutputConfig, OutputFormat),
     ),
 )
 

@@ -576,11 +576,9 @@ class BatchRunner:
             self._put_back(work, line)
             raise
         except Exception:  # RequestLog has logged it
-            status, headers, body = (
-                500,
-                {},
-                b'{"error":{"message":"internal error","type":"server_error"}}',
-            )
+            status = 500
+            headers = {}
+            body = b'{"error":{"message":"internal error","type":"server_error"}}'
         if status == 401:  # the key was revoked while the line ran
             self._put_back(work, line)
             work.failure = work.failure or _key_gone()

@@ -61,13 +61,11 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = (
-            status,
-            message,
-            kind,
-            param,
-            code,
-        )
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
         self.lengths: tuple[int, int | None, int] | None = None  # as `ContextLengthError` has them
 
@@ -206,10 +204,8 @@ def wrong_method(methods: Set[str]) -> ApiError:
 def _no_route(request: Request, exc: HTTPException) -> ApiError:
     """A 405 with the path's methods, or a 404 with the most similar route. It repeats nothing of
     the client's text."""
-    path, routes = (
-        request.scope["path"],
-        [route for route in request.app.routes if isinstance(route, Route)],
-    )
+    path = request.scope["path"]
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
     methods = {
         method
         for route in routes

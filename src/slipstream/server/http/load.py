@@ -85,13 +85,11 @@ class Acceptor:
         num_open: Callable[[], int],
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._listener, self._load, self._protocol, self._num_open, self._tls = (
-            listener,
-            load,
-            protocol,
-            num_open,
-            tls,
-        )
+        self._listener = listener
+        self._load = load
+        self._protocol = protocol
+        self._num_open = num_open
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False

@@ -115,10 +115,7 @@ _POSTS = {
     "/wake_up": ("Take the model's memory again after /sleep", {}),
     "/v2/repository/index": ("The models served, as Triton lists them", {}),
     "/v1/batches/{id}/cancel": ("Cancel a batch. Its answers so far are kept", {}),
-    "/v1/responses/{id}/cancel": (
-        "Always an error: there are no answers in the background",
-        {},
-    ),
+    "/v1/responses/{id}/cancel": ("Always an error: there are no answers in the background", {}),
 }
 _ID: dict[str, Any] = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _DELETES = {"/v1/responses/{id}": "Forget an answer", "/v1/files/{id}": "Delete a file"}
@@ -155,11 +152,7 @@ _FORM_SCHEMAS: dict[str, Any] = {
         "title": "Transcription",
         "type": "object",
         "required": ["file"],
-        "properties": {
-            **_SPEECH,
-            "language": {"type": "string"},
-            "stream": {"type": "boolean"},
-        },
+        "properties": {**_SPEECH, "language": {"type": "string"}, "stream": {"type": "boolean"}},
         "additionalProperties": False,
     },
     "Translation": {

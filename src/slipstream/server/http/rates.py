@@ -47,11 +47,9 @@ DAY_S = 86_400
 
 # A row of each table begins with the key's id as two numbers.
 # The second of the newest count, then counts by second modulo WINDOW.
-_LAST, _REQUESTS, _TOKENS = (
-    2,
-    3,
-    3 + WINDOW,
-)
+_LAST = 2
+_REQUESTS = 3
+_TOKENS = 3 + WINDOW
 _RUNNING = _TOKENS + WINDOW  # requests at once, by front end
 _NOW_WIDTH = _RUNNING + MAX_FRONT_ENDS
 _DAY, _SPENT, _DAY_WIDTH = 2, 3, 4

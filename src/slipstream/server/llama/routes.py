@@ -405,10 +405,7 @@ class LlamaAnswer(completions.CompletionAnswer):
 
     def _counts(self, index: int) -> dict[str, int]:
         evaluated = len(self.prompt_info[index // self.num_drawn].token_ids)
-        return {
-            "tokens_predicted": self.choices[index].num_tokens,
-            "tokens_evaluated": evaluated,
-        }
+        return {"tokens_predicted": self.choices[index].num_tokens, "tokens_evaluated": evaluated}
 
     def _fills_context(self, index: int) -> bool:
         return sum(self._counts(index).values()) >= self.state.engine.config.model.max_model_len
@@ -538,11 +535,7 @@ class _About:
         engine, running = self.state.engine, len(self.state.in_flight)
         return json_response(
             [
-                {
-                    "id": i,
-                    "n_ctx": engine.config.model.max_model_len,
-                    "is_processing": i < running,
-                }
+                {"id": i, "n_ctx": engine.config.model.max_model_len, "is_processing": i < running}
                 for i in range(engine.config.scheduling.max_num_seqs)
             ]
         )

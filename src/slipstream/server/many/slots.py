@@ -118,7 +118,8 @@ class ModelSlots:
         return time.monotonic() - begin
 
     def release(self, slot: Slot, keep_alive_s: float | None = None) -> None:
-        """End a request's use. `keep_alive_s`: how long the model stays after it; None: its own time."""
+        """Ends a request's use of the model. The model stays loaded for `keep_alive_s` after it;
+        None means the model's own time."""
         slot.users -= 1
         slot.last_used = time.monotonic()
         slot.keep_alive_s = slot.model.keep_alive_s if keep_alive_s is None else keep_alive_s

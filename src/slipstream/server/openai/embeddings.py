@@ -416,11 +416,7 @@ async def embed(
         reserve=None if record.grant is None else record.grant.reserve,
     )
     answer = await state.engine.embed(
-        texts,
-        options,
-        truncate_to=body.truncate_prompt_tokens,
-        task=task,
-        num_queries=num_queries,
+        texts, options, truncate_to=body.truncate_prompt_tokens, task=task, num_queries=num_queries
     )
     state.metrics.finished[FinishReason.STOP] += len(texts)
     return answer

@@ -12,10 +12,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.base.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
 from slipstream.server.answers.hints import HINT
-from slipstream.server.answers.tools import (
-    SentToolCall,
-    call_dict,
-)
+from slipstream.server.answers.tools import SentToolCall, call_dict
 from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register, shorten
 from slipstream.server.http.errors import bad_request
 
@@ -172,11 +169,7 @@ def message_dict(
     return given
 
 
-_MESSAGE_OFF = {
-    "refusal": (b"null",),
-    "function_call": (b"null",),
-    "audio": (b"null",),
-}
+_MESSAGE_OFF = {"refusal": (b"null",), "function_call": (b"null",), "audio": (b"null",)}
 
 
 def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | PicturePart:

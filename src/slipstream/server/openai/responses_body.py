@@ -566,13 +566,7 @@ register(
     ResponseTool,
     CustomTool,
     NamespaceTool,
-    parts=(
-        ResponseToolChoice,
-        TextFormat,
-        TextConfig,
-        ReasoningConfig,
-        ResponseStreamOptions,
-    ),
+    parts=(ResponseToolChoice, TextFormat, TextConfig, ReasoningConfig, ResponseStreamOptions),
 )
 
 

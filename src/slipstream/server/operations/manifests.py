@@ -192,10 +192,7 @@ def kubernetes(made: Deployment) -> Iterator[dict[str, Any]]:
     port = {"name": "http", "port": PORT, "targetPort": "http"}
     yield _object("v1", "Service", made.name, labels, {"selector": labels, "ports": [port]})
     # The replicas by name, to inspect a single one.
-    each = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-    }
+    each = {"clusterIP": "None", "publishNotReadyAddresses": True}
     yield _object(
         "v1",
         "Service",

@@ -94,16 +94,11 @@ _LENGTH_BUCKETS = (
 )
 
 _ENGINE_METRICS = (
-    # (field of EngineStats, name, whether it only grows, help)
     ("num_running", "num_requests_running", False, "Sequences that the engine is working on"),
     ("num_waiting", "num_requests_waiting", False, "Sequences that wait for their first step"),
     ("kv_cache_usage", "kv_cache_usage_ratio", False, "Share of KV cache blocks in use, 0 to 1"),
-    (
-        "num_preemptions",
-        "num_preemptions",
-        True,
-        "Sequences that lost their blocks to others and were computed again",
-    ),
+    ("num_preemptions", "num_preemptions", True,
+        "Sequences that lost their blocks to others and were computed again"),
     ("prefix_queries", "prefix_cache_queries", True, "Prompt tokens looked up in the prefix cache"),
     ("prefix_hits", "prefix_cache_hits", True, "Prompt tokens found in the prefix cache"),
     ("is_paused", "engine_paused", False, "1 while generation is paused (POST /pause)"),
@@ -112,31 +107,15 @@ _ENGINE_METRICS = (
     ("step_seconds_total", "engine_step_seconds", True, "Time of the steps"),
     ("prompt_tokens_total", "prompt_tokens", True, "Prompt tokens of requests taken in"),
     ("generation_tokens_total", "generation_tokens", True, "Tokens generated"),
-    (
-        "spec_num_drafts",
-        "spec_decode_num_drafts",
-        True,
-        "Runs of guessed tokens that were verified",
-    ),
-    (
-        "spec_draft_tokens",
-        "spec_decode_num_draft_tokens",
-        True,
-        "Guessed tokens that were verified",
-    ),
-    (
-        "spec_accepted_tokens",
-        "spec_decode_num_accepted_tokens",
-        True,
-        "Guessed tokens that the model confirmed",
-    ),
-    (
-        "forced_tokens",
-        "structured_output_forced_tokens",
-        True,
-        "Tokens that grammars forced, computed without a step each",
-    ),
-)
+    ("spec_num_drafts", "spec_decode_num_drafts", True,
+        "Runs of guessed tokens that were verified"),
+    ("spec_draft_tokens", "spec_decode_num_draft_tokens", True,
+        "Guessed tokens that were verified"),
+    ("spec_accepted_tokens", "spec_decode_num_accepted_tokens", True,
+        "Guessed tokens that the model confirmed"),
+    ("forced_tokens", "structured_output_forced_tokens", True,
+        "Tokens that grammars forced, computed without a step each"),
+)  # fmt: skip
 
 _ADAPTER_METRICS = (
     # the same for AdapterStats
@@ -163,7 +142,6 @@ _EXPERT_METRICS = (
 )
 
 _TIER_METRICS = (
-    # the same for TierStats
     ("host_bytes", "kv_host_tier_bytes", False, "Bytes of KV blocks in the host's memory"),
     ("disk_bytes", "kv_disk_tier_bytes", False, "Bytes of KV blocks on the disk"),
     ("stored_blocks", "kv_tier_stored_blocks", True, "KV blocks that went to the tiers"),
@@ -173,77 +151,33 @@ _TIER_METRICS = (
     ("loaded_bytes", "kv_tier_loaded_bytes", True, "Bytes of these"),
     ("failed_blocks", "kv_tier_failed_blocks", True, "KV blocks that were gone or damaged"),
     ("queried_tokens", "kv_tier_queries", True, "Prompt tokens looked up in the tiers"),
-    (
-        "host_hit_tokens",
-        "kv_host_tier_hits",
-        True,
-        "Prompt tokens found in the host's memory, and loaded",
-    ),
+    ("host_hit_tokens", "kv_host_tier_hits", True,
+        "Prompt tokens found in the host's memory, and loaded"),
     ("disk_hit_tokens", "kv_disk_tier_hits", True, "Prompt tokens found on the disk, and loaded"),
-    (
-        "declined_tokens",
-        "kv_tier_declined_tokens",
-        True,
-        "Prompt tokens found, and computed since that is faster",
-    ),
+    ("declined_tokens", "kv_tier_declined_tokens", True,
+        "Prompt tokens found, and computed since that is faster"),
     ("late_loads", "kv_tier_late_loads", True, "Requests that waited no longer for their blocks"),
-    (
-        "prefetched_tokens",
-        "kv_tier_prefetched_tokens",
-        True,
-        "Tokens of pausing sessions that were brought back to the device",
-    ),
-    (
-        "prefetch_hit_tokens",
-        "kv_tier_prefetch_hits",
-        True,
-        "Of these, tokens that the session's next request found",
-    ),
-    (
-        "handed_blocks",
-        "kv_handover_blocks",
-        True,
-        "KV blocks of computed prompts, kept for other engines",
-    ),
+    ("prefetched_tokens", "kv_tier_prefetched_tokens", True,
+        "Tokens of pausing sessions that were brought back to the device"),
+    ("prefetch_hit_tokens", "kv_tier_prefetch_hits", True,
+        "Of these, tokens that the session's next request found"),
+    ("handed_blocks", "kv_handover_blocks", True,
+        "KV blocks of computed prompts, kept for other engines"),
     ("handed_bytes", "kv_handover_bytes", True, "Bytes of these"),
-    (
-        "expired_blocks",
-        "kv_handover_expired_blocks",
-        True,
-        "Of these, blocks that nobody asked for in time, or that made room for others",
-    ),
+    ("expired_blocks", "kv_handover_expired_blocks", True,
+        "Of these, blocks that nobody asked for in time, or that made room for others"),
     ("exchange_bytes", "kv_handover_held_bytes", False, "Bytes of these that are kept now"),
-    (
-        "peer_hit_tokens",
-        "kv_handover_hits",
-        True,
-        "Prompt tokens that another engine computed, and whose blocks were loaded",
-    ),
-    (
-        "peer_bytes_per_s",
-        "kv_handover_bytes_per_second",
-        False,
-        "Rate of loading from another engine, last measured",
-    ),
-    (
-        "host_bytes_per_s",
-        "kv_host_tier_bytes_per_second",
-        False,
-        "Rate of loading from the host's memory, last measured",
-    ),
-    (
-        "disk_bytes_per_s",
-        "kv_disk_tier_bytes_per_second",
-        False,
-        "Rate of loading from the disk, last measured",
-    ),
-    (
-        "prefill_tokens_per_s",
-        "kv_tier_prefill_tokens_per_second",
-        False,
-        "Rate of computing prompts, last measured",
-    ),
-)
+    ("peer_hit_tokens", "kv_handover_hits", True,
+        "Prompt tokens that another engine computed, and whose blocks were loaded"),
+    ("peer_bytes_per_s", "kv_handover_bytes_per_second", False,
+        "Rate of loading from another engine, last measured"),
+    ("host_bytes_per_s", "kv_host_tier_bytes_per_second", False,
+        "Rate of loading from the host's memory, last measured"),
+    ("disk_bytes_per_s", "kv_disk_tier_bytes_per_second", False,
+        "Rate of loading from the disk, last measured"),
+    ("prefill_tokens_per_s", "kv_tier_prefill_tokens_per_second", False,
+        "Rate of computing prompts, last measured"),
+)  # fmt: skip
 
 
 _PARTS = (

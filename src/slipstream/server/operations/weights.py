@@ -31,13 +31,7 @@ from slipstream.server.state import ServerState, WeightsProtocol
 
 logger = logging.getLogger("slipstream.server")
 
-MODES = {
-    "keep": "keep",
-    "in_place": "keep",
-    "retract": "retract",
-    "wait": "wait",
-    "abort": "abort",
-}
+MODES = {"keep": "keep", "in_place": "keep", "retract": "retract", "wait": "wait", "abort": "abort"}
 """Modes of a pause, by vLLM's names and SGLang's."""
 
 

@@ -158,8 +158,7 @@ def _made(
     for reader in dict.fromkeys(readers):
         if reader.take("tie_word_embeddings", bool, False) and own_embedding and not own_head:
             raise reader.unsupported(
-                "tie_word_embeddings",
-                "a head with its own embeddings needs its own lm_head.weight",
+                "tie_word_embeddings", "a head with its own embeddings needs its own lm_head.weight"
             )
         if reader.take("embed_requires_grad", bool, False) and stored and not own_embedding:
             raise reader.unsupported(

@@ -130,10 +130,8 @@ class LayeredSpec:
     def names(self, first: str = "layers.0.", joined: str = "fc") -> Names:
         """The names in EAGLE's and DFlash's files. `first`: prefix of the first layer's names;
         `joined`: the product of embedding and state."""
-        shapes, top = (
-            self.shapes,
-            {"fc": "fc", "norm": "final_norm", "embed_tokens": "embed", "lm_head": "head"},
-        )
+        shapes = self.shapes
+        top = {"fc": "fc", "norm": "final_norm", "embed_tokens": "embed", "lm_head": "head"}
         top |= {norm: norm for norm in self.aux_norms}
         top = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in top.items()} | {
             "mask_hidden": "mask.weight"

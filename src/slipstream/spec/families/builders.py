@@ -422,13 +422,7 @@ def rope_of_kind(
     if partial is None and raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:
         raise c.unsupported(key, "transformers rotates whole heads in this family")
     return _rope_from(
-        c,
-        key,
-        raw,
-        head_dim,
-        max_position=max_position,
-        style="half",
-        proportional=is_proportional,
+        c, key, raw, head_dim, max_position=max_position, style="half", proportional=is_proportional
     )
 
 

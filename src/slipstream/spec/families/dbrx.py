@@ -97,11 +97,4 @@ def names(spec: ModelSpec) -> Names:
     }
 
 
-FAMILIES = (
-    Family(
-        model_type="dbrx",
-        architectures=("DbrxForCausalLM",),
-        read=read,
-        names=names,
-    ),
-)
+FAMILIES = (Family(model_type="dbrx", architectures=("DbrxForCausalLM",), read=read, names=names),)

@@ -192,10 +192,8 @@ def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
         groups=expert_groups(c, "best_two"),
         weight_scale=c.take("routed_scaling_factor", float, 1.0),
     )
-    dense, interleaved = (
-        c.take("first_k_dense_replace", int, 0),
-        c.take("rope_interleave", bool, True),
-    )
+    dense = c.take("first_k_dense_replace", int, 0)
+    interleaved = c.take("rope_interleave", bool, True)
     return read_latent(
         c, "mistral4", moe, interleaved=interleaved, dense=dense, positions=positions, scaled=True
     )
@@ -277,11 +275,9 @@ def read_latent(
     """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
     are scaled by position, and a config counts what is rotated as a part of a whole key. `index`: that of a layer with this
     rotary embedding. `renamed`: see `rope`. `norms_experts`: what the experts give is normed."""
-    num_heads, plain, rotary = (
-        c.size("num_attention_heads"),
-        c.size("qk_nope_head_dim"),
-        c.size("qk_rope_head_dim"),
-    )
+    num_heads = c.size("num_attention_heads")
+    plain = c.size("qk_nope_head_dim")
+    rotary = c.size("qk_rope_head_dim")
     c.require("num_key_value_heads", num_heads)
     c.require("head_dim", plain + rotary if scaled else rotary, c.size("kv_lora_rank") + rotary)
     c.require("qk_head_dim", plain + rotary)
@@ -494,12 +490,7 @@ FAMILIES = (
         names=names,
         ignored=(r"model\.layers\.\d+\.post_mlp_layernorm\.weight",),  # of dense layers
     ),
-    Family(
-        model_type="youtu",
-        architectures=("YoutuForCausalLM",),
-        read=read_youtu,
-        names=names,
-    ),
+    Family(model_type="youtu", architectures=("YoutuForCausalLM",), read=read_youtu, names=names),
     Family(
         model_type="minicpm3",
         architectures=("MiniCPM3ForCausalLM",),

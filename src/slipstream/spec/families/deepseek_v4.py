@@ -24,11 +24,9 @@ from slipstream.spec.model import (
     SharedExpertSpec,
 )
 
-NEAR, SPARSE, HEAVY = (
-    "sliding_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-)
+NEAR = "sliding_attention"
+SPARSE = "compressed_sparse_attention"
+HEAVY = "heavily_compressed_attention"
 OF_RATIO = {0: NEAR, 4: SPARSE, 128: HEAVY}
 
 

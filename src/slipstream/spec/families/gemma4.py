@@ -249,10 +249,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         "num_key_value_heads": kv_heads[0],
         "head_dim": small,
         "per_layer_config": {
-            str(i): {
-                "head_dim": small if pattern[i] else wide,
-                "num_key_value_heads": kv_heads[i],
-            }
+            str(i): {"head_dim": small if pattern[i] else wide, "num_key_value_heads": kv_heads[i]}
             for i in range(count)
         },
         "attention_k_eq_v": bool(full) and full[0] not in own_values,

@@ -55,10 +55,8 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.require("multi_query_attention", True)  # otherwise q, k and v are ordered by head
     count = c.size("num_attention_heads")
     h = HeadCounts(count, c.size("multi_query_group_num"), c.size("kv_channels"))
-    norm, bias = (
-        rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)),
-        c.take("add_bias_linear", bool, False),
-    )
+    norm = rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5))
+    bias = c.take("add_bias_linear", bool, False)
     position = RopeSpec(
         theta=10000.0 * c.take("rope_ratio", float, 1.0),
         rotary_dim=h.head_dim // 2,
@@ -109,10 +107,8 @@ def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
 def read_glm4_moe(c: ConfigReader, family: str = "glm4_moe", *, partial: float = 0.5) -> ModelSpec:
     """GLM-4.5 and 4.6: grouped heads, and DeepSeek V3's experts."""
     h, hidden = heads(c), c.size("hidden_size")
-    max_position, eps = (
-        c.size("max_position_embeddings", 131072),
-        c.take("rms_norm_eps", float, 1e-5),
-    )
+    max_position = c.size("max_position_embeddings", 131072)
+    eps = c.take("rms_norm_eps", float, 1e-5)
     norm, dense, moe = rms(hidden, eps), gated(c), corrected_mixture(c, weight_scale=1.0)
     num_dense = c.take("first_k_dense_replace", int, 1)
     of = attention(

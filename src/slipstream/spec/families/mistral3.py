@@ -44,11 +44,7 @@ def read_mistral4(c: ConfigReader) -> ModelSpec:
     return deepseek.read_mistral4(c, MISTRAL4)
 
 
-READERS = {
-    "mistral": llama.read_mistral,
-    "ministral3": read_ministral3,
-    "mistral4": read_mistral4,
-}
+READERS = {"mistral": llama.read_mistral, "ministral3": read_ministral3, "mistral4": read_mistral4}
 
 
 def read_mistral3(c: ConfigReader) -> ModelSpec:

@@ -116,8 +116,7 @@ def read_speech(
     tasks = generation.get("task_to_id") or {}
     if not isinstance(languages, dict) or not isinstance(tasks, dict):
         raise CheckpointError(
-            "generation_config.json: lang_to_id and task_to_id are no objects",
-            field="lang_to_id",
+            "generation_config.json: lang_to_id and task_to_id are no objects", field="lang_to_id"
         )
     previous = generation.get("prev_sot_token_id")
     none = token("no_timestamps_token_id", generation["no_timestamps_token_id"])

@@ -352,7 +352,8 @@ def _modelopt_format(read: ConfigReader, algo: str | None = None) -> WeightForma
 
 
 def _of_wildcards(name: str) -> str:
-    """The target of a name of ModelOpt's, which may have * in it, or names all modules below it."""
+    """Translates a name of ModelOpt to a target. The name may have wildcards; without them it
+    stands for the module and all modules below it."""
     if name in ("lm_head", "lm_head*", "*lm_head*"):
         return "lm_head"
     if any(x in name for x in "*?["):
@@ -520,11 +521,9 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     weights.require("actorder", "static", "weight")
     weights.require("strategy", "group", "channel", "tensor", "block", "tensor_group")
     weights.require("type", "int", "float")
-    bits, strategy, size = (
-        weights.take("num_bits", int),
-        weights.take("strategy", str),
-        weights.maybe("group_size", int),
-    )
+    bits = weights.take("num_bits", int)
+    strategy = weights.take("strategy", str)
+    size = weights.maybe("group_size", int)
     symmetric, is_int = weights.take("symmetric", bool, True), weights.take("type", str) == "int"
     if strategy == "block":
         return targets, _block(group, weights, given, f"{prefix}input_activations.")

@@ -272,14 +272,14 @@ class Chain(Drafter):
     def step(
         self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
     ) -> None:
-        """Compute the tokens of `shares`, and draw the token after each share that samples.
+        """Compute each request's share of tokens, and draw the token after it if the share samples.
 
-        `follows` means that a share's token was a draft.
+        `follows` means that the share's one token is a draft of the step before.
         """
 
     @staticmethod
     def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
-        """True if its drafts are already proposed."""
+        """Tells whether the drafts of this request were proposed already."""
         row = rows.rows[s.request_id]
         return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
 

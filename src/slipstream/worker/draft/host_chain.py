@@ -44,11 +44,7 @@ def check_num_drafts(speculation: LearnedDrafts, description: HeadDescription) -
 
 
 def head_scheme(
-    speculation: LearnedDrafts,
-    description: HeadDescription,
-    default: str | None,
-    *,
-    rows: int = 1,
+    speculation: LearnedDrafts, description: HeadDescription, default: str | None, *, rows: int = 1
 ) -> Scheme | None:
     """Scheme of a head's products.
 

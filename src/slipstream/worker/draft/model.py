@@ -29,11 +29,7 @@ class DraftModel(Chain):
     """Draft model."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        memory: DraftMemory,
-        model: LoadedModel,
-        forwards: ForwardTable,
+        self, config: EngineConfig, memory: DraftMemory, model: LoadedModel, forwards: ForwardTable
     ) -> None:
         super().__init__(config, memory)
         self.model, self.forwards = model, forwards

@@ -41,7 +41,7 @@ def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None
             return {name: INT4_CACHE}
         case _, OneDevice():
             pass
-        case _, (TensorParallel(sequence=False) | DealtRequests()) if not on_cpu:
+        case _, (TensorParallel(sequence=False, context=1) | DealtRequests()) if not on_cpu:
             pass
         case _:
             return {name: SPLIT}

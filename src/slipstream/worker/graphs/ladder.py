@@ -253,7 +253,7 @@ class GraphLadder:
         )
 
     def mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
-        """`size_for` for a mixed step."""
+        """Chooses the size of a mixed step's graph, as `size_for` does for other steps."""
         size, num_tokens = self.mixed_size(num_decodes, num_prompt), num_decodes + num_prompt
         if size in self.captured:
             return size

@@ -40,7 +40,7 @@ from slipstream.config import (
     stage_args,
 )
 from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
-from slipstream.config.forms import DealtRequests, HostAndGpu, ParallelConfig
+from slipstream.config.forms import ContextParallel, DealtRequests, HostAndGpu, ParallelConfig
 from slipstream.costs.estimate import resident_weights_bytes, this_device
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.hardware import available_cores, gpus
@@ -290,7 +290,8 @@ class ProcessExecutor(Executor):
         return any(answer.done for answer in self._ask(CaptureNext()))
 
     def expert_load(self) -> ExpertTokens:
-        answers = self._ask(GetExpertLoad(), None if self._owners is None else len(self._ranks))
+        is_apart = self._owners is not None or isinstance(self._parallel, ContextParallel)
+        answers = self._ask(GetExpertLoad(), len(self._ranks) if is_apart else None)
         return total_load(answer.expert_load for answer in answers)
 
     def expert_balance(self) -> ExpertBalance | None:

@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from slipstream import __version__
-from slipstream.config.forms import DealtRequests
+from slipstream.config.forms import ContextParallel, DealtRequests
 from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
@@ -144,6 +144,8 @@ class RankProcess:
         if isinstance(own.config.parallel.stage, DealtRequests):  # each rank has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
             self._answered_by_all += (GetExpertLoad, ReportExpertLoad)
+        elif isinstance(own.config.parallel, ContextParallel):  # each counts other tokens
+            self._answered_by_all += (GetExpertLoad,)
         self._link.send(
             Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
         )

@@ -104,7 +104,7 @@ def run_canary(
     num_blocks = (len(kv[0].k) - 1) // spec.block_scales[
         spec.group_of_layer[spec.local_layers.start]
     ]
-    room = num_blocks // len(spec.cache_groups) * kv[0].block_size
+    room = num_blocks // len(spec.cache_groups) * _block_size(forwards, kv)
     num_tokens = min(len(canary.token_ids), context, room)
     found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
     log_p = np.array(canary.top_logprobs[:num_tokens], np.float32)
@@ -123,6 +123,12 @@ def run_canary(
     )
 
 
+def _block_size(forwards: ForwardTable, kv: Sequence[LayerKV]) -> int:
+    """Tokens of a block, over the ranks that share them out."""
+    part = forwards.decoder.partition
+    return kv[0].block_size * (1 if part is None or part.context is None else part.context.size)
+
+
 def _log_probabilities(
     forwards: ForwardTable,
     kv: Sequence[LayerKV],
@@ -132,7 +138,7 @@ def _log_probabilities(
     """Log-probabilities [T, V] of a prefill, then of `num_decoded` single tokens."""
     first = max(1, len(token_ids) - num_decoded)
     starts = [0, *range(first, len(token_ids))]
-    size, scales = kv[0].block_size, forwards.decoder.spec.block_scales
+    size, scales = _block_size(forwards, kv), forwards.decoder.spec.block_scales
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
         own = _logits(forwards, kv, token_ids[start:end], start, size, scales)

@@ -31,14 +31,7 @@ EXTRAS = {
 }
 """Packages of the extras: (extra, what needs it)."""
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    *EXTRAS,
-)
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", *EXTRAS)
 GPU_ONLY = ("triton",)
 
 

@@ -22,7 +22,13 @@ from slipstream.config import (
     split_setting,
 )
 from slipstream.config.engine_folder import packed_folder
-from slipstream.config.forms import LearnedDrafts, ModelDrafts, MTPDrafts, TensorParallel
+from slipstream.config.forms import (
+    ContextParallel,
+    LearnedDrafts,
+    ModelDrafts,
+    MTPDrafts,
+    TensorParallel,
+)
 from slipstream.costs.fit import check_weights_fit
 from slipstream.costs.memory import peer_copy_tokens
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError, install_command
@@ -206,12 +212,16 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
             dtype = getattr(torch, config.model.dtype)
             is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)
             try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
+    context = None
+    if config.cache.context_ranks > 1:
+        context = group.part(group.size // config.cache.context_ranks)
     return Partition(
         config.parallel.shard(ranks.rank),
         group,
         pipe,
         every,
-        isinstance(how, TensorParallel) and how.sequence,
+        context,
+        isinstance(how, ContextParallel) or (isinstance(how, TensorParallel) and how.sequence),
     )
 
 

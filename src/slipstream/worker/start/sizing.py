@@ -22,7 +22,7 @@ def fit_cache(
 ) -> tuple[EngineConfig, MemoryLedger, Runner]:
     """Size the KV cache by the memory that is left, allocate it, and account for all of it."""
     spec, ranks = loaded.model.spec, loaded.partition
-    one_block = block_bytes(spec, config.cache.block_size, KV_BYTES[config.cache.dtype])
+    one_block = block_bytes(spec, config.cache.rank_block_size, KV_BYTES[config.cache.dtype])
     weights, rows = loaded.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
     if loaded.draft is not None:
         one_block += loaded.draft.block_bytes * loaded.model.spec.block_scales[0]

@@ -9,11 +9,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network 
 import litellm
 
 base, model = sys.argv[1:3]
-parameters = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-}
+parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 function = {"name": "get_weather", "description": "The weather.", "parameters": parameters}
 tools = [{"type": "function", "function": function}]
 PROVIDERS = {

@@ -196,13 +196,7 @@ class ProgramEmitter:
         add_gated_delta(self.program, *rows, layer, params, scratch)
 
     def mamba2(
-        self,
-        x: int,
-        out: int,
-        form: int,
-        layer: int,
-        params: Mamba2Params,
-        scratch: ScratchBuffers,
+        self, x: int, out: int, form: int, layer: int, params: Mamba2Params, scratch: ScratchBuffers
     ) -> None:
         add_mamba2(self.program, x, out, form, layer, params, scratch)
 

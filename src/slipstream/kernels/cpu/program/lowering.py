@@ -155,7 +155,8 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a buffer from `start` on. As a sigmoid's value, their sigmoids, not yet computed."""
+    """Columns of a buffer from `start` on. As the value of a sigmoid they stand for their
+    sigmoids, which are computed later."""
 
     buffer: Buffer
     start: int = 0
@@ -478,10 +479,8 @@ class Lowering:
         )
 
     def _place(self, op: Op) -> None:
-        x, out = (
-            self.stored(op.x),
-            self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1]),
-        )
+        x = self.stored(op.x)
+        out = self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1])
         self.put(op.out, Stored(out))
         self.emit.place(x.number, 0, out.number, op.arguments["column"], op.x.width)
 

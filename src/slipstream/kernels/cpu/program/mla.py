@@ -94,9 +94,15 @@ def add_latent_attention(
         buffer, top_k = chosen
         sizes = num_heads, width, rank, top_k
         p.add("sparse_attention", queries, buffer, seen, layer, *sizes, params.scale)
+    add_latent_values(p, seen, out, params, new)
+
+
+def add_latent_values(p: Program, seen: int, out: int, params: MLAParams, new: NewBuffer) -> None:
+    """Adds `OpSet.mla_values`: float32 rows [H · C] → [H · V]."""
+    values, size = params.values, _num_heads(params.values) * params.values.inner
     if values.form != native.FORM_F32:
-        wide, seen = seen, new("seen latents", values.form, num_heads * rank)
-        p.add("convert", wide, seen, values.form, num_heads * rank, 1)
+        wide, seen = seen, new("seen latents", values.form, size)
+        p.add("convert", wide, seen, values.form, size, 1)
     _add_heads(p, seen, out, 0, values.rows, values)
 
 

@@ -40,11 +40,12 @@ from slipstream.platform import platform_of
 
 @gluon.jit(do_not_specialize=["window", "table_stride", "first_seq", "last_seq", "splits"])
 def _prefill_kernel(
-    q_desc, k, v, out_ptr, partial_ptr, lse_ptr, parts_ptr, next_ptr, table_ptr, starts_ptr, lens_ptr, sinks_ptr,
+    q_desc, k, v, out_ptr, partial_ptr, lse_ptr, parts_ptr, next_ptr, table_ptr, starts_ptr, lens_ptr, limits_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, first_seq, last_seq, splits,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
-    FP8: gl.constexpr, PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    LIMITS: gl.constexpr, FP8: gl.constexpr, PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[1]
     TOKENS: gl.constexpr = 2 * q_desc.block_type.shape[0]
@@ -67,19 +68,19 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
-                v_scale_ptr, scale, softcap, window, first_seq, splits,
-                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT, FP8,
+                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, limits_ptr, sinks_ptr,
+                k_scale_ptr, v_scale_ptr, scale, softcap, window, first_seq, splits,
+                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT, LIMITS, FP8,
             )),
             (consumer, (
-                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
-                v_scale_ptr, scale, softcap, window, first_seq, splits,
-                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT, FP8,
+                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, limits_ptr, sinks_ptr,
+                k_scale_ptr, v_scale_ptr, scale, softcap, window, first_seq, splits,
+                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT, LIMITS, FP8,
             )),
             (producer, (
-                q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
-                table_stride, first_seq, last_seq, splits,
-                K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED, SPLIT, FP8,
+                q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, limits_ptr,
+                window, table_stride, first_seq, last_seq, splits,
+                K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED, SPLIT, LIMITS, FP8,
             )),
         ],
         [4, PRODUCER_WARPS],
@@ -121,7 +122,8 @@ def prefill(
     fp8: bool = False,
 ) -> None:
     """Causal attention of sequences `first_seq` … into their rows of `out` [T, H, D]. No ALiBi, no
-    bias by distance. With `fp8` an e4m3 cache of head dims 64 and 128 is multiplied in 8 bits."""
+    bias by distance. With `meta.limits` rows are those of `ContextOps.attention_part`. With `fp8` an
+    e4m3 cache of head dims 64 and 128 is multiplied in 8 bits."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
     group = num_heads // num_kv_heads
@@ -144,24 +146,29 @@ def prefill(
     num_prompt, processors = num_tokens - first_seq, platform_of(q.device).multiprocessors
     max_tiles = num_prompt // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # upper bound
     splits = num_parts(triton.cdiv(num_prompt, 2 * rows) * num_kv_heads, processors)
-    partial, lse = scratch(num_prompt, q, dim, splits) if splits > 1 else (out, out)
+    limits, split = meta.limits, splits > 1 or meta.limits is not None
+    partial, lse = scratch(num_prompt, q, dim, splits) if split else (out, out)
     # One counter per launch, because launches may overlap; after it the number of parts of each
     # token and kv head.
     counts = torch.zeros(
-        1 + (num_prompt * num_kv_heads if splits > 1 else 0), dtype=torch.int32, device=q.device
+        1 + (num_prompt * num_kv_heads if split else 0), dtype=torch.int32, device=q.device
     )
     parts = counts[1:]
     _prefill_kernel[(min(max_tiles * num_kv_heads * splits, processors),)](
-        q_desc, k, v, out, partial, lse, parts if splits > 1 else counts, counts, meta.block_table, meta.query_start_loc,
-        meta.seq_lens, q if s.sinks is None else s.sinks, k_scale, v_scale,
+        q_desc, k, v, out, partial, lse, parts if split else counts, counts, meta.block_table, meta.query_start_loc,
+        meta.seq_lens, counts if limits is None else limits, q if s.sinks is None else s.sinks, k_scale, v_scale,
         s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0], splits,
         K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages,
         HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_SINKS=s.sinks is not None, SCALED=scaled,
-        SPLIT=splits > 1, FP8=fp8, PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2,
+        SPLIT=split, LIMITS=limits is not None, FP8=fp8, PRODUCER_WARPS=4 if scaled else 1,
+        PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2,
         num_warps=4,
     )  # fmt: skip
-    if splits > 1:
-        combine(partial, lse, out[first_seq:], splits, parts.view(num_prompt, num_kv_heads))
+    if split:
+        sums = out.shape[2] - dim
+        combine(
+            partial, lse, out[first_seq:], splits, parts.view(num_prompt, num_kv_heads), sums=sums
+        )
 
 
 def num_parts(num_programs: int, num_processors: int) -> int:

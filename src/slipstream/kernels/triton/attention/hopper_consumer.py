@@ -109,10 +109,10 @@ def write_rows(
     out_ptr, partial_ptr, lse_ptr, parts_ptr, v_scale_ptr, acc, m_i, l_i, rows, token, left, head, part, parts,
     first_seq, splits,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
-    SCALED: gl.constexpr, SPLIT: gl.constexpr, OFFSET: gl.constexpr,
+    SCALED: gl.constexpr, SPLIT: gl.constexpr, LIMITS: gl.constexpr, OFFSET: gl.constexpr,
 ):  # fmt: skip
     """Write a consumer's rows: the output, or of a part of the keys the sums and their logarithm. `l_i` is 2^OFFSET times
-    the sum of the weights relative to 2^m_i."""
+    the sum of the weights relative to 2^m_i. LIMITS: all rows are written as parts."""
     M: gl.constexpr = CONSUMER_ROWS
     O_LAYOUT: gl.constexpr = acc.type.layout
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -122,8 +122,11 @@ def write_rows(
     acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))[:, None]
     is_whole = True
     if SPLIT:
-        is_whole = parts == 1
-        if parts > 1:
+        is_part = parts > 1
+        if LIMITS:
+            is_part = parts > 0
+        is_whole = not is_part
+        if is_part:
             tokens = C * (TOKENS // 2) + rows // BLOCK_G
             live = (tokens < left) & (rows % BLOCK_G < G)
             # decodes have one token each, so this counts from the first prompt's
@@ -160,14 +163,15 @@ def write_rows(
 
 @gluon.jit
 def consumer(
-    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    scale, softcap, window, first_seq, splits,
+    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, limits_ptr, sinks_ptr, k_scale_ptr,
+    v_scale_ptr, scale, softcap, window, first_seq, splits,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr, LIMITS: gl.constexpr,
+    FP8: gl.constexpr,
 ):  # fmt: skip
     """Compute rows 64 C … of a query tile. Row r is token r // BLOCK_G and query head r % BLOCK_G,
-    of which the first G exist.
+    of which the first G exist. LIMITS: a token sees the first `limits` keys.
 
     With FP8, products are of 8 bits: e4m3 keys and values as the cache has them, queries and weights
     rounded to e4m3. A row of queries has a factor of its own, so that its largest number is 448.
@@ -205,6 +209,9 @@ def consumer(
         part, parts = receive(mailbox, 8 * C + 6), receive(mailbox, 8 * C + 7)
         rows = gl.arange(0, M, ROWS)
         positions = position + C * (TOKENS // 2) + rows // BLOCK_G
+        if LIMITS:
+            tokens = C * (TOKENS // 2) + rows // BLOCK_G
+            positions = gl.load(limits_ptr + token + tokens, mask=tokens < left, other=0) - 1
         if FP8:
             numbers = given.load(OUT).to(gl.float32)
             largest = gl.maximum(gl.max(gl.abs(numbers), 1), 1e-30)
@@ -236,6 +243,9 @@ def consumer(
         # every row sees all keys from `mask_until` up to `mask_from`
         mask_from = position + C * (TOKENS // 2) + 1
         mask_until = position + TOKENS - window
+        if LIMITS:
+            at = C * (TOKENS // 2)
+            mask_from = gl.load(limits_ptr + token + at, mask=at < left, other=0)
         if SCALED and not FP8:
             q.store(given.load(OUT).to(dtype))
             fence_async_shared()
@@ -314,7 +324,7 @@ def consumer(
 
         write_rows(
             out_ptr, partial_ptr, lse_ptr, parts_ptr, v_scale_ptr, acc, m_i, l_i, rows, token, left, head, part, parts,
-            first_seq, splits, C, K, G, BLOCK_G, D, TOKENS, TURNED, SPLIT, 8.0 if FP8 else 0.0,
+            first_seq, splits, C, K, G, BLOCK_G, D, TOKENS, TURNED, SPLIT, LIMITS, 8.0 if FP8 else 0.0,
         )  # fmt: skip
         round_ += 1
         mbarrier.wait(q_full.index(C), round_ & 1)

@@ -34,8 +34,8 @@ def _find_sequence(tile, seq, base, last_seq, starts_ptr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _tile_bounds(
-    tile, seq, base, tiles, starts_ptr, lens_ptr, window,
-    TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    tile, seq, base, tiles, starts_ptr, lens_ptr, limits_ptr, window,
+    TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr, LIMITS: gl.constexpr,
 ):  # fmt: skip
     """(first token, tokens left, first position, first key tile, end key tile, end of the keys) of
     a query tile."""
@@ -45,6 +45,8 @@ def _tile_bounds(
     first = (base + tiles - 1 - tile) * TOKENS  # longest first
     position = length - num_queries + first
     end = gl.minimum(length, position + TOKENS)
+    if LIMITS:
+        end = gl.load(limits_ptr + begin + gl.minimum(first + TOKENS, num_queries) - 1)
     low = gl.to_tensor(0)
     if HAS_WINDOW:
         low = gl.maximum(0, position - window + 1) // BLOCK_N
@@ -155,10 +157,11 @@ def _send_queries(
 
 @gluon.jit
 def producer(
-    q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window, table_stride,
-    first_seq, last_seq, splits,
+    q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, limits_ptr, window,
+    table_stride, first_seq, last_seq, splits,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
+    STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr, LIMITS: gl.constexpr,
+    FP8: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings. A 16-bit cache is read through descriptors of its rows of D numbers, an 8-bit
     one (SCALED) through pointers. Loads that don't depend on the consumers are issued before the
@@ -182,10 +185,12 @@ def producer(
             tiles,
             starts_ptr,
             lens_ptr,
+            limits_ptr,
             window,
             TOKENS,
             BLOCK_N,
             HAS_WINDOW,
+            LIMITS,
         )
         part, parts = gl.to_tensor(0), gl.to_tensor(1)
         if SPLIT:

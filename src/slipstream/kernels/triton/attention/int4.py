@@ -249,10 +249,8 @@ def _decode_kernel(
         # Loads are not masked: all bytes of the cache stand for finite numbers.
         keys = _halves_of_keys(k_ptr, base, at_slot, HALF, BLOCK_SIZE, CHUNK, KEY_ASM, REGISTERS)
         v_low, v_high = _halves_of_values(v_ptr, base, at_slot, ds, HALF, BLOCK_SIZE, VALUE_ASM)
-        s, more = (
-            tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[0],
-            tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[1],
-        )
+        s = tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[0]
+        more = tl.zeros((BLOCK_N, BLOCK_G), tl.float32) - sums[1]
         for i in tl.static_range(CHUNKS):
             s = tl.dot(keys[i], queries[i], s, input_precision="ieee")
             more = tl.dot(keys[CHUNKS + i], queries[CHUNKS + i], more, input_precision="ieee")

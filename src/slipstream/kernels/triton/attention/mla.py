@@ -32,7 +32,13 @@ from slipstream.kernels.triton.attention.paged import (
     _locate_keys,
     _online_softmax,
 )
-from slipstream.kernels.triton.attention.split_keys import MAX_SPLITS, combine, num_splits, scratch
+from slipstream.kernels.triton.attention.split_keys import (
+    MAX_SPLITS,
+    combine,
+    num_splits,
+    scratch,
+    store_sums,
+)
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import _to_cache
 from slipstream.platform import platform_of
@@ -313,14 +319,16 @@ def _combine_values_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs", "splits"])
 def _mla_kernel(
-    q_ptr, k_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, starts_ptr, lens_ptr, scale, table_stride, first_seq, num_seqs,
-    splits,
+    q_ptr, k_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, starts_ptr, lens_ptr, limits_ptr, scale, table_stride,
+    first_seq, num_seqs, splits,
     H: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SPLIT: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M (token, head) rows of a sequence over one split of its keys. Of a row, R
     numbers are rotary and C the latent's. Sequences and tiles share the grid's first dimension: the
-    others end at 65,535, and 16,384 tokens of 128 heads are more tiles."""
+    others end at 65,535, and 16,384 tokens of 128 heads are more tiles. SUMS: as in
+    `paged._prefill_kernel`."""
     D: tl.constexpr = R + C
     if PDL:
         pdl_wait()
@@ -339,6 +347,8 @@ def _mla_kernel(
     )
     live = rows < num_queries * H
     positions = context + rows // H
+    if SUMS:
+        positions = tl.load(limits_ptr + start + rows // H, mask=live, other=0) - 1
     offset = start.to(tl.int64) * H + rows
     q_rotary = tl.load(
         q_ptr + offset[:, None] * D + rs[None, :], mask=live[:, None] & (rs < R)[None, :], other=0.0
@@ -349,6 +359,8 @@ def _mla_kernel(
         other=0.0,
     )
     end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // H + 1)
+    if SUMS:
+        end = tl.max(positions, 0) + 1
     span = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
     begin = split * span
     end = tl.minimum(begin + span, end)
@@ -390,7 +402,9 @@ def _mla_kernel(
             mask=(live & (empty == 0))[:, None] & (cs < C)[None, :],
         )
     else:
-        out = out_ptr + offset[:, None] * C + cs[None, :]
+        if SUMS:
+            store_sums(out_ptr + offset * (C + SUMS) + C, m_i, l_i, live)
+        out = out_ptr + offset[:, None] * (C + SUMS) + cs[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cs < C)[None, :])
 
 
@@ -409,12 +423,13 @@ def mla_paged_attention(
     scale: float,
     values: Tensor | None = None,
 ) -> Tensor:
-    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]. With `values` it is
+    """`OpSet.attention` or `attention_part` with `kv.latent`: q [T, H, R + C] → [T, H, C]. With `values` it is
     `OpSet.mla_paged_attention`."""
     reject_8bit_cache(kv)
     q = q.contiguous()
     (num_tokens, num_heads, head_dim), width = q.shape, kv.v.shape[3]
-    out = torch.empty(num_tokens, num_heads, width, dtype=q.dtype, device=q.device)
+    sums = 0 if meta.limits is None else 4 // q.element_size()
+    out = torch.empty(num_tokens, num_heads, width + sums, dtype=q.dtype, device=q.device)
     num_seqs, num_decodes = meta.seq_lens.shape[0], meta.num_decodes
     shape = dict(
         H=num_heads,
@@ -438,9 +453,10 @@ def mla_paged_attention(
         num_rows = max_query_len * num_heads
         block_m, block_n, warps, stages = default_tile(num_rows)
         _mla_kernel[(count * triton.cdiv(num_rows, block_m), splits)](
-            q, kv.k, out, partial, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale,
-            meta.block_table.stride(0), first, count, splits,
-            BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **pdl_options(q),
+            q, kv.k, out, partial, lse, meta.block_table, meta.query_start_loc, meta.seq_lens,
+            q if meta.limits is None else meta.limits, scale, meta.block_table.stride(0), first, count, splits,
+            BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, SUMS=sums, num_warps=warps, num_stages=stages,
+            **shape, **pdl_options(q),
         )  # fmt: skip
 
     if num_decodes:
@@ -462,7 +478,7 @@ def mla_paged_attention(
             )  # fmt: skip
             return projected
         if splits > 1:
-            combine(partial, lse, out[:num_decodes], splits)
+            combine(partial, lse, out[:num_decodes], splits, sums=sums)
     if num_seqs > num_decodes:
         launch(num_decodes, num_seqs - num_decodes, meta.max_query_len, 1, out, out)
     if values is None:

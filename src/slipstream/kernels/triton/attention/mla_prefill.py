@@ -130,11 +130,9 @@ def _mla_prefill_kernel(
     n = tl.load(starts_ptr + seq + 1) - start
     if tile * BLOCK_M >= n:
         return
-    rows, ps, vs = (
-        tile * BLOCK_M + tl.arange(0, BLOCK_M),
-        tl.arange(0, BLOCK_NOPE),
-        tl.arange(0, BLOCK_V),
-    )
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    ps = tl.arange(0, BLOCK_NOPE)
+    vs = tl.arange(0, BLOCK_V)
     live = rows < n
     offset = (start + rows).to(tl.int64) * H + head
     at = q_ptr + offset * (NOPE + R)

@@ -37,6 +37,7 @@ from slipstream.kernels.triton.attention.split_keys import (
     merge_parts,
     num_splits,
     scratch,
+    store_sums,
 )
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
@@ -441,15 +442,16 @@ def _prefill_step(
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "first_seq"])
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, starts_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, k_scale_ptr,
-    v_scale_ptr, scale, softcap, window, table_stride, reach, first_seq,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, starts_ptr, lens_ptr, limits_ptr, slopes_ptr, bias_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, first_seq,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr,
-    BY_DIM: tl.constexpr,
+    BY_DIM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of a (kv head, sequence) per thread block. A row is a token and one of
-    the G heads of the kv head, so that a single query also fills a tile."""
+    the G heads of the kv head, so that a single query also fills a tile. SUMS: a token sees the first
+    `limits` keys, and rows end in SUMS numbers for the logarithm of the sum (`store_sums`)."""
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # longest first
     start = tl.load(starts_ptr + seq)
@@ -462,7 +464,10 @@ def _prefill_kernel(
     live = rows < num_queries * G
     heads = head * G + rows % G
     positions = context + rows // G
-    offset = ((start + rows // G).to(tl.int64) * (K * G) + heads)[:, None] * D + ds[None, :]
+    if SUMS:
+        positions = tl.load(limits_ptr + start + rows // G, mask=live, other=0) - 1
+    row = (start + rows // G).to(tl.int64) * (K * G) + heads
+    offset = row[:, None] * D + ds[None, :]
     q = tl.load(q_ptr + offset, mask=live[:, None] & (ds < D)[None, :], other=0.0)
     if SCALED:
         q = q.to(tl.float16)
@@ -478,6 +483,8 @@ def _prefill_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     low, first = 0, context + tile * BLOCK_M // G
+    if SUMS:
+        first = tl.load(limits_ptr + start + tile * BLOCK_M // G) - 1
     if HAS_WINDOW:
         low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
     if CAUSAL:
@@ -485,6 +492,8 @@ def _prefill_kernel(
             (first + 1) // BLOCK_N * BLOCK_N, low
         )  # before it every query sees every key
         end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
+        if SUMS:
+            end = tl.max(positions, 0) + 1
     else:
         end = length
         if HAS_WINDOW:
@@ -503,6 +512,9 @@ def _prefill_kernel(
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
+    if SUMS:
+        offset = row[:, None] * (D + SUMS) + ds[None, :]
+        store_sums(out_ptr + row * (D + SUMS) + D, m_i, l_i, live)
     tl.store(
         out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :]
     )
@@ -526,14 +538,15 @@ def paged_attention(
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles: decode (BLOCK_N, warps, stages), prefill (BLOCK_M, BLOCK_N, warps,
-    stages).
+    """`OpSet.attention`; with `meta.limits` `OpSet.attention_part`. Tiles: decode (BLOCK_N, warps,
+    stages), prefill (BLOCK_M, BLOCK_N, warps, stages).
 
     With a prefill tile this file's kernel runs; without one `hopper.py` does if it can.
     `deterministic`: one kernel and one tile for all steps, so that a token's sums depend on its
     position only."""
-    out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
+    sums = 0 if meta.limits is None else 4 // q.element_size()
+    out = q.new_empty(len(q), num_heads, head_dim + sums)
     num_kv_heads, block_size = kv.k.shape[1:3]
     block_d = max(16, triton.next_power_of_2(head_dim))
     num_seqs = meta.seq_lens.shape[0]
@@ -591,7 +604,7 @@ def paged_attention(
                 **options,
             )  # fmt: skip
             if parts.splits > 1:
-                combine(partial, lse, out[:num_decodes], parts.splits)
+                combine(partial, lse, out[:num_decodes], parts.splits, sums=sums)
         else:
             splits = num_splits(programs, meta.max_seq_len, block_n, processors, SHARED_CTAS_PER_SM)
             partial, lse = scratch(num_decodes, q, head_dim, splits) if splits > 1 else (out, out)
@@ -641,8 +654,8 @@ def paged_attention(
         block_m, warps = min(block_m, 32), min(warps, 4)
     tiles = triton.cdiv(num_rows, block_m)
     _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
-        q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *head_tensors, *scalars,
-        num_decodes,
-        CAUSAL=s.causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
+        q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens,
+        q if meta.limits is None else meta.limits, *head_tensors, *scalars, num_decodes,
+        CAUSAL=s.causal, SUMS=sums, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
     )  # fmt: skip
     return out

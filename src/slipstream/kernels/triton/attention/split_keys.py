@@ -83,7 +83,7 @@ class DecodeParts:
         compute each part. `ctas_per_sm`: see `num_splits`. Made once for all layers of a step."""
         num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
         splits = 0
-        if meta.num_decodes <= FEW_SEQUENCES:
+        if meta.num_decodes <= FEW_SEQUENCES or meta.limits is not None:
             splits = num_splits(
                 meta.num_decodes * programs_each,
                 meta.max_seq_len,
@@ -91,6 +91,8 @@ class DecodeParts:
                 num_processors,
                 ctas_per_sm,
             )
+        if meta.limits is not None:
+            splits = max(2, splits)  # so that all sums are written
         sizes = dict(
             programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits
         )
@@ -225,14 +227,25 @@ def merge_parts(
     tl.store(out_ptr + offset, out, mask=live[:, None] & (ds < D)[None, :])
 
 
+@triton.jit
+def store_sums(at, m_i, l_i, live):
+    """Store the natural logarithm of sums l_i · 2^m_i as the bits of float32 at `at` [N]; −inf for
+    empty ones. Pointers to 16-bit numbers are at multiples of 4 bytes."""
+    empty = l_i == 0.0
+    found = (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * 0.6931471805599453
+    pointers = at.to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(pointers, tl.where(empty, float("-inf"), found), mask=live)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial_ptr, lse_ptr, counts_ptr, out_ptr, splits,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    COUNTED: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of BLOCK_G query heads of a kv head. Empty parts are skipped. COUNTED:
-    `counts` [T, K] has their number, 0 for rows already in `out`; else all have `splits`."""
+    `counts` [T, K] has their number, 0 for rows already in `out`; else all have `splits`. SUMS: the
+    rows of `out` end in SUMS numbers for the logarithm of the sum (`store_sums`)."""
     if PDL:
         pdl_wait()
     TILES: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
@@ -246,7 +259,7 @@ def _combine_kernel(
     num = splits
     if COUNTED:
         num = tl.load(counts_ptr + token * K + head)
-        if num == 0:
+        if SUMS == 0 and num == 0:
             return
     at = (token * (K * G) + heads)[:, None] * splits + ss[None, :]
     lse = tl.load(lse_ptr + at, mask=(ss < num)[None, :] & (gs < G)[:, None], other=float("-inf"))
@@ -260,9 +273,12 @@ def _combine_kernel(
         partial_ptr + at[:, :, None].to(tl.int64) * D + ds[None, None, :], mask=mask, other=0.0
     )
     out = tl.sum(partials * weights[:, :, None], 1) / tl.where(l_i == 0.0, 1.0, l_i)
-    offset = (token * (K * G) + heads)[:, None] * D + ds[None, :]
+    row = (token * (K * G) + heads) * (D + SUMS)
+    if SUMS:
+        m_i, l_i = tl.reshape(m_i, (BLOCK_G,)), tl.reshape(l_i, (BLOCK_G,))
+        store_sums(out_ptr + row + D, m_i, l_i, gs < G)
     tl.store(
-        out_ptr + offset,
+        out_ptr + row[:, None] + ds[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=(gs < G)[:, None] & (ds < D)[None, :],
     )
@@ -276,15 +292,28 @@ def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor
 
 
 def combine(
-    partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tensor | None = None
+    partial: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    splits: int,
+    counts: Tensor | None = None,
+    *,
+    sums: int = 0,
 ) -> None:
     """Merge the parts of T tokens in `scratch` into `out` [T, H, D], contiguous.
+
+    `sums`: rows have so many numbers more, for the logarithm of the sum (`ContextOps.attention_part`).
 
     `counts` int32 [T, K]: number of parts of each token's heads of a kv head, 0 for rows already in
     `out`. None: all have `splits`."""
     num_tokens, num_heads, dim = out.shape
+    dim -= sums
     options = dict(
-        D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4, **pdl_options(out)
+        SUMS=sums,
+        D=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        num_warps=4,
+        **pdl_options(out),
     )
     if counts is None:
         _combine_kernel[(num_tokens, num_heads)](

@@ -134,10 +134,8 @@ def expert_gemm(
     if isinstance(w, GroupedLinear):
         assert w.codes == "int4"
         # the four quarters of a chunk's inputs are in flight at once
-        weight_bytes, input_bytes = (
-            block_n * w.chunk,
-            tiles.tile_m * w.chunk * values.element_size(),
-        )
+        weight_bytes = block_n * w.chunk
+        input_bytes = tiles.tile_m * w.chunk * values.element_size()
         stages = max(
             1, min(stages, (platform_of(values.device).shared_bytes - weight_bytes) // input_bytes)
         )

@@ -119,10 +119,8 @@ def _grouped_gemm_kernel(
     program, tiles_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     first_tile = program // (GROUP_M * tiles_n) * GROUP_M
     group_m = tl.minimum(num_tiles - first_tile, GROUP_M)
-    tile, column = (
-        first_tile + program % (GROUP_M * tiles_n) % group_m,
-        program % (GROUP_M * tiles_n) // group_m * BLOCK_N,
-    )
+    tile = first_tile + program % (GROUP_M * tiles_n) % group_m
+    column = program % (GROUP_M * tiles_n) // group_m * BLOCK_N
     if PDL:
         pdl_wait()
     expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)

@@ -184,11 +184,9 @@ def _route_kernel(
             best = tl.where(gs == group, float("-inf"), best)
         merits = tl.where(kept[:, None], merits, float("-inf"))
     flat: tl.constexpr = BLOCK_G * BLOCK_X
-    merits, scores, ids = (
-        tl.reshape(merits, (flat,)),
-        tl.reshape(scores, (flat,)),
-        tl.reshape(ids, (flat,)),
-    )
+    merits = tl.reshape(merits, (flat,))
+    scores = tl.reshape(scores, (flat,))
+    ids = tl.reshape(ids, (flat,))
     # Keys: the merits' bits in integer order, minus the index. No two are equal, whatever the merits.
     bits = merits.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -31,11 +31,7 @@ from slipstream.kernels.triton.experts.moe_permute import ExpertTiles, pairs_of_
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.products.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import gguf_codes
-from slipstream.kernels.weights.forms import (
-    CodedLinear,
-    JoinedLinear,
-    Linear,
-)
+from slipstream.kernels.weights.forms import CodedLinear, JoinedLinear, Linear
 from slipstream.spec.devices.autotune_table import NUM_COUNTERS
 from slipstream.spec.model import MoESpec
 from slipstream.spec.stored.gguf_types import FORMS, CodeForm
@@ -87,13 +83,7 @@ def _iq4_number(code):
 
 
 @triton.jit
-def _number(
-    code,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    BOOK: tl.constexpr,
-    kind: tl.constexpr,
-):
+def _number(code, BITS: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, kind: tl.constexpr):
     """The value that a code stands for, exact in `kind`."""
     if BOOK == "linear":
         if BITS == 8:
@@ -199,11 +189,9 @@ def _linear_codes(bits: int) -> str:
             lines.append(f"prmt.b32 h, ${operand}, 0, {selector};")
         for i in range(8):
             out = f"${2 * i + pair}"
-            source, shift, mask = (
-                f"p{i // 4 if wide else 0}",
-                i % 4 * 4 if wide else 2 * i,
-                15 if wide else 3,
-            )
+            source = f"p{i // 4 if wide else 0}"
+            shift = i % 4 * 4 if wide else 2 * i
+            mask = 15 if wide else 3
             if shift:
                 lines.append(f"shr.b32 t, {source}, {shift};")
                 source = "t"

@@ -354,10 +354,8 @@ def shrink(
     parts |= dict(SCALES=kind, PARTS=num_parts, SPLITS=splits)
     options = pdl_options(values)
     if tokens.tile_tokens == TILES[0]:
-        block_k, block_r = (
-            _few_block_k(inner_size),
-            min(triton.next_power_of_2(rank), FEW_TILES.ranks),
-        )
+        block_k = _few_block_k(inner_size)
+        block_r = min(triton.next_power_of_2(rank), FEW_TILES.ranks)
         blocks = triton.cdiv(rank, block_r)
         _shrink_few_kernel[(splits * blocks * len(live), num_tiles)](
             values, scales, w.down, inner, tokens.order, tokens.tiles, inner_size, rank, num_tokens,

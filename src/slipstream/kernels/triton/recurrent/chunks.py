@@ -131,11 +131,9 @@ def prepare_channels_kernel(
     i = tl.arange(0, 1 << LEVELS)
     row, live = first.to(tl.int64), first + i < end
     keys, wide = live[:, None] & is_k[None, :], i[:, None] * H + head
-    mixed_ptr, logs_ptr, raw_ptr = (
-        mixed_ptr + row * C,
-        logs_ptr + row * (H * K),
-        raw_ptr + row * raw_stride,
-    )
+    mixed_ptr = mixed_ptr + row * C
+    logs_ptr = logs_ptr + row * (H * K)
+    raw_ptr = raw_ptr + row * raw_stride
     p_ptr, u_ptr, w_ptr = p_ptr + (row * H << LEVELS), u_ptr + row * (H * V), w_ptr + row * (H * K)
     q_ptr, k_ptr = q_ptr + row * (H * K), k_ptr + row * (H * K)
     at = mixed_ptr + i[:, None] * C + head // R * K + ks[None, :]
@@ -224,11 +222,9 @@ def pass_kernel(
     now = tl.load(states_ptr + slot * (H * K * V) + place, mask=cells & (slot > 0), other=0.0)
     skip = 0.0 if DELTA else tl.load(skip_ptr + head)
     qk_place, wide = i[:, None] * qk_stride + head // R * K + ks[None, :], i[:, None] * H + head
-    p_place, v_place, w_place = (
-        (wide << LEVELS) + i[None, :],
-        wide * V + vs[None, :],
-        wide * K + ks[None, :],
-    )
+    p_place = (wide << LEVELS) + i[None, :]
+    v_place = wide * V + vs[None, :]
+    w_place = wide * K + ks[None, :]
     begin_chunk, end_chunk = _chunks_of(chunks_ptr, num_chunks, seq)
     first, end, to = _chunk_at(chunks_ptr, write_ptr, begin_chunk, end_chunk)
     for chunk in tl.range(begin_chunk, end_chunk, num_stages=STAGES):

@@ -21,14 +21,10 @@ from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 def read(c: ConfigReader) -> ModelSpec:
     # Configs have one of several keys for the same number.
-    hidden_key, heads_key = (
-        called(c, "hidden_size", "n_embed"),
-        called(c, "n_head", "num_attention_heads"),
-    )
-    h, hidden = (
-        heads(c, hidden=hidden_key, num_heads=heads_key, num_kv_heads=None),
-        c.size(hidden_key),
-    )
+    hidden_key = called(c, "hidden_size", "n_embed")
+    heads_key = called(c, "n_head", "num_attention_heads")
+    h = heads(c, hidden=hidden_key, num_heads=heads_key, num_kv_heads=None)
+    hidden = c.size(hidden_key)
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
     layer = LayerSpec(
         attention=attention(h, AlibiSpec(), qkv_bias=True, out_bias=True),

@@ -32,10 +32,8 @@ from slipstream.spec.model import (
 def read(c: ConfigReader) -> ModelSpec:
     hidden, heads_key = c.size("hidden_size"), called(c, "num_attention_heads", "n_head")
     h = heads(c, num_heads=heads_key, num_kv_heads=called(c, "num_kv_heads", "n_head_kv"))
-    grouped, one = (
-        c.take("new_decoder_architecture", bool, False),
-        c.take("multi_query", bool, True),
-    )
+    grouped = c.take("new_decoder_architecture", bool, False)
+    one = c.take("multi_query", bool, True)
     if not grouped:  # `num_kv_heads` has no effect then
         h = h._replace(num_kv_heads=1 if one else h.num_heads)
     max_position = c.size("max_position_embeddings", 2048)

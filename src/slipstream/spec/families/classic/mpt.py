@@ -12,10 +12,8 @@ from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    h, hidden = (
-        heads(c, hidden="d_model", num_heads="n_heads", num_kv_heads=None),
-        c.size("d_model"),
-    )
+    h = heads(c, hidden="d_model", num_heads="n_heads", num_kv_heads=None)
+    hidden = c.size("d_model")
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5), bias=False)
     own = c.part("attn_config")
     own.require("alibi", True)
@@ -24,10 +22,8 @@ def read(c: ConfigReader) -> ModelSpec:
         own.require(key, False)
     own.require("sliding_window_size", -1)
     clip = own.maybe("clip_qkv", float)
-    scale, alibi = (
-        own.maybe("softmax_scale", float),
-        AlibiSpec(max_bias=own.take("alibi_bias_max", float, 8.0)),
-    )
+    scale = own.maybe("softmax_scale", float)
+    alibi = AlibiSpec(max_bias=own.take("alibi_bias_max", float, 8.0))
     # The kernel, and keys that every config of transformers has.
     own.ignore(
         "attn_impl",

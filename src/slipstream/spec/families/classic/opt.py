@@ -34,10 +34,8 @@ def read(c: ConfigReader) -> ModelSpec:
         mlp=plain(c.size("ffn_dim"), activation(c, "activation_function", "relu"), bias=bias),
         block=block,
     )
-    max_position, width = (
-        c.size("max_position_embeddings", 2048),
-        c.size("word_embed_proj_dim", hidden),
-    )
+    max_position = c.size("max_position_embeddings", 2048)
+    width = c.size("word_embed_proj_dim", hidden)
     c.require("layer_norm_elementwise_affine", True)
     c.require("_remove_final_layer_norm", False)
     c.require("prefix", "</s>")  # the tokenizer adds it
@@ -56,10 +54,8 @@ def read(c: ConfigReader) -> ModelSpec:
 def read_xglm(c: ConfigReader) -> ModelSpec:
     """XGLM: OPT's layers, with sines and cosines for positions."""
     h = heads(c, hidden="d_model", num_heads="attention_heads", num_kv_heads=None)
-    norm, max_position = (
-        layer_norm(c.size("d_model"), 1e-5),
-        c.size("max_position_embeddings", 2048),
-    )
+    norm = layer_norm(c.size("d_model"), 1e-5)
+    max_position = c.size("max_position_embeddings", 2048)
     layer = LayerSpec(
         attention=attention(h, None, qkv_bias=True, out_bias=True),
         mlp=plain(c.size("ffn_dim", 4096), activation(c, "activation_function", "gelu")),

@@ -86,11 +86,9 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
 def gguf_modernbert_config(m: ConfigReader) -> dict[str, Any]:
     """llama.cpp's window counts both sides. The first of every few layers has no window."""
     config = encoder_gguf_config(m)
-    types, eps, window = (
-        config.pop("type_vocab_size"),
-        config.pop("layer_norm_eps"),
-        m.maybe("attention.sliding_window", int),
-    )
+    types = config.pop("type_vocab_size")
+    eps = config.pop("layer_norm_eps")
+    window = m.maybe("attention.sliding_window", int)
     if types:
         raise m.unsupported("token_types.weight", "ModernBERT's texts have no types")
     count, pattern = config["num_hidden_layers"], "attention.sliding_window_pattern"
@@ -120,10 +118,8 @@ def gguf_eurobert_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _classifier(c: ConfigReader, norm: NormSpec) -> ClassifierSpec | None:
-    act, bias = (
-        activation(c, "classifier_activation", "gelu"),
-        c.take("classifier_bias", bool, False),
-    )
+    act = activation(c, "classifier_activation", "gelu")
+    bias = c.take("classifier_bias", bool, False)
     pooling = c.take("classifier_pooling", str, "cls")
     of_tokens = num_token_labels(c)
     if (labels := num_labels(c) if of_tokens is None else of_tokens) is None:

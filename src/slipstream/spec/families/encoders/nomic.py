@@ -19,12 +19,7 @@ from slipstream.spec.families.builders import (
     plain,
     rope,
 )
-from slipstream.spec.families.encoders.bert import (
-    GGUF_BERT,
-    UNREAD,
-    bert_classifier,
-    encoder_table,
-)
+from slipstream.spec.families.encoders.bert import GGUF_BERT, UNREAD, bert_classifier, encoder_table
 from slipstream.spec.families.metadata import encoder_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
@@ -119,10 +114,8 @@ def _read(
     norm = layer_norm(
         c.size(hidden), c.take(called(c, "layer_norm_eps", "layer_norm_epsilon"), float, 1e-12)
     )
-    h, max_position = (
-        heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None),
-        c.size(positions),
-    )
+    h = heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None)
+    max_position = c.size(positions)
     position = rope(c, h.head_dim, max_position=max_position, theta=theta)
     layer = LayerSpec(
         attention=attention(h, position, causal=False, qkv_bias=biased, out_bias=biased),

@@ -54,10 +54,8 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
     act, is_gated = _activation(c, "relu" if family == "t5" else "gated-gelu")
     mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)
-    num_buckets, far = (
-        c.size("relative_attention_num_buckets", 32),
-        c.size("relative_attention_max_distance", 128),
-    )
+    num_buckets = c.size("relative_attention_num_buckets", 32)
+    far = c.size("relative_attention_max_distance", 128)
 
     def attended(position: BucketSpec | None, **more: Any) -> AttentionSpec:
         return attention(h, position, scale=1.0, **more)
@@ -99,11 +97,7 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
         final_norm=norm,
         tied_embeddings=tied,
         logit_scale=hidden**-0.5 if scaled else 1.0,
-        encoder=EncoderSpec(
-            layers=(reader,) * num_layers,
-            final_norm=norm,
-            start_token_id=start,
-        ),
+        encoder=EncoderSpec(layers=(reader,) * num_layers, final_norm=norm, start_token_id=start),
     )
     c.finish()
     return spec

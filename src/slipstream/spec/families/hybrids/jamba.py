@@ -98,9 +98,7 @@ FAMILIES = (
         read=read,
         names=table(NAMES, changes={"recurrent.conv": of_conv}),
         gguf=GGUFFamily(
-            architecture="jamba",
-            config=gguf_config,
-            names=gguf_table(GGUF, changes=GGUF_CHANGES),
+            architecture="jamba", config=gguf_config, names=gguf_table(GGUF, changes=GGUF_CHANGES)
         ),
     ),
 )

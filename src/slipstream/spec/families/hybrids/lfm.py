@@ -64,10 +64,8 @@ def _read(c: ConfigReader, family: str, mlps: list[Any], full: list[int]) -> Mod
     """`full`: the layers with attention, if `layer_types` does not say so."""
     c.assume(num_attention_heads=32, num_key_value_heads=8, vocab_size=65536)
     h = heads(c)
-    eps, max_position = (
-        c.take("norm_eps", float, 1e-5),
-        c.size("max_position_embeddings", 128_000),
-    )
+    eps = c.take("norm_eps", float, 1e-5)
+    max_position = c.size("max_position_embeddings", 128_000)
     norm = rms(c.size("hidden_size"), eps)
     position = rope(c, h.head_dim, max_position=max_position, theta=1e6)
     qk_norm = QKNormSpec(over="head", eps=eps)

@@ -113,11 +113,9 @@ def _mamba_1(c: ConfigReader, eps: float, *, normed: bool | Literal["plain"]) ->
 
 def read_mamba2(c: ConfigReader) -> ModelSpec:
     c.assume(hidden_size=4096, num_hidden_layers=64, vocab_size=32768)
-    num_heads, value, groups = (
-        c.size("num_heads", 128),
-        c.size("head_dim", 64),
-        c.size("n_groups", 8),
-    )
+    num_heads = c.size("num_heads", 128)
+    value = c.size("head_dim", 64)
+    groups = c.size("n_groups", 8)
     if num_heads * value != c.size("expand", 2) * c.size("hidden_size"):
         raise c.unsupported("num_heads", "times head_dim must be expand times hidden_size")
     mixer = Mamba2Spec(

@@ -289,12 +289,7 @@ MTP = MTPFormat(
 )
 GGUF_MTP = dataclasses.replace(LLAMA_CPP, layers=mtp_layers, norm_output=True, norms=MinusOne())
 GGUFS = {
-    name: GGUFFamily(
-        architecture=architecture,
-        config=gguf_config,
-        names=names,
-        mtp=GGUF_MTP,
-    )
+    name: GGUFFamily(architecture=architecture, config=gguf_config, names=names, mtp=GGUF_MTP)
     for name, architecture, names in (
         ("qwen3_next", "qwen3next", GGUF_NEXT),
         ("qwen3_5_text", "qwen35", GGUF_3_5),

@@ -47,11 +47,7 @@ READERS = {
 """The decoders, all of which have Llama's names."""
 
 INTERNVL = PromptFormat(
-    placeholder="<IMG_CONTEXT>",
-    token="<IMG_CONTEXT>",
-    style="framed",
-    begin="<img>",
-    end="</img>",
+    placeholder="<IMG_CONTEXT>", token="<IMG_CONTEXT>", style="framed", begin="<img>", end="</img>"
 )
 LLAVA = PromptFormat(placeholder="<image>", token="<image>", style="plain")
 
@@ -198,12 +194,7 @@ def read_processing_llava(c: ConfigReader, vision: VisionSpec) -> ImageProcessin
     c.require("size", {"shortest_edge": side})
     c.require("crop_size", {"height": side, "width": side}, side)
     return processing(
-        c,
-        CenterSquare(side=side),
-        resample=3,
-        mean=CLIP_MEAN,
-        std=CLIP_STD,
-        crops=True,
+        c, CenterSquare(side=side), resample=3, mean=CLIP_MEAN, std=CLIP_STD, crops=True
     )
 
 
@@ -232,11 +223,7 @@ VISION_INTERNVL: dict[str, Any] = {
 _internvl = table(
     {**LLAMA, **VISION_INTERNVL},
     vision_layer="vision_tower.encoder.layer.{i}.",
-    changes={
-        "vision.class_token": "one_row",
-        "vision.positions": "one_row",
-        "vision.gains": _row,
-    },
+    changes={"vision.class_token": "one_row", "vision.positions": "one_row", "vision.gains": _row},
 )
 
 

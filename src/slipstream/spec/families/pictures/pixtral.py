@@ -40,17 +40,13 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
     v = c.part("vision_config")
     v.require("model_type", "pixtral")
     v.assume(**ENCODER)
-    hidden, h, norm = (
-        v.size("hidden_size"),
-        heads(v, num_kv_heads=None),
-        rms(v.size("hidden_size"), 1e-5),
-    )
+    hidden = v.size("hidden_size")
+    h = heads(v, num_kv_heads=None)
+    norm = rms(v.size("hidden_size"), 1e-5)
     if h.num_heads * h.head_dim != hidden:
         raise v.unsupported("head_dim", f"must be {hidden // h.num_heads}, hidden_size by heads")
     layer = LayerSpec(
-        attention=attention(h, None, causal=False),
-        mlp=gated(v, default="gelu"),
-        block=before(norm),
+        attention=attention(h, None, causal=False), mlp=gated(v, default="gelu"), block=before(norm)
     )
     v.ignore("image_size", "vocab_size")
     made = VisionSpec(
@@ -66,11 +62,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
         connector=PatchMergeConnector(norm=rms(hidden, _eps(text)), activation=act, bias=bias),
         token_id=token_id,
         prompt=PromptFormat(
-            placeholder="[IMG]",
-            token="[IMG]",
-            style="rows",
-            row_end="[IMG_BREAK]",
-            end="[IMG_END]",
+            placeholder="[IMG]", token="[IMG]", style="rows", row_end="[IMG_BREAK]", end="[IMG_END]"
         ),
     )
     v.finish()

@@ -91,15 +91,11 @@ def read_vision_2(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     v = c.part("vision_config")
     v.assume(depth=32, embed_dim=1280, num_heads=16)
     v.require("model_type", "qwen2_vl", "qwen2_vl_vision")
-    hidden, merge, patch_size = (
-        v.size("embed_dim"),
-        v.size("spatial_merge_size", 2),
-        square(v, "patch_size", 14),
-    )
-    h, norm = (
-        heads(v, hidden="embed_dim", num_heads="num_heads", num_kv_heads=None),
-        layer_norm(hidden, 1e-6),
-    )
+    hidden = v.size("embed_dim")
+    merge = v.size("spatial_merge_size", 2)
+    patch_size = square(v, "patch_size", 14)
+    h = heads(v, hidden="embed_dim", num_heads="num_heads", num_kv_heads=None)
+    norm = layer_norm(hidden, 1e-6)
     act: Activation = OwnActivation(name="quick_gelu", function=quick_gelu)
     if v.take("hidden_act", str, "quick_gelu") != "quick_gelu":
         act = activation(v, "hidden_act")
@@ -133,11 +129,9 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     v.require("model_type", "qwen2_5_vl", "qwen2_5_vl_vision")
     hidden, depth = v.size("hidden_size"), v.size("depth")
     h = heads(v, num_heads="num_heads", num_kv_heads=None)
-    norm, merge, patch_size = (
-        rms(hidden, 1e-6),
-        v.size("spatial_merge_size", 2),
-        square(v, "patch_size", 14),
-    )
+    norm = rms(hidden, 1e-6)
+    merge = v.size("spatial_merge_size", 2)
+    patch_size = square(v, "patch_size", 14)
     mlp = DenseSpec(
         intermediate_size=v.size("intermediate_size"),
         activation=activation(v, "hidden_act", "silu"),

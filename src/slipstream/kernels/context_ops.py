@@ -1,0 +1,128 @@
+"""Attention over keys that ranks share out by tokens (context parallelism).
+
+1. Block i of a sequence is on rank i mod n, so at any length the ranks have about the same number of
+   keys. A block of the pool stands for n consecutive ones, of which each rank has the one at its
+   number. So the engine's block tables are those of one device with blocks n times as long.
+2. All ranks have all queries, or gather them: those of all tokens, or where they are tensor parallel
+   those of all heads. Each attends to its own keys (`attention_part`), and its results are
+   weighted by the sums of its softmax (`merge_parts`; Dao et al. 2023, flash-decoding). No key is sent.
+3. Prompts need nothing else: a token sees the keys of earlier blocks and, on one rank, a part of its
+   own. Each rank has an n-th of the work at any position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.layouts import AttentionParams
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.platform.collectives import RankGroup
+
+Own: TypeAlias = Literal["tokens", "heads"] | None
+"""What of queries and results a rank has of its own; None: all have all."""
+
+
+class ContextOps(ABC):
+    """Ops of ranks that share out keys by tokens."""
+
+    @abstractmethod
+    def attention_part(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
+        """`attention` of each token over the first `meta.limits` keys of its sequence (`own_keys`): q
+        [T, H, D] → [T, H, W + n].
+
+        The first W numbers of a head are its result, as wide as the values. The bits of the last n
+        are the natural logarithm of its softmax's sum, float32; −inf without keys.
+        """
+
+    def merge_parts(self, parts: Tensor) -> Tensor:
+        """Ranks' results of `attention_part` [n, T, H, W + n] → [T, H, W]."""
+        out, sums = unpacked(parts)
+        weights = (sums - sums.amax(0).clamp(min=-1e30)).exp()
+        weights = weights / weights.sum(0).clamp(min=1e-30)
+        return (out.float() * weights[..., None]).sum(0).to(parts.dtype)
+
+    def attention_over_ranks(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: AttentionParams,
+        group: RankGroup,
+        *,
+        own: Own = None,
+    ) -> Tensor:
+        """`attention` over the keys of all ranks of `group`: q [T, H, D] → [T, H, W]. `meta` is from
+        `own_keys`.
+
+        `own`: "tokens" gives this rank's, [⌈T / n⌉, H, W] (`RankOps.own_tokens`). "heads": q has
+        this rank's heads, all of which read the same kv heads.
+        """
+        if own == "heads":
+            heads = group.all_gather(q).transpose(0, 1)  # [T, n, H, D]
+            part = self.attention_part(heads.flatten(1, 2), kv, meta, params)
+            each = part.unflatten(1, (group.size, -1)).transpose(0, 1)
+            return self.merge_parts(group.all_to_all(each.flatten(0, 1)))
+        part = self.attention_part(q, kv, meta, params)
+        if own is None:
+            return self.merge_parts(group.all_gather(part))
+        if missing := -len(part) % group.size:
+            part = torch.cat((part, part.new_zeros(missing, *part.shape[1:])))
+        return self.merge_parts(group.all_to_all(part))
+
+    def own_keys(
+        self, meta: AttentionMetadata, block_size: int, group: RankGroup
+    ) -> AttentionMetadata:
+        """A step's metadata for this rank's keys. Tokens of other ranks are written to the null block."""
+        size, rank = group.size, group.rank
+        return meta.once(
+            ("own keys", block_size, rank), lambda: _own_keys(meta, block_size, rank, size)
+        )
+
+
+def _own_keys(meta: AttentionMetadata, block_size: int, rank: int, size: int) -> AttentionMetadata:
+    whole = block_size * size
+
+    def own(lengths: Tensor) -> Tensor:
+        """The keys that this rank has of the first `lengths` tokens."""
+        left = (lengths % whole - rank * block_size).clamp(0, block_size)
+        return lengths // whole * block_size + left
+
+    slots, lens, longest = meta.slot_mapping, meta.seq_lens, meta.max_seq_len
+    place = slots % whole
+    block = torch.where(place // block_size == rank, slots // whole, 0)
+    seen = lens
+    if meta.max_query_len > 1:
+        tokens, ends = torch.arange(len(slots), device=slots.device), meta.query_start_loc[1:]
+        seq = torch.bucketize(tokens, ends, right=True).clamp(max=len(ends) - 1)
+        # padding's tokens are behind the last sequence
+        seen = torch.minimum(lens[seq], lens[seq] - (ends[seq] - 1 - tokens)).clamp(min=0)
+    return dataclasses.replace(
+        meta,
+        slot_mapping=block * block_size + place % block_size,
+        seq_lens=own(lens).int(),
+        max_seq_len=longest // whole * block_size + min(longest % whole, block_size),
+        limits=own(seen).int(),
+        from_start=False,
+        shared=None,
+        of_steps=None,
+        groups=(),
+    )
+
+
+def packed(out: Tensor, sums: Tensor) -> Tensor:
+    """Results [T, H, W] and the logarithms of their sums, float32 [T, H], as `attention_part` gives
+    them."""
+    return torch.cat((out, sums.float()[..., None].view(out.dtype)), dim=-1)
+
+
+def unpacked(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """The views of `packed` numbers: results, and the logarithms of their sums."""
+    width = parts.shape[-1] - 4 // parts.itemsize
+    return parts[..., :width], parts[..., width:].contiguous().view(torch.float32)[..., 0]
