@@ -129,7 +129,7 @@ def test_rates_hold_one_after_the_other():
 
 
 def test_coarse_replica_is_near_the_step_by_step_simulator():
-    """Its throughput and latencies, under requests of many lengths that arrive at random."""
+    """Throughput and latencies under requests of many lengths that arrive at random."""
     engine, spec = engine_and_pool()
     workload = parse_workload("uniform:200-6000/20-400", seed=3)
     traffic = fleet_traffic(workload, [8.0], 400)
@@ -212,7 +212,7 @@ def test_scaled_fleet_grows_with_the_load_and_loses_nothing(monkeypatch):
 
 
 def test_guard_of_a_large_fleet_has_the_medians_of_all():
-    """They are up to `MEDIANS_S` old, and a replica that is slow is still found."""
+    """Medians are up to `MEDIANS_S` old, and a replica that is slow is still found."""
     guard = ReplicaGuard(4.0)
     for i in range(LARGE + 8):
         guard.add(f"r{i}")

@@ -25,7 +25,7 @@ from slipstream.spec.description import read_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLoad:
-    """What a fleet is simulated under, as `slipstream fleet simulate` has it.
+    """Load of a simulated fleet, as `slipstream fleet simulate` has it.
 
     Each of `rates` (requests/s) holds for an equal part of the time. `replicas` is their number at
     the begin; None: the file's. `gpu` None: the file's device, or this machine's.

@@ -167,7 +167,7 @@ def _warped(
 
 
 def _chains(workload: Workload) -> tuple[list[npt.NDArray[np.uint64]], list[int]]:
-    """For each row the chained keys of its prompt's whole blocks, and how many are common."""
+    """Chained keys of each row's whole blocks, and how many of them are common."""
     chains: list[list[int]] = []
     counts: Counter[int] = Counter()
     for request in workload.requests:
