@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.fleet.running import ENGINE, fleet_of, running, version
@@ -56,8 +57,7 @@ def ask(client, number, begun=lambda: None):
 @pytest.mark.slow
 def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
     """Ten times, a rank of the replica with the most streams. The times are printed (`-s`)."""
-    # both may be down at once, and a start takes long on a busy machine
-    made = fleet_of(version(tiny, engine=RANKS), router={"queue_s": 2 * PATIENCE_S})
+    made = fleet_of(version(tiny, engine=RANKS))
     with (
         running(made, tmp_path / "state") as fleet,
         fleet.client() as client,
@@ -82,12 +82,15 @@ def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
             assert found == expected
 
             def is_back(victim=victim, before=before):
-                pid = fleet.pids().get(victim.id)
-                now = [] if pid is None else ranks_of(pid)
-                return (len(now) == 2 and not set(now) & set(before)) or pid is None
+                now = ranks_of(fleet.pids()[victim.id])
+                urls = [replica.url for replica in fleet.head.members.all_replicas()]
+                return (
+                    len(now) == 2
+                    and not set(now) & set(before)
+                    and all(httpx.get(f"{url}/ready").status_code == 200 for url in urls)
+                )
 
             fleet.wait_for(is_back, "the ranks did not come back")
-            fleet.wait_serving(2)
             print(
                 f"turn {turn}: all ended {ended_s:.1f} s after the kill, replaced after "
                 f"{time.monotonic() - at:.1f} s"
